@@ -1,6 +1,5 @@
 """ActivationStats: records statistics of every layer's output, batch by batch."""
 
-import threading
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from hookcb.core.batch import parts
 from hookcb.core.ranks import ALONE, group_of, is_sharded
 from hookcb.core.sampling import SamplingCallback
 from hookcb.core.shards import Part, is_awaited, mesh_of, output_part, part_of, plain_class
+from hookcb.core.threads import this_thread
 from hookcb.core.torch_private import version_of
 from hookcb.hooks.callback import HookCallback
 from hookcb.hooks.coverage import Coverage
@@ -147,7 +147,7 @@ class ActivationStats(HookCallback):
         self.records.drop_batch()
         super().before_fit()
         self._find_ranks()
-        self._thread = threading.get_ident() if self.learn.in_loop_thread else None
+        self._thread = this_thread() if self.learn.in_loop_thread else None
         if self.is_forward and not self._options.get("pre") and type(self).hook is ActivationStats.hook:
             for hook in self.hooks or ():
                 hook.quick = self._take_usual
@@ -195,7 +195,7 @@ class ActivationStats(HookCallback):
             return False
         if self._acts_in is not self.learn.training:
             return True
-        if threading.get_ident() != self._thread or type(output) is not Tensor or self._is_sharded:
+        if this_thread() != self._thread or type(output) is not Tensor or self._is_sharded:
             return False
         name = self._names.get(id(m))
         if name is None:

@@ -1,6 +1,7 @@
 """Finds each model that a script trains, and watches it."""
 
 import inspect
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -54,9 +55,10 @@ class ModelTracker:
         self._model_of: Any = WeakIdKeyDictionary()  # from modules to the model they belong to
         self._unscaled: Any = WeakIdKeyDictionary()  # from scaled losses to the loss, and its GradScaler
         self._optimizers = OptimizerNames()
-        self._thread = threading.get_ident()
+        self._thread, self._process = threading.get_ident(), os.getpid()
         self._in_call = self._in_backward = False
         self._n_fits = 0  # fits of a Learner in progress
+        self._is_fork = False  # whether the script has forked this process
 
     def verdicts(self) -> list[tuple[str, Verdict, bool]]:
         """Heading and verdict of each model that was meant to be trained, and whether the verdict counts."""
@@ -173,6 +175,7 @@ class ModelTracker:
             if diagnose is None and not any(isinstance(cb, LRFinder) for cb in cbs):
                 diagnose = Diagnose(say_sick, show=False, name="script_diagnosis")
                 cbs.append(diagnose)
+            self.begin_anew()
             for model in [model for model in self._open if model.model is learn.model]:
                 self._close(model)
             self._n_fits += 1
@@ -197,8 +200,17 @@ class ModelTracker:
 
     # ---- models
 
+    def begin_anew(self) -> bool:
+        """Forgets the models of the process that this one was forked from; True if it has none of its own."""
+        if os.getpid() != self._process:
+            self._process, self._is_fork = os.getpid(), True
+            self._all, self._open, self.notes = [], [], []
+            self._model_of = WeakIdKeyDictionary()
+        return self._is_fork and not self._all
+
     def _begin_call(self, m: nn.Module, inputs: Any) -> TrackedModel | None:
         """Handles the start of an outermost call; returns its model if a method of the model makes it."""
+        self.begin_anew()
         if self._n_fits or in_backward() or not torch.is_grad_enabled():
             return None
         model = self._model_of.get(m)
@@ -263,6 +275,8 @@ class ModelTracker:
             )
 
     def _close_all(self, error: BaseException | None) -> None:
+        if self.begin_anew():
+            return
         for model in list(self._open):
             self._close(model, error)
         self._note_unmoved()

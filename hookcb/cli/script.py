@@ -72,6 +72,8 @@ def run_script(path: str | Path, args: Sequence[str] = (), options: Options = NO
     with _stdout_as_stderr() if options.json else nullcontext():
         start = Path.cwd()
         code, has_failed = _run(os.fspath(path), list(args), tracker, options.is_module)
+        if tracker.begin_anew():
+            return code  # a process that the script has forked, and that trains nothing
         shown = tracker.verdicts()
         options = replace(options, html=_from(start, options.html))  # the script may have changed the folder
     if options.json:

@@ -1,12 +1,12 @@
 """Fetches of batches: the time for which a training waits for data."""
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from typing import Any, Protocol, Self, TypeVar
 
 from torch.utils.data import DataLoader
 
+from hookcb.core.threads import locked, this_thread
 from hookcb.core.torch_private import DataLoaderIter
 
 T = TypeVar("T")
@@ -54,11 +54,11 @@ class _Follower:
 
     def __init__(self, listener: FetchListener) -> None:
         self.listener = listener
-        self._thread, self._depth = threading.get_ident(), 0
+        self._thread, self._depth = this_thread(), 0
 
     def in_loop_thread(self) -> bool:
         """Whether the current thread is the one that is followed."""
-        return threading.get_ident() == self._thread
+        return this_thread() == self._thread
 
     def begin(self) -> None:
         self._depth += 1
@@ -81,19 +81,18 @@ class _Followed:
 
     def __init__(self, owner: type, name: str) -> None:
         self._owner, self._name = owner, name
-        self._lock = threading.Lock()
         self._followers: tuple[_Follower, ...] = ()  # replaced as a whole, as other threads read it
         self._wrapper: Any = None
 
     def follow(self, listener: FetchListener) -> None:
-        with self._lock:
+        with locked():
             self._followers = (*self._followers, _Follower(listener))
             if self._wrapper is None:
                 self._wrapper = self._notifying(getattr(self._owner, self._name))
                 setattr(self._owner, self._name, self._wrapper)
 
     def leave(self, listener: FetchListener) -> None:
-        with self._lock:
+        with locked():
             self._followers = tuple(x for x in self._followers if x.listener is not listener)
             # if other code has wrapped it since, ours is called by theirs and cannot be removed
             is_ours = self._wrapper is not None and getattr(self._owner, self._name) is self._wrapper

@@ -1,6 +1,5 @@
 """TrainingState: the state of a training, as callbacks see it."""
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from hookcb.core.fetches import FetchListener, follow_loaders, leave_loaders
 from hookcb.core.ranks import ALONE
 from hookcb.core.restore import preserve_modes
-from hookcb.core.threads import in_loop_thread
+from hookcb.core.threads import in_loop_thread, this_thread
 
 PHASE = ("training", "dl", "iter", "n_iter", "row", "phase_state")  # the state of a training or validation
 BATCH = ("xb", "yb", "pred", "loss")
@@ -43,7 +42,7 @@ class TrainingState:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._thread = threading.get_ident()  # the thread that runs the loop
+        self._thread = this_thread()  # the thread that runs the loop
         self.opt: Any = None  # like pred, loss and dl: None until there is one
         self.xb: Any = ()
         self.yb: tuple[Any, ...] = ()
@@ -135,7 +134,7 @@ class TrainingState:
         """Restores the phase, the modes of all modules and, with `batch`, the state of the batch."""
         state = {name: getattr(self, name) for name in (PHASE + BATCH if batch else PHASE)}
         if not self._depth:
-            self._thread = threading.get_ident()
+            self._thread = this_thread()
         self._depth += 1
         try:
             with preserve_modes(self.model):

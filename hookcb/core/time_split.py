@@ -1,13 +1,13 @@
 """TimeSplit: seconds of a training by what it does: its phases, its callbacks, garbage collection."""
 
 import gc
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from hookcb.core.events import Event
+from hookcb.core.threads import this_thread
 
 DATA, BETWEEN, EPOCH, VALIDATION = "data", "between", "epoch", "validation"
 GARBAGE = "garbage collection"
@@ -68,7 +68,7 @@ class TimeSplit:
         self._fetched = self._fetch_began = 0.0
         self._marks: Marks = []
         self._since = self._collecting_since = time.perf_counter()
-        self._thread = threading.get_ident()
+        self._thread = this_thread()
         gc.callbacks.append(self._at_collection)
 
     @property
@@ -167,7 +167,7 @@ class TimeSplit:
         self._now.clear()
 
     def _at_collection(self, stage: str, info: Mapping[str, int]) -> None:
-        if info["generation"] < MIN_GENERATION or threading.get_ident() != self._thread:
+        if info["generation"] < MIN_GENERATION or this_thread() != self._thread:
             return
         if stage == "start":
             self._collecting_since = time.perf_counter()

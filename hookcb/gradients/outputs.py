@@ -1,6 +1,5 @@
 """OutputGradients: statistics of the gradients with respect to layers' outputs."""
 
-import threading
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,7 +9,7 @@ from hookcb.activations.report import FIRST_COLUMNS, LAST_COLUMNS, ActivationRep
 from hookcb.activations.stats import has_stats
 from hookcb.core.batch import parts
 from hookcb.core.shards import plain_class
-from hookcb.core.threads import in_loop_thread
+from hookcb.core.threads import in_loop_thread, this_thread
 from hookcb.gradients.stats import Number
 from hookcb.hooks.hook import Hooks
 from hookcb.hooks.modules import find_modules, make_ready_for_hooks
@@ -68,7 +67,7 @@ class OutputHooks:
     def __init__(self, model: nn.Module, stats: OutputGradients) -> None:
         layers = find_modules(model)
         make_ready_for_hooks(model)
-        self.stats, self._is_open, self._thread = stats, False, threading.get_ident()
+        self.stats, self._is_open, self._thread = stats, False, this_thread()
         self.scale: Number = 1.0
         self._names = {id(m): name or plain_class(m).__name__ for name, m in layers.items()}
         self._hooks = Hooks(layers, self._take, is_forward=False, pre=True, gate=self._acts)

@@ -1,6 +1,5 @@
 """StepWatch: whether and when optimizers make a step, and on which parameters."""
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -12,7 +11,7 @@ from torch.nn.parameter import UninitializedBuffer
 from torch.optim import Optimizer
 
 from hookcb.core.optim import detached_scalar
-from hookcb.core.threads import in_loop_thread
+from hookcb.core.threads import in_loop_thread, this_thread
 from hookcb.core.torch_private import buffers_of, scaler_stage
 from hookcb.gradients.stats import Number
 from hookcb.hooks.modules import device_of, named_modules
@@ -41,7 +40,7 @@ class StepWatch:
     take_error: Callable[[Exception], object] | None = None
 
     def __init__(self, model: nn.Module, on_step: Callable[[], object]) -> None:
-        self._model, self._on_step, self._thread = ref(model), on_step, threading.get_ident()
+        self._model, self._on_step, self._thread = ref(model), on_step, this_thread()
         self._ids: set[int] = set()  # of the parameters of all noted optimizers
         self._noted: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with its number of parameters
         self._others: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # that train another model

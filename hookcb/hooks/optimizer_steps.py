@@ -1,6 +1,5 @@
 """StepHook: called at the steps of all optimizers, through one torch hook for all StepHooks."""
 
-import threading
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakMethod
@@ -8,6 +7,8 @@ from weakref import WeakMethod
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+
+from hookcb.core.threads import locked
 
 
 class _Dispatcher:
@@ -23,11 +24,10 @@ class _Dispatcher:
         self._register = register
         self._handle: RemovableHandle | None = None
         self._listening: tuple[StepHook, ...] = ()  # replaced, never changed: a step may be iterating
-        self._lock = threading.RLock()  # garbage collection may remove a hook in the middle of `update`
 
     def update(self, *new: "StepHook") -> None:
         """Adds new listeners and drops removed ones."""
-        with self._lock:
+        with locked():  # by this thread too: garbage collection may remove a hook meanwhile
             self._listening = tuple(hook for hook in (*self._listening, *new) if hook.is_on)
             if self._listening and self._handle is None:
                 self._handle = self._register(self)

@@ -1,5 +1,6 @@
 """ExternalLoop: a loop hookcb does not run, which reports what happens in it."""
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,7 @@ class ExternalLoop(NamedLoop):
         group = self._group_of(model)
         self._stop = AgreedStop(group)
         super().__init__(model)
+        self._process = os.getpid()  # in one that is forked from it, this does nothing
         self.stage = Stage.IDLE
         self._phase: str | None = None  # "train" or "validate", while an epoch is open
         self._loss_node: Any = None  # autograd node of the loss, during after_loss
@@ -260,7 +262,7 @@ class ExternalLoop(NamedLoop):
         Args:
             error: the exception that ended the loop, if any; open levels are then cut short.
         """
-        if self._entered is None:
+        if self._entered is None or os.getpid() != self._process:
             return
         error = error or self._error
         try:
@@ -317,6 +319,8 @@ class ExternalLoop(NamedLoop):
     def emit(self, event: str) -> None:
         """Calls the callbacks that act at `event`; cancels have no effect."""
         if self._entered is None or self._error is not None:  # closed, or about to be
+            return
+        if os.getpid() != self._process:
             return
         self.seen[event] += 1
         try:

@@ -1,6 +1,5 @@
 """DetectAnomaly: autograd's anomaly mode on chosen batches."""
 
-import threading
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from torch.autograd import set_detect_anomaly
 from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
+from hookcb.core.threads import locked
 
 
 class DetectAnomaly(Callback):
@@ -87,13 +87,12 @@ class DetectAnomaly(Callback):
         return super().__getstate__() | {"_is_on": False}  # a copy has not turned the mode on
 
 
-_lock = threading.Lock()
 _open: list[tuple[bool, bool]] = []  # per open window: autograd's mode before the first
 
 
 def _enter() -> None:
     """Turns anomaly mode on."""
-    with _lock:
+    with locked():
         mode = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
         _open.append(_open[0] if _open else mode)
         set_detect_anomaly(True)
@@ -101,7 +100,7 @@ def _enter() -> None:
 
 def _leave() -> None:
     """Restores the mode from before the first window when the last one closes."""
-    with _lock:
+    with locked():
         mode = _open.pop()
         if not _open:
             set_detect_anomaly(*mode)

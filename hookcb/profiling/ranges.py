@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from hookcb.core.shards import plain_class
-from hookcb.core.threads import in_loop_thread
+from hookcb.core.threads import in_loop_thread, this_thread
 from hookcb.hooks.hook import Hooks
 from hookcb.profiling.memory.sizes import n_bytes, tensors_in
 
@@ -44,7 +44,7 @@ class LayerRanges:
         self._labels = {name: _label(name, m) for name, m in layers.items()}
         self._open = _Open()
         self._step: int | None = None
-        self._thread = threading.get_ident()
+        self._thread = this_thread()
         self._calls: Counter[str] = Counter()
         self._phase = ""
         # the last pre-hook and the first forward hook, so that nothing but the layer itself is in the range

@@ -14,8 +14,10 @@ from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+from weakref import WeakSet
 
 from hookcb.core.loop import Loop
+from hookcb.core.threads import in_each_fork
 from hookcb.core.whose import is_of_user, line_in
 from hookcb.diagnosis.probes.source import source_of
 
@@ -38,6 +40,7 @@ BREAKS = {
 }
 KINDS = "waits", "late", "python", "earlier"  # of samples
 EVENTS = Loop._call.__code__  # below it, callbacks act
+SAMPLED: "WeakSet[LineSamples]" = WeakSet()  # those whose thread was started
 
 
 class LineSamples:
@@ -93,15 +96,25 @@ class LineSamples:
             sys.setswitchinterval(min(SWITCH, self._usual_switch))
             self._thread = threading.Thread(target=self._run, name="hookcb-lines", daemon=True)
             self._thread.start()
+            SAMPLED.add(self)
 
     def close(self) -> None:
         """Ends the thread."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
-            if math.isclose(sys.getswitchinterval(), SWITCH):  # else the user has changed it
-                sys.setswitchinterval(self._usual_switch)
+            self._forget_thread()
+
+    def _forget_thread(self) -> None:
+        self._thread = None
+        if math.isclose(sys.getswitchinterval(), SWITCH):  # else the user has changed it
+            sys.setswitchinterval(self._usual_switch)
+
+    def leave_to_parent(self) -> None:
+        """Forgets the thread in a forked process, which lacks it; it may have held the lock of `_stop`."""
+        if self._thread is not None:
+            self._stop = threading.Event()
+            self._forget_thread()
 
     def end_batches(self, n: int, is_counted: bool) -> None:
         """Ends a batch or several, whose samples count or not."""
@@ -205,6 +218,14 @@ class LineSamples:
         sampled = {line for seconds in self._seconds.values() for line in seconds if line[1] > 0}
         nexts = [line for line in sampled if source_of(line[0].co_filename).calls_next(line[1])]
         return loops | {place_of(*line) for line in nexts}
+
+
+def _leave_all_to_parent() -> None:
+    for lines in list(SAMPLED):
+        lines.leave_to_parent()
+
+
+in_each_fork(_leave_all_to_parent)
 
 
 def code_of(function: Any) -> CodeType | None:

@@ -1,6 +1,5 @@
 """SavedTensors: hooks that report each tensor that autograd saves, and change nothing."""
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from hookcb.core.graph import nodes_behind
 from hookcb.core.text import as_layer
+from hookcb.core.threads import this_thread
 from hookcb.core.torch_private import (
     KNOWS_TOP,
     disable_saved_hooks,
@@ -74,7 +74,7 @@ class SavedTensors:
             return "hooks on saved tensors are switched off"
         if _are_others_on():
             return f"other hooks on saved tensors are active{_in_brackets(_title(_top()))}"
-        self._thread, self._aside_for = threading.get_ident(), set()
+        self._thread, self._aside_for = this_thread(), set()
         _ON.append(self)
         _listen_to_transforms(True)
         self._push()
@@ -130,7 +130,7 @@ class SavedTensors:
             saved.register_hooks(self.pack, unpack)
 
     def _is_here(self) -> bool:
-        return self._thread == threading.get_ident()
+        return self._thread == this_thread()
 
     def _is_top(self) -> bool:
         return not KNOWS_TOP or _top() is self.pack  # else these are assumed to be the top ones
