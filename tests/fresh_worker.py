@@ -8,8 +8,10 @@ import sys
 import torch
 
 
-def run(argv, log):
-    """Act like `python *argv`, with the output in the file `log`, and one thread for tensors."""
+def run(argv, log, environment):
+    """Act like `python *argv` in an environment, with the output in the file `log`, and one thread for tensors."""
+    os.environ.clear()  # it is that of the process from which this one was forked
+    os.environ.update(environment)
     torch.set_num_threads(1)  # a variable of the environment comes too late
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)

@@ -402,8 +402,8 @@ def start(*argv, log):
 
     It is forked from a process that has imported torch and hookcb, which takes seconds.
     """
-    process = FORKS.Process(target=fresh_worker.run, args=([str(arg) for arg in argv], log))
     with mock.patch.dict(os.environ, PYTHONPATH=str(ROOT)):  # where that process finds this hookcb
+        process = FORKS.Process(target=fresh_worker.run, args=([*map(str, argv)], log, dict(os.environ)))
         process.start()
     return process
 

@@ -49,10 +49,7 @@ def begin(worker, folder, *args, world=2):
     processes = []
     for rank in range(world):
         with mock.patch.dict(os.environ, environment(rank, world, port)):
-            settings = json.dumps(environment(rank, world, port))
-            code = f"import os, runpy, sys; os.environ.update({settings}); sys.argv = sys.argv[1:]; "
-            code += "runpy.run_path(sys.argv[0], run_name='__main__')"
-            processes.append(start("-c", code, worker, folder, *args, log=folder / f"{rank}.log"))
+            processes.append(start(worker, folder, *args, log=folder / f"{rank}.log"))
     return processes
 
 
