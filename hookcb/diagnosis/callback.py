@@ -157,8 +157,10 @@ class Diagnose(EvidenceRecorder):
     def takes_error(self, error: Exception, event: str) -> bool:
         theirs, self._users_error = self._users_error, None
         is_taken = error is not theirs and super().takes_error(error, event)
-        if is_taken and event == Event.AFTER_FIT and self.verdict is None:
-            self.verdict = _no_verdict(self._guard)
+        if is_taken and event == Event.AFTER_FIT:
+            if self._probes is not None:
+                self.finish(Evidence())
+            self.verdict = _no_verdict(self._guard) if self.verdict is None else self.verdict
         return is_taken
 
     def _is_quiet(self) -> bool:

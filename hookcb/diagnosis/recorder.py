@@ -270,8 +270,8 @@ class EvidenceRecorder(Callback):
     def finish(self, evidence: Evidence) -> None:
         """Removes all hooks at the end of the fit; what was recorded stays as plain values in `evidence`."""
         if self._probes is not None:
-            self._probes.close()
-            self._end_split()
+            self._guard.always("events", self._probes.close)
+            self._guard.always("events", self._end_split)
             self._evidence, self._probes = evidence, None
         if self._notes is not None:
             self._notes.begin(0, None, None)

@@ -3,7 +3,9 @@
 Which functions of which probes are called at which events is found out by a training that is traced.
 """
 
+import gc
 import sys
+import threading
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
@@ -17,6 +19,7 @@ from torch import nn
 
 from hookcb import Callback, Diagnose, Event, Learner, watch
 from hookcb.cli.main import main
+from hookcb.core.torch_private import DataLoaderIter
 from hookcb.diagnosis import attached, probes
 from hookcb.diagnosis.guard import COSTS, Guard
 from hookcb.diagnosis.judge import SOURCES, _run, judge
@@ -29,6 +32,14 @@ from tests.support import fit, make_batches, make_learner, make_model, same, wei
 FOLDER = str(Path(probes.__file__).parent)
 N = 9  # batches: six are inspected, and layers are timed in the one after them
 TEXT = "planted"
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    """What hookcb has put on torch and Python is off, whatever has failed."""
+    before = DataLoaderIter.__next__, list(gc.callbacks), threading.active_count()
+    yield
+    assert before == (DataLoaderIter.__next__, gc.callbacks, threading.active_count())
 
 
 class Net(nn.Module):
