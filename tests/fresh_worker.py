@@ -9,7 +9,7 @@ import torch
 
 
 def run(argv, log, environment):
-    """Act like `python *argv` in an environment, with the output in the file `log`, and one thread for tensors."""
+    """Act like `python *argv` in this environment, with its output in the file `log`, and with one thread."""
     os.environ.clear()  # it is that of the process from which this one was forked
     os.environ.update(environment)
     torch.set_num_threads(1)  # a variable of the environment comes too late
