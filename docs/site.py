@@ -117,7 +117,8 @@ def _api() -> Iterator[tuple[str, str]]:
     """Name and text of each page of the API: the public names of a room."""
     by_room: dict[str, list[str]] = {room: [] for room in ROOMS}
     for name in hookcb.__all__:
-        by_room[getattr(hookcb, name).__module__.split(".")[1]].append(name)
+        room = getattr(hookcb, name).__module__.split(".")[1]
+        by_room["loggers" if room == "records" else room].append(name)  # which reads what loggers write
     rows = "\n".join(
         f"| [{ROOMS[room]}]({room}.md) | {', '.join(f'`{name}`' for name in names)} |"
         for room, names in by_room.items()
