@@ -26,9 +26,9 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     file = json_lines(Path(path))
     for number, line in file.read():
         try:
-            encoded = json.loads(line)
-            texts = encoded.pop("texts", {})
-            row = _decoded(encoded)
+            row = json.loads(line)
+            texts = row.pop("texts", {})
+            row = _decoded(row)
             rows.append({"step": row.pop("step"), **row, **texts})
         except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
             raise file.broken(number) from error
