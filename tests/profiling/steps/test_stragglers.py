@@ -13,8 +13,6 @@ from hookcb.profiling.steps.times import STEP_PHASES
 from tests.profiling.support import facts_of_ranks
 from tests.support import fit, make_learner
 
-LAG = 0.01  # seconds, see the worker
-
 
 def block(*ranks, n=100):
     """A table of seconds by phase, as gathered: a step's, times `n` steps."""
