@@ -176,11 +176,12 @@ class Oracle(Callback):
 def of_output(x: np.ndarray, eps: float = 0.05) -> list[float]:
     """Statistics of a whole output, in the order of `OUTPUTS`."""
     good = x[np.isfinite(x)]
-    low, high = (good.min(), good.max()) if good.size else (np.nan, np.nan)
-    shares = [(np.abs(x) <= eps).mean(), (x == 0).mean(), len(x) - len(good)]
+    low, high, near_zero, zeros = (
+        (good.min(), good.max(), (np.abs(x) <= eps).mean(), (x == 0).mean()) if good.size else [np.nan] * 4
+    )
     centered = x - x.mean()
     std = np.sqrt((centered**2).sum() / (len(x) - 1))
-    return [x.mean(), std, low, high, max(high, -low), *shares]
+    return [x.mean(), std, low, high, max(high, -low), near_zero, zeros, len(x) - len(good)]
 
 
 def of_param(
@@ -188,7 +189,8 @@ def of_param(
 ) -> list[float]:
     """Statistics of a whole parameter, in the order of `GRADIENTS` and `WEIGHTS`."""
     norm, good = np.linalg.norm(g), np.abs(g[np.isfinite(g)])
-    zero_rows = (np.abs(g.reshape(len(g), -1)).sum(1) == 0).mean() if g.ndim > 1 else np.nan
+    sums = np.abs(g.reshape(len(g), -1)).sum(1)
+    zero_rows = (sums == 0).mean() if g.ndim > 1 and np.isfinite(sums).any() else np.nan
     largest = good.max() if good.size else np.nan
     n_odd = (~np.isfinite(g)).sum()
     found = [norm, np.linalg.norm(clipped), norm / np.sqrt(g.size), largest, n_odd, zero_rows]
