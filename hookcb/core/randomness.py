@@ -30,7 +30,7 @@ def random_state(*loaders: Any) -> dict[str, Any]:
     Returns:
         Plain values and tensors on the CPU, for `set_random_state`.
     """
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    state: dict[str, Any] = {"python": _of_python(random), "torch": torch.get_rng_state()}
     if numpy := sys.modules.get("numpy"):
         state["numpy"] = _state_of(numpy.random.mtrand._rand)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -41,7 +41,7 @@ def random_state(*loaders: Any) -> dict[str, Any]:
 
 def set_random_state(state: dict[str, Any], *loaders: Any) -> None:
     """Restores the result of `random_state`, which was called with the same loaders."""
-    random.setstate(state["python"])
+    random.setstate(_as_python_has_it(state["python"]))
     torch.set_rng_state(state["torch"])
     if "numpy" in state:
         import numpy
@@ -161,14 +161,39 @@ def _numpy_bits(x: Any) -> Any:
     return getattr(x, "bit_generator", None) or getattr(x, "_bit_generator", None)
 
 
+def _of_python(generator: Any) -> tuple[int, Tensor, float | None]:
+    """State of a generator of Python, with a tensor of its 625 numbers, as lists are slow to save and read."""
+    version, numbers, rest = generator.getstate()
+    return version, torch.tensor(numbers), rest
+
+
+def _as_python_has_it(state: Any) -> Any:
+    version, numbers, rest = state
+    return version, tuple(numbers.tolist()) if isinstance(numbers, Tensor) else numbers, rest
+
+
+def _of_numpy(state: Any) -> Any:
+    """State of a generator of NumPy as plain values, with a tensor of the 624 numbers of MT19937."""
+    if isinstance(state, dict):
+        return {name: _of_numpy(x) for name, x in state.items()}
+    is_long = getattr(state, "dtype", None) == "uint32"
+    return torch.from_numpy(state.astype("int64")) if is_long else as_plain(state)
+
+
+def _as_numpy_has_it(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _as_numpy_has_it(x) for name, x in state.items()}
+    return state.tolist() if isinstance(state, Tensor) else state
+
+
 def _state_of(part: Any) -> Any:
     if isinstance(part, torch.Generator):
         return part.get_state()
     if isinstance(part, random.Random):
-        return part.getstate()
+        return _of_python(part)
     if _is_numpy_generator(part):
         is_old = hasattr(part, "get_state")
-        return as_plain(part.get_state(legacy=False) if is_old else part.bit_generator.state)
+        return _of_numpy(part.get_state(legacy=False) if is_old else part.bit_generator.state)
     return part.state_dict()
 
 
@@ -176,10 +201,10 @@ def _set_state(part: Any, state: Any) -> None:
     if isinstance(part, torch.Generator):
         part.set_state(state)
     elif isinstance(part, random.Random):
-        part.setstate(state)
+        part.setstate(_as_python_has_it(state))
     elif not _is_numpy_generator(part):
         part.load_state_dict(state)
     elif hasattr(part, "set_state"):
-        part.set_state(state)
+        part.set_state(_as_numpy_has_it(state))
     else:
-        part.bit_generator.state = state
+        part.bit_generator.state = _as_numpy_has_it(state)

@@ -14,8 +14,8 @@ from hookcb.core.state import TrainingState
 from hookcb.training.checkpoint.callback import Checkpoint
 from hookcb.training.checkpoint.folder import check_not_part, is_folder_of_ranks, read_folder
 from hookcb.training.checkpoint.state import (
-    FORMAT,
     KEYS,
+    READ,
     check_fits,
     check_world,
     checkpoints_in,
@@ -241,10 +241,10 @@ def _read(file: Path, ranks: Ranks) -> dict[str, Any]:
     is_folder = is_folder_of_ranks(file)
     check_not_part(file)
     state = read_folder(file, ranks, is_joint=True) if is_folder else read_saved(file, torch.device("cpu"))
-    if isinstance(state, dict) and "format" in state and state["format"] != FORMAT:
+    if isinstance(state, dict) and "format" in state and state["format"] not in READ:
         raise ValueError(
             f"{file} was written by another version of hookcb, in format {state['format']!r}, but this one "
-            f"reads format {FORMAT}; resume with the version that wrote it"
+            f"reads formats {' and '.join(map(str, READ))}; resume with the version that wrote it"
         )
     if not isinstance(state, dict) or set(state) != KEYS:
         raise ValueError(f"{file} is not a checkpoint of a fit; give a file that a Checkpoint has written")

@@ -32,7 +32,8 @@ from hookcb.training.checkpoint.folder import (
 from hookcb.training.checkpoint.names import with_own_names, with_plain_names
 from hookcb.training.checkpoint.position import Position, check_position, rest_of_epoch
 
-FORMAT = 2  # version of the file format; increased by a change that older versions cannot read
+FORMAT = 3  # version of the file format; increased by a change that older versions cannot read
+READ = (2, FORMAT)  # versions that can be read; in 2, random states are lists in place of tensors
 KEYS = {"format", "torch", "phase", "epoch", "iter", "n_epoch", "train_iter", "row", "model", "buffers"}
 KEYS |= {"ranks", "loss_func", "opt_kind", "opt", "grads", "random", "random_of_phase", "loaders", "cbs"}
 OF_RANK = ("random", "random_of_phase", "loaders")  # parts that differ by rank

@@ -406,6 +406,17 @@ def test_a_file_of_another_format_is_refused(folder, version):
     refused(ValueError, resume=file, match=r"epoch-0002.pt")
 
 
+def test_a_file_with_random_states_in_lists_is_read_as_before(folder):
+    file = folder / "epoch-0001.pt"
+    state = torch.load(file, weights_only=True)
+    for part in ("random", "random_of_phase"):
+        version, numbers, rest = state[part]["python"]
+        state[part]["python"] = version, tuple(numbers.tolist()), rest
+        state[part]["numpy"]["state"]["key"] = state[part]["numpy"]["state"]["key"].tolist()
+    torch.save({**state, "format": 2}, file)
+    assert differing(uninterrupted(learner, 2), outcome(go_on(learner, 2, resume=file))) == []
+
+
 def test_a_file_in_memory_order_of_another_folder_can_be_moved(folder, tmp_path):
     moved = shutil.move(folder / "epoch-0001.pt", tmp_path / "elsewhere.ckpt")
     assert differing(uninterrupted(learner, 2), outcome(go_on(learner, 2, resume=str(moved)))) == []
