@@ -11,7 +11,7 @@ import torch
 from hookcb import ActivationStats
 from hookcb.activations.plots import Hist, color_dim, depth_lines, layer_lines, share_chart, trimmed
 from hookcb.records.plots import ALARM
-from tests.support import make_learner
+from tests.support import each, make_learner
 
 pytest.importorskip("matplotlib")
 from matplotlib import rcParams
@@ -116,7 +116,9 @@ def test_ticks_are_the_true_numbers_of_the_range(low, high):
     assert len({first, *inner, last}) == len(inner) + 2
 
 
-@pytest.mark.parametrize(("low", "high"), [(1.0, 1.0), (0.0, 0.0), (NAN, NAN), (-INF, INF), (2.0, 1.0)])
+@pytest.mark.parametrize(
+    ("low", "high"), each(4, [(1.0, 1.0), (0.0, 0.0), (NAN, NAN), (-INF, INF), (2.0, 1.0)])
+)
 def test_a_range_without_width_is_drawn_by_bins(low, high):
     fig = dim({"fc": (counts(bins=6), low, high)})
     (panel,) = panels_of(fig)
@@ -125,7 +127,7 @@ def test_a_range_without_width_is_drawn_by_bins(low, high):
     assert fig._repr_png_().startswith(PNG)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 9, 10, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", each(4, [1, 2, 3, 5, 9, 10, 60]))
 def test_no_layer_is_dropped_and_no_cell_is_left_over(n):
     data = hists(n)
     fig = dim(data)
@@ -352,7 +354,7 @@ def test_gaps_stay_open_and_infinity_is_marked_below():
     assert [text.get_text() for text in panel.get_legend().get_texts()] == ["infinite"]
 
 
-@pytest.mark.parametrize("values", [[NAN] * 3, [INF] * 3, [NAN, INF, NAN], [3e38, -3e38, 0.0]])
+@pytest.mark.parametrize("values", each(2, [[NAN] * 3, [INF] * 3, [NAN, INF, NAN], [3e38, -3e38, 0.0]]))
 def test_panels_cover_the_same_steps_whatever_the_values(values):
     fig = layer_lines("fc", {"mean": values, "std": [1.0, 2.0, 3.0]}, [5, 6, 7])
     assert fig.axes[0].get_xlim() == fig.axes[1].get_xlim() == (4.5, 7.5)
@@ -414,7 +416,7 @@ def test_a_layer_that_did_not_fire_is_grey_and_the_legend_says_so():
     assert panel.get_legend().legend_handles[0].get_color() == "0.85"
 
 
-@pytest.mark.parametrize(("n", "figsize"), [(60, None), (400, None), (60, (4, 3))])
+@pytest.mark.parametrize(("n", "figsize"), each(3, [(60, None), (400, None), (60, (4, 3))]))
 def test_names_of_many_layers_do_not_overlap(n, figsize):
     names = [f"encoder.layers.{i}.attention.self.query.projection" for i in range(n)]
     fig = share_chart({name: [i / n] for i, name in enumerate(names)}, [0], "near zero", figsize)

@@ -28,7 +28,7 @@ def without_matplotlib(monkeypatch):
     monkeypatch.setattr("hookcb.cli.main.find_spec", lambda name: None)
 
 
-@pytest.mark.parametrize(("model", "seed"), [("cnn", "0"), ("mlp", "1")])
+@pytest.mark.parametrize(("model", "seed"), [("cnn", "0"), pytest.param("mlp", "1", marks=pytest.mark.slow)])
 def test_the_demo_reads_digits_shows_every_layer_and_draws_it(model, seed, capsys):
     assert main(["demo", "--model", model, "--seed", seed]) == 0
     shown = capsys.readouterr().out

@@ -72,9 +72,14 @@ FEW = ["before_fit", "before_step", "after_validate"]
 each_callback = pytest.mark.parametrize(
     ("cls", "options"),
     [
-        pytest.param(cls, options, id="-".join([cls.__name__, *options]))
+        pytest.param(
+            cls,
+            options,
+            id="-".join([cls.__name__, *options]),
+            marks=pytest.mark.slow if i and options not in IDLE else (),
+        )
         for cls in PUBLIC
-        for options in ARGUMENTS.get(cls.__name__, [{}])
+        for i, options in enumerate(ARGUMENTS.get(cls.__name__, [{}]))
     ],
 )
 

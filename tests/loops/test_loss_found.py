@@ -204,6 +204,7 @@ def test_a_checkpointed_model_has_the_loss_of_the_outer_backward(reentrant, whol
     assert w.recorder.losses == losses
 
 
+@pytest.mark.slow
 def test_a_compiled_model_has_its_loss():
     losses, w = trained(plain, model=torch.compile(make_model(), backend="aot_eager"))
     assert w.recorder.losses == losses

@@ -117,7 +117,7 @@ def both(kind, k):
 
 
 @pytest.mark.parametrize(
-    ("options", "n", "n_epoch", "sized"), [(*cycle, k % 2 == 0) for k, cycle in enumerate(CYCLES)]
+    ("options", "n", "n_epoch", "sized"), each(3, [(*cycle, k % 2 == 0) for k, cycle in enumerate(CYCLES)])
 )
 def test_the_steps_of_torchs_schedule_are_profiled_from_their_fetch_on(options, n, n_epoch, sized, tmp_path):
     learn = marked_learner(n, 0, sized)
@@ -141,16 +141,15 @@ def test_the_steps_of_torchs_schedule_are_profiled_from_their_fetch_on(options, 
     assert sorted(seen) == expected
 
 
-@pytest.mark.parametrize("on", ["train", "valid", "all"])
-@pytest.mark.parametrize(("first", "sized"), [(0, True), (1, False), (3, True)])
-def test_batches_are_counted_over_epochs_in_the_phases_asked_for(on, first, sized, tmp_path):
+@pytest.mark.parametrize(("on", "first"), covering(["train", "valid", "all"], [0, 1, 3], of=1))
+def test_batches_are_counted_over_epochs_in_the_phases_asked_for(on, first, tmp_path):
     order = [("train", 0), ("train", 1), ("train", 2), ("valid", 0), ("valid", 1)]
     order += [("train", 3), ("train", 4), ("train", 5), ("valid", 2), ("valid", 3)]
     order = [step for step in order if on in (step[0], "all")]
     options = {"wait": first, "warmup": 0, "active": len(order) - first - 1}
     options["active"] = max(options["active"], 1)
     expected = chosen(len(order), **options)
-    profiler = profiled(marked_learner(sized=sized), 2, on=on, **options)
+    profiler = profiled(marked_learner(sized=first != 1), 2, on=on, **options)
     assert profiler.profiled_steps == expected
     trace = exported(profiler, tmp_path)
     assert list(trace.steps) == expected
@@ -298,7 +297,7 @@ FIRST, LAST = -2000, 2000  # before and behind all callbacks of the package
 
 @pytest.mark.parametrize(
     ("level", "event", "order"),
-    each(2, [(*what, (FIRST, LAST)[k // 2 % 2]) for k, what in enumerate(CANCELLED)]),
+    each(3, [(*what, (FIRST, LAST)[k // 2 % 2]) for k, what in enumerate(CANCELLED)]),
 )
 def test_a_cancelled_batch_is_a_step_and_its_ranges_are_closed(level, event, order, tmp_path):
     log = []
@@ -326,6 +325,7 @@ def test_a_cancelled_batch_is_a_step_and_its_ranges_are_closed(level, event, ord
         [CancelValidException, CancelBatchException, CancelEpochException],
         ["valid", "all", "train"],
         ["before_batch", "after_loss"],
+        of=1,
     ),
 )
 def test_cancels_in_a_validation_leave_a_whole_trace(cancel, event, on, tmp_path):
@@ -346,7 +346,7 @@ def enders():
     return [(event, *how) for event, how in product(EVENTS, raised)]
 
 
-@pytest.mark.parametrize(("event", "make", "order"), each(2, enders()))
+@pytest.mark.parametrize(("event", "make", "order"), each(4, enders()))
 def test_whatever_ends_a_fit_inside_the_window_leaves_a_trace_and_nothing_else(event, make, order, tmp_path):
     error = make()
     k = 0 if event.endswith(("fit", "train", "validate", "epoch")) and not event.startswith("before") else 1

@@ -10,6 +10,7 @@ from hookcb import Diagnose
 SLEEPING = [case for case in RUNTIME_CONTROLS if "PPO" in case.name or "own work" in case.name]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:none of 6 hooked layers:UserWarning")
 @pytest.mark.parametrize("case", SLEEPING, ids=lambda case: case.name)
 def test_own_work_between_steps_is_no_waiting(monkeypatch, case):
