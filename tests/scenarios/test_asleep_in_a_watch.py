@@ -87,10 +87,11 @@ def add_optimizer(loop, i):
     ("options", "but"),
     [
         ({}, ()),
-        ({"report": True}, ()),
+        pytest.param({"report": True}, (), marks=pytest.mark.slow),
         pytest.param({"begin": scale_rate}, (), marks=pytest.mark.slow),
         pytest.param({"act": validate}, (), marks=pytest.mark.slow),
-        ({"act": skip_some}, ("looks",)),  # one batch earlier, as a step that is missing is noticed late
+        # one batch earlier, as a step that is missing is noticed late
+        pytest.param({"act": skip_some}, ("looks",), marks=pytest.mark.slow),
         pytest.param({"act": add_optimizer}, (), marks=pytest.mark.slow),
         ({"ends": 140}, ("waits",)),  # of the batch that is not over
     ],

@@ -97,6 +97,7 @@ def test_a_training_of_a_compiled_model_is_to_the_bit_what_it_is_without():
     assert all(map(torch.equal, *(model.parameters() for model in models)))
 
 
+@pytest.mark.slow
 def test_validation_is_recorded_from_one_graph_more():
     stats, eager = ActivationStats(on_valid=True), ActivationStats(on_valid=True)
     assert graphs(stats, n_epoch=2, n_valid=2) == graphs([], n_epoch=2, n_valid=2) == 2
@@ -116,6 +117,7 @@ def test_every_third_batch_adds_one_graph_and_breaks_none():
     assert_same_values(stats, eager)
 
 
+@pytest.mark.slow
 def test_a_long_fit_that_thins_and_grows_its_records_compiles_nothing_anew():
     for options in ({"keep": 3}, {"keep": 50}, {}):
         assert graphs(ActivationStats(**options), sizes=(4,) * 130) == 1
@@ -142,6 +144,7 @@ def test_a_batch_of_another_size_compiles_no_more_than_without(sizes):
     assert_same_values(stats, eager)
 
 
+@pytest.mark.slow
 def test_a_histogram_has_the_same_counts_and_breaks_the_graph_no_more_in_a_longer_fit():
     n_graphs = []
     for n in (6, 30):
@@ -158,6 +161,7 @@ def test_a_histogram_has_the_same_counts_and_breaks_the_graph_no_more_in_a_longe
     assert n_graphs in ([1, 1], [2, 2])
 
 
+@pytest.mark.slow
 @each_way
 def test_a_model_that_was_called_before_is_watched_and_fitted_again(way):
     model = compiled(make(), way)
