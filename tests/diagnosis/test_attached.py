@@ -102,7 +102,7 @@ IN_BATCH = "before_batch", "after_pred", "after_loss", "before_backward", "after
 @pytest.mark.parametrize(
     ("event", "kind"),
     [
-        *each(3, [(event, CancelBatchException) for event in IN_BATCH]),
+        *each(6, [(event, CancelBatchException) for event in IN_BATCH]),
         ("before_backward", CancelBackwardException),
         ("before_step", CancelStepException),
     ],

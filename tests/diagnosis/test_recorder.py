@@ -134,7 +134,7 @@ def work_of_a_batch(n_layers, *cbs, at=520):
     return operators.n_calls, calls
 
 
-@pytest.mark.parametrize("has_compiled", [False, True])
+@pytest.mark.parametrize("has_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_batch_that_is_not_inspected_costs_nothing_per_layer(monkeypatch, has_compiled):
     monkeypatch.setattr(Schedule, "is_due", lambda self: False)
     # what was compiled may contain hooks, so that they stay

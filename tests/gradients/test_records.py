@@ -32,7 +32,7 @@ from tests.gradients.support import (
     spoiling,
 )
 from tests.hooks import support as zoo
-from tests.support import Net, everything, fit, make_batches, make_learner
+from tests.support import Net, covering, everything, fit, make_batches, make_learner
 from tests.training.checkpoint import support as resuming
 from tests.training.checkpoint.support import RESULTS, check_resumes
 from tests.training.checkpoint.support import learner as resuming_learner
@@ -175,9 +175,13 @@ class Tabled(GradientHealth):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"activations": True}, {"every": 3}, {"on_nonfinite": "skip", "keep": 4}]
+    ("options", "others"),
+    covering(
+        [{}, {"activations": True}, {"every": 3}, {"on_nonfinite": "skip", "keep": 4}],
+        [list, lambda: [GradientAccumulation(3), GradientClip(0.1)]],
+        of=1,
+    ),
 )
-@pytest.mark.parametrize("others", [list, lambda: [GradientAccumulation(3), GradientClip(0.1)]])
 def test_a_resumed_fit_ends_with_the_same_readings(options, others, tmp_path, monkeypatch):
     monkeypatch.setattr(resuming, "RESULTS", (*RESULTS, *MORE))
     check_resumes(lambda: resuming_learner(cbs=[Tabled(**options), *others()], opt_func=adam), tmp_path)

@@ -14,7 +14,7 @@ from hookcb import Callback, CancelBatchException, HookCallback
 from hookcb.testing import assert_no_hooks, count_hooks
 from tests.hooks import support as zoo
 from tests.hooks.support import Gradients, Means, batches, fit, learner, numbers, three_layers
-from tests.support import BATCH
+from tests.support import BATCH, each
 
 
 class Everywhere(Means):
@@ -509,7 +509,7 @@ def test_prepend_and_always_call_are_taken():
 TRAINED = [name for name in zoo.MODELS if name != "frozen_all_but_the_input"]  # which has nothing to train
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", each(2, TRAINED))
 def test_every_model_of_the_zoo_trains_to_the_same_bits(name):
     def trained(*cbs):
         torch.manual_seed(5)

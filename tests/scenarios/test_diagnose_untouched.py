@@ -33,7 +33,7 @@ from hookcb import (
 )
 from hookcb.core.torch_private import top_saved_hooks
 from tests.hooks import support as zoo
-from tests.support import CANCELS, SaysSo, changes_in, make_batches, make_model, no_collection
+from tests.support import CANCELS, SaysSo, changes_in, covering, each, make_batches, make_model, no_collection
 from tests.training.support import Unsized, Wide, momentum
 
 # many of these trainings are sick, on purpose or as tiny models with large steps are
@@ -138,8 +138,8 @@ def fit(model, batches, cbs=(), diagnose=(), n_epoch=1, valid=None, make_opt=Non
 
 # ---- to the bit the same
 
-# every second; nothing is trained of the one left out
-ZOO = [name for name in zoo.MODELS if name != "frozen_all_but_the_input"][::3]
+# nothing is trained of the one left out
+ZOO = each(2, [name for name in zoo.MODELS if name != "frozen_all_but_the_input"][::3])
 BATCHES = [(zoo.make_input(k), zoo.make_input(k + 9)) for k in range(2)]
 
 
@@ -254,7 +254,7 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", each(2, TOGETHER))
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_what_else_takes_part_in_the_training_goes_on_to_the_bit(name):
     batches = make_batches(7, bs=6)
@@ -443,9 +443,10 @@ def fail_at(error, at):
     return loss_func
 
 
-@pytest.mark.parametrize("how", ENDS)
-@pytest.mark.parametrize("where", ["forward", "backward", "loss", "loader", "step", "callback"])
-@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize(
+    ("at", "where", "how"),
+    covering([1, 3], ["forward", "backward", "loss", "loader", "step", "callback"], ENDS),
+)
 def test_nothing_is_left_on_however_a_fit_ends(how, where, at):
     error = ENDS[how].with_traceback(None)
     model = FailsIn(error, at, where)
@@ -560,7 +561,7 @@ class Returns(nn.Module):
 WHOLE = {name: f for name, (f, _) in zoo.OUTPUTS.items()}
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", each(2, WHOLE))
 def test_a_model_may_return_whatever_it_likes(name):
     def loss_func(pred, y):
         return model.h.square().mean()

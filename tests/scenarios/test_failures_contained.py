@@ -27,7 +27,7 @@ from hookcb.diagnosis.probes.lines import LineSamples
 from hookcb.diagnosis.probes.suite import Probes
 from hookcb.diagnosis.recorder import EvidenceRecorder
 from hookcb.diagnosis.registry import CHECKS, Passed
-from tests.support import fit, make_batches, make_learner, make_model, same, weights
+from tests.support import covering, each, fit, make_batches, make_learner, make_model, same, weights
 
 FOLDER = str(Path(probes.__file__).parent)
 N = 9  # batches: six are inspected, and layers are timed in the one after them
@@ -211,8 +211,7 @@ def test_the_verdict_comes_if_all_probes_fail(train, monkeypatch):
 EVENTS = [event for event in Event if "cancel" not in event]
 
 
-@pytest.mark.parametrize("event", EVENTS)
-@by_loop
+@pytest.mark.parametrize(("train", "event"), covering(LOOPS, EVENTS, of=1))
 def test_probes_that_fail_at_an_event_cost_what_they_are_for(train, event, monkeypatch):
     places = {place: parts for (place, at), parts in calls(train).items() if at == event}
     if not places:
@@ -251,7 +250,7 @@ ENDS += ["recorder.Frame.of", "recorder.EvidenceRecorder._read_notes", "callback
 ENDS += ["recorder.EvidenceRecorder.evidence", "recorder.EvidenceRecorder.finish"]
 
 
-@pytest.mark.parametrize("place", [f"probes.suite.Probes.{name}" for name in HANDLERS] + ENDS)
+@pytest.mark.parametrize("place", each(3, [f"probes.suite.Probes.{name}" for name in HANDLERS] + ENDS))
 def test_the_training_goes_on_and_the_failure_is_told(place, monkeypatch):
     usual(by_watch)
     called = []
@@ -282,10 +281,10 @@ ACTS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "event"), ACTS)
-@by_loop
-def test_a_callback_of_ours_that_fails_ends_no_training(train, kind, event, monkeypatch):
+@pytest.mark.parametrize(("train", "act"), covering(LOOPS, ACTS, of=1))
+def test_a_callback_of_ours_that_fails_ends_no_training(train, act, monkeypatch):
     usual(train)
+    kind, event = act
     monkeypatch.setattr(kind, event, lambda cb: raises())
     _, verdict, trained = diagnosed(train)
     assert same(trained, usual(train)[0])

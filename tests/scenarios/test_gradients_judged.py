@@ -22,7 +22,7 @@ from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather
 from hookcb.diagnosis.judge import judge
 from tests.gradients.support import HEALTHY, INF, NAN, OTHER_HEALTHY, at, batches, learner, mlp, seeded, sgd
-from tests.support import covering, fit, make_learner, make_model
+from tests.support import covering, each, fit, make_learner, make_model
 
 ADAM = torch.optim.Adam
 
@@ -53,7 +53,7 @@ def test_a_healthy_training_gives_no_alarm(name, opt, seed):
     assert learn.diagnose().status == "healthy", str(learn.diagnose())
 
 
-@pytest.mark.parametrize("name", OTHER_HEALTHY)
+@pytest.mark.parametrize("name", each(2, OTHER_HEALTHY))
 @pytest.mark.parametrize("seed", [0, *more_seeds(1)])
 def test_what_looks_odd_and_is_not_gives_no_alarm(name, seed):
     health = GradientHealth()

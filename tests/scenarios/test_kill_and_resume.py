@@ -13,7 +13,7 @@ from tests.training.checkpoint.support import differing
 EVERY = 3
 
 
-@pytest.fixture(scope="module", params=[5, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, pytest.param(20, marks=pytest.mark.slow)])
 def n_kills(request):
     return request.param
 

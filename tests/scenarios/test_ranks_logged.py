@@ -5,6 +5,7 @@ import pytest
 from hookcb.loggers import CSVLogger, JSONLLogger, Log, TensorBoardLogger
 from tests.profiling.support import facts_of_ranks
 
+pytestmark = pytest.mark.slow  # a launch of two ranks
 EACH_FIT = [0, 2, 4, 5]  # the last is that of the epoch
 
 

@@ -7,6 +7,8 @@ from hookcb.profiling.memory.readings import RankPeak
 from tests.profiling.support import facts_of_ranks
 from tests.support import make_learner
 
+pytestmark = pytest.mark.slow  # a launch of two ranks
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):

@@ -7,6 +7,7 @@ import torch
 
 from tests.support import run_ranks
 
+pytestmark = pytest.mark.slow  # launches of two and of four ranks
 WORKER = Path(__file__).with_name("shards_worker.py")
 ACCURACY = 1e-6
 
@@ -45,7 +46,6 @@ def test_statistics_of_shards_are_those_of_whole_gradients(two, name):
     assert_accurate(two, name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gradients_of_four", "hybrid_gradients", "mixed_gradients"])
 def test_replicas_count_once_and_empty_parts_count_nothing(four, name):
     assert_accurate(four, name)

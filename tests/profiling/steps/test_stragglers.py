@@ -126,7 +126,7 @@ def test_one_process_has_no_straggler_and_the_report_no_ranks():
     assert BLOCK == 100
 
 
-# ---- two ranks
+# ---- two ranks, whose launch takes long
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +134,7 @@ def ranks(tmp_path_factory):
     return facts_of_ranks(tmp_path_factory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "rank", "phase"),
     [
@@ -157,6 +158,7 @@ def test_a_rank_that_lags_is_named_on_all_ranks(ranks, case, rank, phase):
     assert ranks[0][case]["straggler"] == ranks[1][case]["straggler"]
 
 
+@pytest.mark.slow
 def test_the_report_says_of_which_rank_it_is_and_where_ranks_wait(ranks):
     for rank, one in enumerate(ranks):
         report = " ".join(one["forward"]["report"].split())
@@ -164,12 +166,14 @@ def test_the_report_says_of_which_rank_it_is_and_where_ranks_wait(ranks):
         assert "ranks wait for each other in backward and other" in report
 
 
+@pytest.mark.slow
 def test_ranks_gather_at_the_same_batches(ranks):
     a, b = (one["forward"]["ops"] for one in ranks)
     assert a == b
     assert sum("[2, 8]" in op for op in a) == 3
 
 
+@pytest.mark.slow
 def test_what_ranks_of_a_sharded_model_cannot_tell_is_said(ranks):
     found = ranks[0]["sharded_forward"]
     assert "forward" not in found["phases"]
@@ -178,25 +182,30 @@ def test_what_ranks_of_a_sharded_model_cannot_tell_is_said(ranks):
     assert "wait for each other in forward, backward and other: what a rank takes longer only there" in report
 
 
+@pytest.mark.slow
 def test_time_in_which_hookcb_waits_for_a_rank_is_not_that_of_data(ranks):
     assert ranks[0]["votes"]["data"] < 0.3
     assert ranks[0]["without_length"]["data"] < 0.3
 
 
+@pytest.mark.slow
 def test_a_timer_can_be_copied_while_it_gathers(ranks):
     assert [one["pickled_while_it_runs"] for one in ranks] == [{"n": 1, "again": 3}] * 2
 
 
+@pytest.mark.slow
 def test_a_few_steps_are_not_compared(ranks):
     assert [one["too_short"]["blocks"] for one in ranks] == [0, 0]
     assert "ranks are compared after 10 steps" in ranks[0]["too_short"]["report"]
 
 
+@pytest.mark.slow
 def test_after_an_error_of_one_rank_none_waits_for_the_others(ranks):
     assert ranks[1]["ends_early"]["error"] == "ValueError: of rank 1"
     assert ranks[0]["ends_early"]["error"].startswith("RankError: rank 1 raised ValueError")
 
 
+@pytest.mark.slow
 def test_a_diagnosis_finds_it_with_a_timer_of_its_own(ranks):
     for one in ranks:
         (message,) = one["diagnosis"]["messages"]
