@@ -82,12 +82,14 @@ def test_a_softmax_before_cross_entropy_is_found_in_a_compiled_model_as_in_a_pla
     assert HEAD not in compiled.ruled_out
 
 
+@pytest.mark.slow
 def test_a_compiled_model_without_a_softmax_has_that_ruled_out_by_its_original():
     verdict = verdict_on(compiled_outside(net()))
     assert "head.activation" not in [f.code for f in verdict.findings]
     assert HEAD in verdict.ruled_out
 
 
+@pytest.mark.slow
 def test_a_loss_function_that_is_compiled_too_is_read_from_its_original():
     loss_func = torch.compile(lambda pred, y: F.cross_entropy(pred, y), backend="aot_eager")
     assert verdict_on(net(nn.Softmax(dim=1)), loss_func).primary.code == "head.activation"
@@ -105,6 +107,7 @@ def test_a_watch_sees_the_softmax_of_a_compiled_model():
     assert w.diagnose().primary.code == "head.activation"
 
 
+@pytest.mark.slow
 def test_a_preflight_sees_the_softmax_of_a_compiled_model():
     model = compiled_outside(net(nn.Softmax(dim=1)))
     assert hookcb.diagnose(model, batches(1)[0], F.cross_entropy).primary.code == "head.activation"
@@ -121,6 +124,7 @@ class Drops(nn.Module):
         return self.body(x)
 
 
+@pytest.mark.slow
 def test_the_look_at_the_original_changes_nothing():
     """Weights, running statistics, random numbers and the number of compilations are those without it."""
 
@@ -150,6 +154,7 @@ class RefusesEager(nn.Module):
         return self.body(x)
 
 
+@pytest.mark.slow
 def test_an_original_that_cannot_be_run_leaves_it_open():
     verdict = verdict_on(compiled_outside(RefusesEager()))
     assert HEAD not in verdict.ruled_out

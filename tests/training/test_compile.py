@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from hookcb import ActivationStats, Callback, Compile, HookCallback
-from tests.support import fit, make_batches, make_learner, make_model, same, train_by_hand, weights
+from tests.support import each, fit, make_batches, make_learner, make_model, same, train_by_hand, weights
 from tests.training.support import DEVIL, batches_of, quiet, raising
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -94,7 +94,7 @@ def test_a_model_that_was_compiled_before_stays_so():
     assert wrapper._compiled_call_impl is None
 
 
-@pytest.mark.parametrize("make", [make_model, Own])
+@pytest.mark.parametrize("make", [pytest.param(make_model, marks=pytest.mark.slow), Own])
 def test_hooks_of_callbacks_are_seen_and_give_what_they_give_without_compiling(make):
     def results(*cbs):
         stats, means = ActivationStats(), HookCallback(hook=lambda m, i, o: o.mean(), name="means")
@@ -105,7 +105,7 @@ def test_hooks_of_callbacks_are_seen_and_give_what_they_give_without_compiling(m
     assert same(results(Compile(backend="eager")), results())
 
 
-@pytest.mark.parametrize(("make", "again"), [(make_model, True), (Own, True), (Own, False)])
+@pytest.mark.parametrize(("make", "again"), each(2, [(make_model, True), (Own, True), (Own, False)]))
 def test_hooks_that_come_or_go_between_fits_are_known_to_the_next(make, again):
     model, calls, kept = make(), [], Compile(backend="eager")
     learn = make_learner(model=model)

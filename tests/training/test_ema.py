@@ -18,6 +18,7 @@ from tests.support import (
     CANCELS,
     EVENTS,
     covering,
+    each,
     fit,
     make_batches,
     make_learner,
@@ -177,7 +178,7 @@ def test_in_the_validation_the_model_is_the_average_and_the_average_stays_what_i
     assert all(a is b for a, b in zip((*model.parameters(), *model.buffers()), tensors, strict=True))
 
 
-@pytest.mark.parametrize(("shift", "error"), list(enumerate([*DEVIL, *CANCELS.values()])))
+@pytest.mark.parametrize(("shift", "error"), each(2, enumerate([*DEVIL, *CANCELS.values()])))
 def test_the_exchange_is_undone_however_the_fit_ends(shift, error):
     def run(event, order, *cbs):
         plan = primary_plan(event) | {(event, 1): error("planted")}
@@ -386,7 +387,7 @@ def test_a_validation_inside_exchanges_nothing_twice(order):
         assert valid_losses(learn) == valid_losses(plain), event
 
 
-@pytest.mark.parametrize(("shift", "raised"), list(enumerate(ENDS)))
+@pytest.mark.parametrize(("shift", "raised"), each(2, enumerate(ENDS)))
 def test_however_the_fit_ends_the_plain_weights_are_there_again(shift, raised):
     def run(*cbs):
         seeded()

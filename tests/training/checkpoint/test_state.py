@@ -28,7 +28,7 @@ from hookcb.training.checkpoint.folder import MARKER
 from hookcb.training.checkpoint.state import checkpoints_in
 from hookcb.training.clip import GradientClip
 from hookcb.training.ema import EMA
-from tests.support import fit, make_batches
+from tests.support import each, fit, make_batches
 from tests.training.checkpoint.support import (
     Net,
     check_resumes,
@@ -402,7 +402,7 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", each(2, LOADERS))
 def test_the_data_goes_on_as_it_was_with(name, tmp_path):
     check_resumes(lambda: learner(LOADERS[name]()), tmp_path)
 
