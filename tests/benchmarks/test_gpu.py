@@ -52,12 +52,12 @@ def test_rows_for_which_no_time_is_left_say_so(gpu, tmp_path):
 def test_every_contestant_is_measured_on_every_net(gpu, monkeypatch, tmp_path, fresh_dynamo):
     monkeypatch.setattr(gpu, "WARM", 3)
     monkeypatch.setattr(gpu, "PROFILED", 2)
-    assert gpu.main(["--device", "cpu", "--rounds", "2", "--out", str(tmp_path)]) == 0
+    assert gpu.main(["--device", "cpu", "--rounds", "1", "--out", str(tmp_path)]) == 0
     rows, text = check_rows(gpu, tmp_path)
     assert "time was short" not in text
-    for (_, mode, _), row in rows.items():
+    for row in rows.values():
         assert "error" not in row
-        assert len(row["rounds"]) == (2 if mode == "eager" else 1)
+        assert len(row["rounds"]) == 1
         assert all(one["ms"] > 0 for one in row["rounds"])
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.ranks.support import by_torchrun, launched
 
-UNDER_TORCHRUN = ["after_fit", "interrupt", "exit"]
+UNDER_TORCHRUN = ["interrupt", "exit"]
 PLACES = {  # of rank 1; what its traceback says, or rank 0 if it has none
     "dataset": ("ddp", "ValueError: planted"),
     "worker": ("fsdp2", "ValueError: Caught ValueError in DataLoader worker process 0"),
