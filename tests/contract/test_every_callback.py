@@ -69,19 +69,19 @@ ALTERING = {
 ALTERING |= {"Schedule", "OneCycle", "WarmupCosine", "ReduceLROnPlateau"}
 IDLE = [{"n": 1}, {"max_norm": math.inf}, {"every_epoch": True}]  # so do those, with these arguments
 FEW = ["before_fit", "before_step", "after_validate"]
-each_callback = pytest.mark.parametrize(
-    ("cls", "options"),
-    [
-        pytest.param(
-            cls,
-            options,
-            id="-".join([cls.__name__, *options]),
-            marks=pytest.mark.slow if i and options not in IDLE else (),
-        )
-        for cls in PUBLIC
-        for i, options in enumerate(ARGUMENTS.get(cls.__name__, [{}]))
-    ],
-)
+
+
+def each_callback(of_all):
+    """Parametrizes a test by the callbacks, with the first of their arguments or with all."""
+    return pytest.mark.parametrize(
+        ("cls", "options"),
+        [
+            pytest.param(cls, options, id="-".join([cls.__name__, *options]))
+            for cls in PUBLIC
+            for i, options in enumerate(ARGUMENTS.get(cls.__name__, [{}]))
+            if of_all or i == 0 or options in IDLE
+        ],
+    )
 
 
 @pytest.fixture
@@ -101,14 +101,23 @@ def test_there_are_callbacks_to_check():
     assert {cls.__name__ for cls in PUBLIC} >= {*ARGUMENTS, *ALTERING}
 
 
-@each_callback
+@each_callback(of_all=False)
 def test_a_public_callback_keeps_the_contract(cls, options, tmp_path, monkeypatch, few_endings):
     monkeypatch.chdir(tmp_path)
     check(cls, options)
 
 
 @pytest.mark.slow
-@each_callback
+@each_callback(of_all=True)
+def test_a_public_callback_keeps_the_contract_with_all_arguments(
+    cls, options, tmp_path, monkeypatch, few_endings
+):
+    monkeypatch.chdir(tmp_path)
+    check(cls, options)
+
+
+@pytest.mark.slow
+@each_callback(of_all=False)
 def test_a_public_callback_keeps_the_contract_at_every_event(cls, options, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check(cls, options)

@@ -62,9 +62,8 @@ def test_a_callback_that_communicates_when_its_own_rank_says_so_is_caught(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["threes", "threes,sharded"])
-def test_with_callbacks_more_or_sharded_ranks_take_part_in_the_same(tmp_path_factory, how):
-    traces = check(*traced(tmp_path_factory, how, world=4))
+def test_with_callbacks_more_and_sharded_ranks_take_part_in_the_same(tmp_path_factory):
+    traces = check(*traced(tmp_path_factory, "threes,sharded", world=4))
     assert len(together(traces, 1)) >= 20
 
 
