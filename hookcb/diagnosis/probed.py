@@ -144,6 +144,11 @@ def _epochs_hashed(probes: Probes) -> list[list[BatchHash]]:
     return [] if probes.hashes is None else probes.hashes.epochs()
 
 
+def _add_clipping(probes: Probes, evidence: Evidence) -> None:
+    if probes.is_clipping_unseen:
+        evidence.steps["clip_coef"] = probes.clipping.coefs()
+
+
 def _add_losses_of_targets(probes: Probes, evidence: Evidence) -> None:
     if probes.graph is not None and (len(evidence.penalty) or not probes.graph.has_penalty):
         evidence.constant, evidence.perfect, evidence.noise = probes.targets.losses(probes.graph)
@@ -161,6 +166,7 @@ PARTS: Mapping[str, Add] = {  # what adds to an evidence, by the part that it re
     "penalty": _set("penalty", lambda probes: probes.penalty.series()),
     "stuck": _set("stuck", lambda probes: probes.stuck.series()),
     "targets": _add_losses_of_targets,
+    "clipping": _add_clipping,
     "sizes": _set("sizes", lambda probes: probes.sizes.series()),
     "layer_times": _add_layer_times,
     "backward_times": _set("backward_seconds", lambda probes: probes.backward_times.seconds()),

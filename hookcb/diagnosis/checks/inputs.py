@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import MAX_FIRST_UPDATE, RECURRENT, updates
 from hookcb.diagnosis.evidence import Evidence
-from hookcb.diagnosis.falling import MAX_OF_CONSTANT, MIN_BATCHES, has_learned, loss_of_constant
+from hookcb.diagnosis.falling import (
+    MAX_OF_CONSTANT,
+    MIN_BATCHES,
+    has_learned,
+    loss_of_constant,
+    need_not_fall,
+)
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import MAX_SATURATED, finite, format_factor, median
 from hookcb.diagnosis.verdict import Finding
@@ -50,7 +56,7 @@ def input_scale(evidence: Evidence) -> Iterator[Result]:
     if (
         0 < rms < MIN_RMS
         and len(evidence.loss) >= MIN_BATCHES
-        and not has_learned(evidence, evidence.first_loss)
+        and not (has_learned(evidence, evidence.first_loss) or need_not_fall(evidence))
     ):
         yield _too_small(evidence, rms)
         return

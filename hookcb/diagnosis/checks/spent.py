@@ -221,8 +221,8 @@ def growing_batches(evidence: Evidence) -> Iterator[Result]:
         return
     size, before = _thirds(sizes)
     now, earlier = _thirds(seconds)
-    if not before:
-        yield Skipped("the inputs of batches were not seen")
+    if not (before and earlier > 0):
+        yield Skipped(f"the {'times' if before else 'inputs'} of batches were not seen")
         return
     grown, slower = ratio(size, before), ratio(now, earlier)
     if not (grown >= MIN_GROWTH and slower >= MIN_GROWTH and now - earlier >= MIN_OTHER):
