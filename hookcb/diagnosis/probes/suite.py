@@ -110,6 +110,7 @@ class Probes:
         self.dead = made("dead", DeadUnits, model)
         self.lost_updates = made("lost_updates", LostUpdates, model)
         self.motion, self.n_backward = made("motion", Motion, model), 0
+        self.n_shared = 0  # backwards that went on to parameters of other models
         self.outside = made("outside", OutsideParameters, model)
         self.backwards: set[int] = set()  # numbers of backwards before a step
         self._n_before = 0  # backwards before the last step
@@ -383,6 +384,7 @@ class Probes:
             self.first_param = self.guard.call("first_param", self._find_first_param, loop.model)
         if self.is_external:
             self.guard.call("added", self.added.after_backward, self.first_param)
+            self.n_shared = loop.facts.n_losses_of_others
         if looking and self.is_clipping_unseen:
             self.guard.call("clipping", self.clipping.after_backward, self.first_param, loop.train_iter)
         if self.n_steps < N_DENSE:
@@ -448,6 +450,7 @@ class Probes:
             call("clipping", self._add_clipping, loop)
         if self.n_steps < N_DENSE:
             call("cleared", self.cleared.before_step)
+            call("stale", self.stale.before_step, loop.opt)
         if looking or self.is_dense:
             call("dead", self.dead.read_gradients, loop.train_iter, self.n_examples)
             call("params", self._count_without)
