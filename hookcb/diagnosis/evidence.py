@@ -210,6 +210,7 @@ class Evidence:
         sizes: number of elements in the inputs of each inspected batch, 0 if unknown.
         layer_seconds: least seconds of a forward by layer, without the modules that it calls.
         layer_work: its work in multiply-adds, see `layer_times.work_of`.
+        layer_ops: number of its operations, and of those that read a number of a tensor, as `.item()` does.
         hook_seconds: least seconds of a forward that the user's hooks take, by their function.
         backward_seconds: least seconds of a backward in functions written in Python, by function.
         slowest_rank: the rank with most work of its own, if several were compared.
@@ -267,6 +268,7 @@ class Evidence:
     sizes: Series = field(default_factory=Series)
     layer_seconds: dict[str, float] = field(default_factory=dict)
     layer_work: dict[str, float] = field(default_factory=dict)
+    layer_ops: dict[str, tuple[int, int]] = field(default_factory=dict)
     hook_seconds: dict[str, float] = field(default_factory=dict)
     backward_seconds: dict[str, float] = field(default_factory=dict)
     slowest_rank: Straggler | None = None

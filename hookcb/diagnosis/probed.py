@@ -81,6 +81,7 @@ def _places(probes: Probes) -> dict[int, int]:
 def _add_layer_times(probes: Probes, evidence: Evidence) -> None:
     times = probes.layer_times
     evidence.layer_seconds, evidence.layer_work = times.seconds(), dict(times.work)
+    evidence.layer_ops = {name: (n, times.n_reads[name]) for name, n in times.n_ops.items()}
     evidence.hook_seconds = times.hook_seconds()
 
 

@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
@@ -23,6 +23,7 @@ from hookcb.hooks.taps import Tap
 
 FIRST, MAX_TIMED = 6, 6  # batch from which layers are timed, and number of batches in which they are
 MIN_TIMED = 3
+READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal")  # for which a GPU is waited for
 ELEMENT = 16  # multiply-adds that take as long as an element of a result, which is read and written
 # operations that take far more per element, by their size or by what is in them
 UNKNOWN = re.compile(
@@ -46,6 +47,8 @@ class LayerTimes:
     Attributes:
         is_timing: whether layers are timed in the current batch.
         work: work in a forward by name of the layer, see `work_of`.
+        n_ops: number of operations in a forward by name of the layer.
+        n_reads: number of those that read a number of a tensor, as `.item()` does.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class LayerTimes:
         self._own: set[int] = set()  # their ids
         self._n_timed, self._is_after_look = 0, False
         self.work: defaultdict[str, float] = defaultdict(float)
+        self.n_ops: Counter[str] = Counter()
+        self.n_reads: Counter[str] = Counter()
 
     def begin_batch(self, model: nn.Module, step: int, looking: bool, is_calling: bool = False) -> None:
         """Puts hooks on the modules if the batch before this one was inspected, and this one is not.
@@ -144,7 +149,10 @@ class LayerTimes:
 
     def add_work(self, layer: str, func: Any, args: tuple[Any, ...], output: Any) -> None:
         """Adds the work of an operation in the first inspected forward."""
-        self.work[layer] += work_of(func.overloadpacket.__name__, args, output)
+        op = func.overloadpacket.__name__
+        self.n_ops[layer] += 1
+        self.n_reads[layer] += op in READS
+        self.work[layer] += work_of(op, args, output)
 
     def seconds(self) -> dict[str, float]:
         """Least seconds of a forward by layer; a busy machine adds to them; empty if too few were timed."""
