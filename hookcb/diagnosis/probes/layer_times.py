@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.core.batch import parts
-from hookcb.core.torch_private import forward_hooks
-from hookcb.core.whose import is_of_program
+from hookcb.core.torch_private import CALL_NAME, forward_hooks
+from hookcb.core.whose import OURS, is_of_program
 from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.probes.lines import code_of, function_place
 from hookcb.hooks.hook import Hook
@@ -150,8 +151,9 @@ class LayerTimes:
     def add_work(self, layer: str, func: Any, args: tuple[Any, ...], output: Any) -> None:
         """Adds the work of an operation in the first inspected forward."""
         op = func.overloadpacket.__name__
-        self.n_ops[layer] += 1
-        self.n_reads[layer] += op in READS
+        if not _is_of_hook():
+            self.n_ops[layer] += 1
+            self.n_reads[layer] += op in READS
         self.work[layer] += work_of(op, args, output)
 
     def seconds(self) -> dict[str, float]:
@@ -166,6 +168,17 @@ class LayerTimes:
         if self._n_timed < MIN_TIMED:
             return {}
         return {name: min(x) for name, x in seconds.items() if 2 * len(x) > self._n_timed}
+
+
+def _is_of_hook() -> bool:
+    """Whether the operation that is dispatched is one of hookcb's hooks, which act in the calls of layers."""
+    frame, is_outside = sys._getframe(1).f_back, False
+    while frame is not None and frame.f_code.co_name != CALL_NAME:
+        if is_outside and frame.f_code.co_filename.startswith(OURS):
+            return True
+        is_outside |= frame.f_code.co_name == "__torch_dispatch__"
+        frame = frame.f_back
+    return False
 
 
 def _title_of(hooks: list[Any]) -> str | None:
