@@ -272,17 +272,17 @@ class AddedBackwards:
             return
         if not _is_there(param.grad):
             self._n, self._is_known = 0, True
-        elif _mark_of(param.grad) != self._mark:
+        elif mark_of(param.grad) != self._mark:
             self._is_known = False
 
     def after_backward(self, param: nn.Parameter | None) -> None:
         """Counts a backward."""
         self._n += 1
-        self._mark = None if param is None else _mark_of(param.grad)
+        self._mark = None if param is None else mark_of(param.grad)
 
     def before_step(self, param: nn.Parameter | None) -> None:
         """Checks the same before the step, as some loops divide the sum themselves, or clip it."""
-        if param is not None and self._mark is not None and _mark_of(param.grad) != self._mark:
+        if param is not None and self._mark is not None and mark_of(param.grad) != self._mark:
             self._is_known = False
 
     def end_step(self) -> None:
@@ -291,7 +291,7 @@ class AddedBackwards:
         self._n, self._is_known, self._mark = 0, True, None
 
 
-def _mark_of(grad: Tensor | None) -> tuple[int, int] | None:
+def mark_of(grad: Tensor | None) -> tuple[int, int] | None:
     """Changes when the gradient is written to or replaced; None for no gradient, or a sparse one."""
     if grad is None or grad.layout is not torch.strided:
         return None
