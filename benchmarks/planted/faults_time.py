@@ -45,7 +45,12 @@ def some_slow(seed: int, cbs: Callbacks) -> Run:
     return follow(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), data, cbs, seed)
 
 
-@fault(TIME_FAULTS, "a generator that takes 8 ms for a batch, in a plain loop", codes=["time.data_bound"])
+@fault(
+    TIME_FAULTS,
+    "a generator that takes 8 ms for a batch, in a plain loop",
+    codes=["time.data_bound"],
+    note_suffices=True,
+)
 def slow_generator(seed: int, cbs: Callbacks) -> Run:
     def read() -> Iterator[Any]:
         for batch in digit_batches(seed):

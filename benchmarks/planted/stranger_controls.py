@@ -144,6 +144,7 @@ def train_ppo(
     clip: float = 0.5,
     n_update: int = 25,
     scale: float = 1.0,
+    reports: bool = True,
 ) -> Run:
     """Proximal policy optimization in a watch; `losses` has the negative episode length.
 
@@ -157,6 +158,7 @@ def train_ppo(
         clip: norm to which gradients are clipped.
         n_update: number of rounds of playing and learning.
         scale: factor of the rewards.
+        reports: whether the loop reports its step before it clips.
     """
     game = CartPole(16, generator(seed))
     torch.manual_seed(seed)
@@ -169,7 +171,8 @@ def train_ppo(
                 run.losses.append(-game.recent())
                 opt.zero_grad()
                 loss.backward()
-                w.begin_step(opt)
+                if reports:
+                    w.begin_step(opt)
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
                 opt.step()
     return run
@@ -211,6 +214,13 @@ def _ppo_loss(
 def ppo(seed: int, cbs: Callbacks) -> Run:
     model = ActorCritic()
     return train_ppo(model, Adam(model.parameters(), lr=2.5e-3, eps=1e-5), cbs, seed)
+
+
+@control(STRANGER_CONTROLS, "PPO that clips each gradient, before they are read", target=-60.0)
+def ppo_clipped(seed: int, cbs: Callbacks) -> Run:
+    """An objective that need not fall, with norms of which each is clipped to 0.5."""
+    model = ActorCritic()
+    return train_ppo(model, Adam(model.parameters(), lr=2.5e-3, eps=1e-5), cbs, seed, reports=False)
 
 
 @control(STRANGER_CONTROLS, "PPO, small rewards and RMSprop", target=-50.0)

@@ -177,8 +177,8 @@ class Evidence:
         layers: layers by name, in the order of execution.
         params: parameters by name, in the order of the model.
         frozen, foreign: see `Frame`.
-        steps: series over the inspected steps: `total_norm`, `clipped_total_norm`, `clip_coef`, `lr`, and
-            `scale` and `skipped` (0 or 1) of a GradScaler.
+        steps: series over the inspected steps: `total_norm` before clipping, `clipped_total_norm`,
+            `clip_coef`, `lr`, and `scale` and `skipped` (0 or 1) of a GradScaler.
         lr: largest learning rate of all groups, for each batch.
         loss: loss of each batch.
         penalty: part of the loss that is a penalty on parameters, for each inspected and every eighth batch.
@@ -210,6 +210,7 @@ class Evidence:
         sizes: number of elements in the inputs of each inspected batch, 0 if unknown.
         layer_seconds: least seconds of a forward by layer, without the modules that it calls.
         layer_work: its work in multiply-adds, see `layer_times.work_of`.
+        layer_ops: number of its operations, and of those that read a number of a tensor, as `.item()` does.
         hook_seconds: least seconds of a forward that the user's hooks take, by their function.
         backward_seconds: least seconds of a backward in functions written in Python, by function.
         slowest_rank: the rank with most work of its own, if several were compared.
@@ -218,7 +219,6 @@ class Evidence:
         observed: what could be inspected: "inputs", "labels", "loss", "attention", "backward", "steps" …
         n_steps, n_skipped: number of optimizer steps, and of those that a GradScaler skipped.
         is_by_hand: whether the loop updates its weights without an optimizer.
-        clips_first: whether the loop may have clipped gradients before they were read.
         is_one_backward: whether it comes from a single backward, without a training.
         observations: faults that probes observed directly.
         silent: layers that were never called, with the likely reason.
@@ -268,6 +268,7 @@ class Evidence:
     sizes: Series = field(default_factory=Series)
     layer_seconds: dict[str, float] = field(default_factory=dict)
     layer_work: dict[str, float] = field(default_factory=dict)
+    layer_ops: dict[str, tuple[int, int]] = field(default_factory=dict)
     hook_seconds: dict[str, float] = field(default_factory=dict)
     backward_seconds: dict[str, float] = field(default_factory=dict)
     slowest_rank: Straggler | None = None
@@ -276,7 +277,6 @@ class Evidence:
     observed: set[str] = field(default_factory=set)
     n_steps: int = 0
     is_by_hand: bool = False
-    clips_first: bool = False
     is_one_backward: bool = False
     n_skipped: int = 0
     observations: list[Observation] = field(default_factory=list)

@@ -94,6 +94,11 @@ def has_learned(evidence: Evidence, first: float, share: float = LEARNED) -> boo
     return loss_left(evidence, first) < share and not is_trivial(evidence, MIN_BATCHES)
 
 
+def need_not_fall(evidence: Evidence) -> bool:
+    """Whether the loss is of no known kind: an objective, as of a policy, need not fall."""
+    return not evidence.loss_kind and math.isnan(evidence.guess)
+
+
 def is_noisy(evidence: Evidence) -> bool:
     """Whether the targets vary so much between batches that means over few of them cannot be compared.
 

@@ -74,7 +74,6 @@ def _add_ranks(evidence: Evidence, timer: StepTimer | None) -> None:
 def note_unseen(evidence: Evidence, loop: Any) -> None:
     """Adds what was not seen of a loop that hookcb does not run."""
     evidence.unseen = dict(loop.coverage.missing)
-    evidence.clips_first = not loop.facts.reports_steps
 
 
 def _add_activations(evidence: Evidence, stats: ActivationStats, frame: Frame) -> None:
@@ -118,8 +117,10 @@ def _add_gradients(evidence: Evidence, records: GradientRecords) -> None:
     evidence.n_looked = max(evidence.n_looked, len(steps))
     evidence.n_batches = max(evidence.n_batches, 1 + max(steps, default=-1))
     rows = records.step_stats
-    for stat in STEP_STATS:
-        evidence.steps[stat] = Series.of(steps, [row[stat] for row in rows])
+    unclipped = evidence.steps.get("clip_coef")  # if the loop clips before gradients are read
+    evidence.steps = {stat: Series.of(steps, [row[stat] for row in rows]) for stat in STEP_STATS}
+    if unclipped is not None:
+        _add_clipping(evidence, unclipped)
     if not len(evidence.lr):
         evidence.lr = evidence.steps["lr"]
     if evidence.steps["lr"].steps != steps:  # made without an optimizer; clipping was not seen
@@ -151,6 +152,14 @@ def _add_gradients(evidence: Evidence, records: GradientRecords) -> None:
     elif len(evidence.steps["scale"]):
         evidence.absent["scaler"] = "there is no GradScaler"
     evidence.n_steps = max(evidence.n_steps, len(steps))
+
+
+def _add_clipping(evidence: Evidence, coefs: Series) -> None:
+    """Replaces the coefficients of clipping, and the norms of all gradients by those of before."""
+    evidence.steps["clip_coef"], left = coefs, dict(coefs)
+    norms = evidence.steps["total_norm"]
+    known = [x / coef if (coef := left.get(step, math.nan)) > 0 else x for step, x in norms]
+    evidence.steps["total_norm"] = Series(norms.steps, known)
 
 
 def _add_output_gradients(evidence: Evidence, stats: OutputGradients) -> None:

@@ -17,6 +17,7 @@ COSTS: Mapping[str, tuple[str, ...]] = {
     "backward_times": ("time.other",),
     "buffers": ("replica.buffers",),
     "class_axis": ("head.axis",),
+    "clipping": ("clip.always",),
     "cleared": ("param.not_stepped",),
     "columns": ("input.scale",),
     "curves": ("loss", "time", "memory", "wd.dominates", "wd.norms", "update.too_small", "gan.balance"),

@@ -81,6 +81,7 @@ def _places(probes: Probes) -> dict[int, int]:
 def _add_layer_times(probes: Probes, evidence: Evidence) -> None:
     times = probes.layer_times
     evidence.layer_seconds, evidence.layer_work = times.seconds(), dict(times.work)
+    evidence.layer_ops = {name: (n, times.n_reads[name]) for name, n in times.n_ops.items()}
     evidence.hook_seconds = times.hook_seconds()
 
 
@@ -144,6 +145,11 @@ def _epochs_hashed(probes: Probes) -> list[list[BatchHash]]:
     return [] if probes.hashes is None else probes.hashes.epochs()
 
 
+def _add_clipping(probes: Probes, evidence: Evidence) -> None:
+    if probes.is_clipping_unseen:
+        evidence.steps["clip_coef"] = probes.clipping.coefs()
+
+
 def _add_losses_of_targets(probes: Probes, evidence: Evidence) -> None:
     if probes.graph is not None and (len(evidence.penalty) or not probes.graph.has_penalty):
         evidence.constant, evidence.perfect, evidence.noise = probes.targets.losses(probes.graph)
@@ -161,6 +167,7 @@ PARTS: Mapping[str, Add] = {  # what adds to an evidence, by the part that it re
     "penalty": _set("penalty", lambda probes: probes.penalty.series()),
     "stuck": _set("stuck", lambda probes: probes.stuck.series()),
     "targets": _add_losses_of_targets,
+    "clipping": _add_clipping,
     "sizes": _set("sizes", lambda probes: probes.sizes.series()),
     "layer_times": _add_layer_times,
     "backward_times": _set("backward_seconds", lambda probes: probes.backward_times.seconds()),
@@ -276,7 +283,7 @@ def _late_observations(probes: Probes) -> Iterator[tuple[str, Callable[[], Itera
     if len(probes.optimizers) == 1:  # several may clear each other's gradients unseen
         yield "stale", lambda: probes.stale.observations()
     yield "cleared", lambda: probes.cleared.observations()
-    yield "motion", lambda: probes.motion.observations(probes.n_steps, probes.n_backward)
+    yield "motion", lambda: probes.motion.observations(probes.n_steps, probes.n_backward, probes.n_shared)
     yield "outside", lambda: probes.outside.observations(probes.n_steps)
     yield "sequences", lambda: probes.sequences.observations()
     yield "retained", lambda: probes.retained.observations()

@@ -297,6 +297,8 @@ class GradientHealth(Callback):
             )
             self._plain_opt = self.opt if is_plain else None
             capture.not_optimized = self._watch.missing(self._reader.with_grad)
+            facts = getattr(self.learn, "facts", None)  # of a loop that hookcb does not run
+            self.records.is_clipped = facts is not None and facts.n_clipped > 0 and not facts.reports_steps
             self._reader.after_step(capture, skipped)
             self.records.add_step(capture, self.epoch, self.train_iter)
 

@@ -67,6 +67,7 @@ class GradientRecords(SavedRecords):
         first_bad: first step with NaN or infinite gradients and their number, by parameter; on a CPU even
             if its record was dropped.
         shard: whose part of the parameters was read, "the shard of rank 1"; "" if they are whole.
+        is_clipped: whether the loop has clipped the gradients before they were read; not saved.
         output_stats: gradients of layers' outputs, with `activations=True`; else None.
 
     Raises:
@@ -84,6 +85,7 @@ class GradientRecords(SavedRecords):
     """
 
     columns = GRAD_STATS
+    is_clipped = False
     keys = frozenset((*STATE, "keep", "stores", "outputs", "skipped"))
 
     def __init__(self, keep: int = 5_000, activations: bool = False) -> None:
@@ -325,7 +327,8 @@ class GradientRecords(SavedRecords):
         if steps:
             last, step = steps[-1], self.steps()[-1]
             total, mean = last["total_norm"], last["mean_norm"]
-            lines.append(f"total norm {total:.3g}, mean norm {mean:.3g} at step {step}")
+            after = ", after clipping" if self.is_clipped else ""
+            lines.append(f"total norm {total:.3g}, mean norm {mean:.3g} at step {step}{after}")
         if self.shard:
             lines.append(f"numbers are those of {self.shard}, not of whole parameters")
         largest = [self.detailed(name)[-1:] for name in self.names]

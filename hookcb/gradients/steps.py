@@ -45,6 +45,7 @@ class StepWatch:
         self._noted: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with its number of parameters
         self._others: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # that train another model
         self._is_open = self._is_made = self._is_by_hand = False
+        self._has_closure = False  # whether the last call of an optimizer was given one
         self._found_inf: Tensor | None = None
         self._hook = StepHook(self._at_step)  # last, as a step in another thread may call it at once
 
@@ -65,10 +66,12 @@ class StepWatch:
     def begin(self, opt: Optimizer) -> bool:
         """Begins a step; True if the optimizer's parameters have changed."""
         self._is_open, self._found_inf = True, None
-        self._is_made = self._is_by_hand = False
+        # in a closure that the optimizer has called, it gets these gradients, and others when it calls again
+        self._is_made, self._is_by_hand = self._has_closure, False
         return self.note(opt)
 
     def _at_step(self, opt: Optimizer, args: Any, kwargs: Any) -> None:
+        self._has_closure = not self._is_open and any(map(callable, (*args, *kwargs.values())))
         try:
             self._make(opt)
         except Exception as error:
@@ -106,7 +109,7 @@ class StepWatch:
 
     def end(self, is_cancelled: bool, has_scaler: bool) -> Number:
         """Ends the step; 1.0 if it was not made, as a tensor if only the device knows."""
-        self._is_open = False
+        self._is_open = self._has_closure = False
         if not (self._is_made or has_scaler or is_cancelled):
             self._on_step()  # made by hand, or by an optimizer without hooks
             return 0.0

@@ -1,5 +1,6 @@
 """Coverage: which layers and batches the hooks of a callback have seen."""
 
+import inspect
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -10,6 +11,7 @@ from torch import nn
 
 from hookcb.core.console import printable
 from hookcb.core.text import as_layer
+from hookcb.core.whose import is_of_program, is_of_user
 from hookcb.hooks.modules import has_params, is_leaf, named_modules
 from hookcb.records.records import module_of
 
@@ -156,7 +158,25 @@ def why_not_called(modules: Mapping[str, nn.Module], name: str) -> str:
     if isinstance(modules.get(name.rpartition(".")[0]), nn.MultiheadAttention):
         return "MultiheadAttention uses its weights without calling it"
     params = [] if name not in modules else list(modules[name].parameters())
+    owner = _owner(modules, name)
+    if not params and owner is not None and _is_of_package(owner):
+        return f"it belongs to {type(owner).__name__}, a package's module, which need not call it"
     return FROZEN if params and not any(p.requires_grad for p in params) else NOT_CALLED
+
+
+def _owner(modules: Mapping[str, nn.Module], name: str) -> nn.Module | None:
+    """The innermost module that has `name` in it, other than a container."""
+    while name:
+        name = name.rpartition(".")[0]
+        if not isinstance(modules.get(name), (*CONTAINERS, nn.Sequential)):
+            return modules.get(name)
+    return None
+
+
+def _is_of_package(m: nn.Module) -> bool:
+    """Whether the forward of a module is in an installed package other than torch."""
+    code = getattr(inspect.unwrap(type(m).forward), "__code__", None)
+    return code is not None and is_of_program(code.co_filename) and not is_of_user(code.co_filename)
 
 
 def _count(n: int, what: str) -> str:

@@ -75,6 +75,7 @@ class Facts:
         n_closures: steps of LBFGS.
         n_steps_alone: steps without a training call of the model before them.
         eval_trains: whether the loop trains in eval mode.
+        n_clipped: steps before which gradients were written to after their backward, as by clipping.
         reports_steps: whether the loop itself reports when a step begins.
         n_moved_by_hand: number of times that weights moved after a backward without an optimizer step.
         has_other_optimizer: whether the given optimizer has no parameter of the model.
@@ -96,6 +97,7 @@ class Facts:
     n_cut: int = 0
     n_closures: int = 0
     n_steps_alone: int = 0
+    n_clipped: int = 0
     eval_trains: bool = False
     reports_steps: bool = False
     n_moved_by_hand: int = 0
@@ -227,8 +229,8 @@ def _notes(seen: Mapping[str, int], facts: Facts, n_epochs: int, n_optimizers: i
         )
     if facts.eval_trains:
         yield "batches in eval mode with gradients count as training, as a step followed"
-    if seen.get("before_step") and not facts.reports_steps and not facts.n_moved_by_hand:
+    if (n := facts.n_clipped) and not facts.reports_steps:
         yield (
-            "gradients are read as optimizers get them, after clipping; "
-            "to read them unclipped, call w.begin_step(optimizer) before you clip"
+            f"gradients of {n} step{'s' * (n != 1)} were written to after the backward, as clipping does, and "
+            "are read after clipping; to read them unclipped, call w.begin_step(optimizer) before you clip"
         )

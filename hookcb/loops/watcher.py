@@ -19,6 +19,7 @@ from hookcb.core.torch_private import (
     in_transform,
     is_jit_tracing,
 )
+from hookcb.diagnosis.probes.step import mark_of
 from hookcb.gradients.hand_steps import StepByHand, WeightMark
 from hookcb.hooks.compiled import CompiledTap
 from hookcb.hooks.hook import Hook, detached
@@ -69,6 +70,8 @@ class Watch(ExternalLoop):
         self._is_from_others = False  # whether this batch was computed from parameters of other optimizers
         self._mark: WeightMark | None = None  # the weights after the backward, until they are stepped
         self._by_hand: StepByHand | None = None  # set once weights have moved without an optimizer
+        # a parameter whose gradient a backward has left as the mark says, until the step
+        self._left_gradient: tuple[ref[nn.Parameter], tuple[int, int] | None] | None = None
         self._hooks: list[Any] = []
         self._part_hooks: list[Hook] = []  # until the model itself is called
         self._compiled: CompiledTap | None = None
@@ -270,10 +273,25 @@ class Watch(ExternalLoop):
         """See `ExternalLoop`; a loop without an optimizer may make its own step from now on."""
         is_first = self.stage in IN_BACKWARD
         super().end_backward()
+        self._mark_gradient()
         if is_first and not self._has_stepped and not self.facts.has_other_optimizer:
             self._mark = WeightMark(self.model)
             if self._by_hand is not None:
                 super().begin_step(self._by_hand)
+
+    def _mark_gradient(self) -> None:
+        """Notes how a backward leaves one gradient, to see whether the loop changes it before its step."""
+        model, p = self._model(), self._left_gradient and self._left_gradient[0]()
+        if model is not None and (p is None or p.grad is None):
+            p = next((p for p in model.parameters() if type(p.grad) is Tensor), None)
+        self._left_gradient = None if p is None else (ref(p), mark_of(p.grad))
+
+    def _note_clipping(self) -> None:
+        """Counts a step whose gradients the loop has written to since the backward, as a GradScaler does."""
+        p, mark = (self._left_gradient[0](), self._left_gradient[1]) if self._left_gradient else (None, None)
+        is_scaled = self.scaler is not None and self.scaler.is_enabled()
+        if mark is not None and p is not None and p.grad is not None and not is_scaled:
+            self.facts.n_clipped += mark_of(p.grad) != mark
 
     def end_batch(self) -> None:
         """See `ExternalLoop`; if weights have moved since the backward, the loop has made its own step."""
@@ -334,6 +352,7 @@ class Watch(ExternalLoop):
         if not (self.has_batch and (self.training or may_train)):
             self.facts.n_steps_alone += 1
             self._left_in.discard(Stage.GRADIENTS)  # the batch that was left is stepped now
+        self._note_clipping()
         self.begin_step(opt)
         return None
 

@@ -19,6 +19,7 @@ from hookcb import (
     Learner,
     MixedPrecision,
     unfreeze,
+    watch,
 )
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather
@@ -288,6 +289,32 @@ def test_lbfgs_is_read_around_its_step():
             for stat in ("norm", "update_ratio", "weight_norm", "drift"):
                 assert health.series(name, stat)[i] == pytest.approx(record[name][stat], rel=1e-5)
     assert health.skipped == 0
+
+
+def test_a_step_that_calls_its_closure_again_and_again_clips_nothing():
+    """The gradient of the last call is not what clipping leaves of that of the first one."""
+
+    class Twice(torch.optim.SGD):  # as an LBFGS that is not torch's
+        def step(self, closure):
+            for _ in range(2):
+                closure()
+                with torch.no_grad():
+                    for p in self.param_groups[0]["params"]:
+                        p -= 0.1 * p.grad
+
+    model = make_model()
+    opt, ((x, y), *_) = Twice(model.parameters(), lr=0.5), make_batches()
+
+    def closure():
+        opt.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    with watch(model, opt, GradientHealth()) as w:
+        for _ in range(4):
+            opt.step(closure)
+    assert set(w.gradient_health.step_series("clip_coef")) == {1.0}
 
 
 def test_several_optimizers_are_all_listened_to():

@@ -1672,7 +1672,22 @@ def test_clipping_in_the_loop_is_seen_after_it():
         opt.step()
     norm = sum(row["norm"] ** 2 for row in w.gradient_health.stats[0]) ** 0.5
     assert norm == pytest.approx(0.5, rel=1e-4)
-    assert any("after clipping" in note for note in w.coverage.notes)
+    assert any("gradients of 1 step were written to" in note for note in w.coverage.notes)
+    assert "at step 0, after clipping" in str(w.gradient_health.report())
+
+
+def test_gradients_of_a_loop_that_clips_nothing_are_not_said_to_be_read_after_clipping():
+    model = make_model()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, opt, GradientHealth()) as w:
+        for _ in range(3):
+            F.mse_loss(model(X), Y).backward()
+            F.mse_loss(model(X), Y).backward()
+            opt.step()
+            opt.zero_grad()
+    assert w.facts.n_clipped == 0
+    assert not any("clipping" in note for note in w.coverage.notes)
+    assert "clipping" not in str(w.gradient_health.report())
 
 
 def test_a_loop_may_tell_of_the_step_before_it_clips():

@@ -137,7 +137,8 @@ def _dead_shares(evidence: Evidence, has_converged: bool) -> dict[str, tuple[Par
 
 
 def _dead_share(param: Param, has_converged: bool) -> float:
-    if param.shape[0] < MIN_UNITS:
+    is_zero = len(sizes := param.series("weight_norm")) > 0 and not any(sizes.values)  # see init.zero
+    if param.shape[0] < MIN_UNITS or is_zero:
         return math.nan
     if not math.isnan(param.dead):
         is_enough = param.n_looked >= MIN_LOOKS and param.n_examples >= MIN_EXAMPLES

@@ -30,6 +30,7 @@ from hookcb.diagnosis.falling import (
     ratio_to_constant,
 )
 from hookcb.diagnosis.registry import Absent, Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.trends import before
 from hookcb.diagnosis.verdict import Finding
 
 MAX_STUCK, ALL_STUCK, N_STUCK = 0.4, 0.999, 3  # shares of the error; batches
@@ -188,7 +189,7 @@ def stuck_head(evidence: Evidence) -> Iterator[Result]:
 
     Source: Lu et al., "Dying ReLU and Initialization: Theory and Numerical Examples", 2020.
     """
-    shares = evidence.stuck
+    shares = before(evidence.stuck, math.inf)
     if not len(shares):
         yield Absent("no ReLU is the head of a regression")
         return

@@ -5,8 +5,14 @@ from collections.abc import Iterator
 
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import MAX_FIRST_UPDATE, RECURRENT, updates
-from hookcb.diagnosis.evidence import Evidence
-from hookcb.diagnosis.falling import MAX_OF_CONSTANT, MIN_BATCHES, has_learned, loss_of_constant
+from hookcb.diagnosis.evidence import Evidence, Layer, Param
+from hookcb.diagnosis.falling import (
+    MAX_OF_CONSTANT,
+    MIN_BATCHES,
+    has_learned,
+    loss_of_constant,
+    need_not_fall,
+)
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import MAX_SATURATED, finite, format_factor, median
 from hookcb.diagnosis.verdict import Finding
@@ -33,7 +39,9 @@ def input_scale(evidence: Evidence) -> Iterator[Result]:
     column of a table with up to 256 columns, and one of these harms: in the first three records, an update
     above a fifth of a weight, a first loss above three times that of guessing, or saturated or dead units; a
     loss that ends no better than that of a constant; or inputs to a recurrent layer, as saturated gates are
-    not seen. A note if the loss ends below half of that of a constant, as the model learns all the same.
+    not seen. Only harm on the way from the inputs counts: in layers before the first normalization, which
+    takes the scale away, but not that of one column from a layer that has mixed it with others. A note if
+    the loss ends below half of that of a constant, as the model learns all the same.
     On several ranks, ten times those of the other ranks are such a harm, and no note: a batch norm may hide
     the scale in training, but a validation uses the statistics of one rank. A warning below 0.02, if in 50
     batches or more the loss has not fallen by a fifth or is no better than that of a constant.
@@ -50,11 +58,11 @@ def input_scale(evidence: Evidence) -> Iterator[Result]:
     if (
         0 < rms < MIN_RMS
         and len(evidence.loss) >= MIN_BATCHES
-        and not has_learned(evidence, evidence.first_loss)
+        and not (has_learned(evidence, evidence.first_loss) or need_not_fall(evidence))
     ):
         yield _too_small(evidence, rms)
         return
-    harm = _harm(evidence)
+    harm = _harm(evidence, bool(column))
     if rms <= MAX_RMS or not harm:
         yield Passed(f"scale of the inputs (root mean square {rms:.2g})", rms, MAX_RMS)
         return
@@ -104,13 +112,28 @@ def _is_apart(evidence: Evidence) -> bool:
     return median(evidence.input_rms.values) > MAX_TIMES_OTHERS * evidence.rms_of_others
 
 
-def _harm(evidence: Evidence) -> str:
-    """Harm that large inputs have done, "" if none was seen."""
+def _way(evidence: Evidence, is_one_column: bool) -> tuple[list[Layer], list[Param]]:
+    """The layers, and their weights, on which the scale of the inputs, or of one of their columns, acts."""
+    layers = sorted(evidence.layers.values(), key=lambda layer: layer.place)
     params = [p for p in evidence.params.values() if p.is_weight]
-    ratios = [x for p in params for x in updates(p).values[:N_FIRST] if math.isfinite(x)]
+    norm = next((x.place for x in layers if "Norm" in x.kind and x.kind != "LocalResponseNorm"), math.inf)
+    first = min((p.place_of_layer for p in params if p.place_of_layer is not None), default=math.inf)
+    if is_one_column and norm > first:
+        return layers, params
+    before_it = [p for p in params if p.place_of_layer is None or p.place_of_layer < norm]
+    return [layer for layer in layers if layer.place < norm], before_it
+
+
+def _harm(evidence: Evidence, is_one_column: bool) -> str:
+    """Harm that large inputs have done on their way, "" if none was seen."""
+    layers, params = _way(evidence, is_one_column)
+    is_whole = len(layers) == len(evidence.layers)
+    # a normalization after a single layer undoes its scale, so that its steps do not depend on it
+    stepping = params if is_whole or len({p.layer for p in params}) > 1 else []
+    ratios = [x for p in stepping for x in updates(p).values[:N_FIRST] if math.isfinite(x)]
     largest = max(ratios, default=0.0)
-    first = evidence.loss.values[0] if len(evidence.loss) else math.nan
-    saturated = [layer.series("saturated").values[:N_FIRST] for layer in evidence.layers.values()]
+    first = evidence.loss.values[0] if is_whole and len(evidence.loss) else math.nan
+    saturated = [layer.series("saturated").values[:N_FIRST] for layer in layers]
     if largest > MAX_FIRST_UPDATE:
         return f"a step changes weights by {format_factor(largest)} times their size"
     if first > MAX_FIRST_LOSS * evidence.guess:
@@ -123,5 +146,5 @@ def _harm(evidence: Evidence) -> str:
         return "some units get no gradient"
     if _is_apart(evidence):
         return f"those of other ranks have one of {evidence.rms_of_others:.3g}"
-    is_trivial = loss_of_constant(evidence)[1] > MAX_OF_CONSTANT
+    is_trivial = is_whole and loss_of_constant(evidence)[1] > MAX_OF_CONSTANT
     return "the model is no better than a constant prediction" if is_trivial else ""

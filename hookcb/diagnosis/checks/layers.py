@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.checks.attenuated import attenuated_gradients
 from hookcb.diagnosis.checks.finding import finding, findings_of
-from hookcb.diagnosis.checks.updates import begins_large, init_advice, lower_rate
+from hookcb.diagnosis.checks.updates import begins_large, init_advice, is_trained, lower_rate
 from hookcb.diagnosis.evidence import SPARSE_KINDS, Evidence, Layer, Series
 from hookcb.diagnosis.falling import is_trivial
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
@@ -98,10 +98,13 @@ def _saturated(evidence: Evidence, layer: Layer, share: float, span: Span, began
         limit=MAX_SATURATED,
         message=f"Layer {layer.name}: {share:.0%} of its outputs are at the flat ends of {layer.kind}, where "
         f"almost no gradient passes (limit {MAX_SATURATED:.0%}).",
-        causes=("the layer before it outputs values that are too large", "a step that was too large"),
+        causes=(
+            "the layer before it outputs values that are too large",
+            *(("a step that was too large",) if is_trained(evidence, layer) else ()),
+        ),
         next_steps=(
             *(("Initialize the layer before it with smaller weights",) if is_large else ()),
-            *lower_rate(evidence),
+            *lower_rate(evidence, layer),
             "Add a normalization layer before it",
         ),
     )
@@ -189,7 +192,7 @@ def _grown(
         ),
         next_steps=(
             *((init_advice(chain),) if chain else ()),
-            *lower_rate(evidence),
+            *lower_rate(evidence, worst),
             "Add normalization between the layers",
         ),
     )
@@ -260,7 +263,7 @@ def collapsed_activations(evidence: Evidence) -> Iterator[Result]:
         if median(spreads.values) > MIN_SPREAD_LEFT * previous:
             severity = "warning" if _is_harmful(evidence, span, spreads) else "info"
         collapsed = median(spreads.values[-span.n :])
-        yield _collapsed(layer, collapsed, span, severity, lower_rate(evidence))
+        yield _collapsed(layer, collapsed, span, severity, lower_rate(evidence, layer))
     else:
         alive = _most_alive_at_end(known, _head(evidence), until)
         yield Passed(

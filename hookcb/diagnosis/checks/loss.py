@@ -15,7 +15,14 @@ from hookcb.diagnosis.checks.updates import (
     lower_rate,
 )
 from hookcb.diagnosis.evidence import WINDOW, Evidence, Series
-from hookcb.diagnosis.falling import MIN_BATCHES, falls_by, guesses, limit_of_flat, lowest_loss
+from hookcb.diagnosis.falling import (
+    MIN_BATCHES,
+    falls_by,
+    guesses,
+    limit_of_flat,
+    lowest_loss,
+    need_not_fall,
+)
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import (
     LATEST,
@@ -92,14 +99,18 @@ def flat_loss(evidence: Evidence) -> Iterator[Result]:
     Formula: over 50 batches or more, the moving average is never below 0.95 of the first ten, and the
     confidence interval of the slope (Theil-Sen, three standard deviations) contains zero but no fall of 5 %.
     A loss that certainly falls is not flat, however slowly it falls and however close to guessing it is; a
-    loss too noisy to tell is not judged. A warning if the loss is no better than 0.8 of guessing; else a
-    note, as a pretrained model may have nothing left to learn.
+    loss too noisy to tell is not judged, nor is one of an unknown kind, as an objective of reinforcement
+    learning need not fall. A warning if the loss is no better than 0.8 of guessing; else a note, as a
+    pretrained model may have nothing left to learn.
 
     Source: P. K. Sen, "Estimates of the regression coefficient based on Kendall's tau", 1968.
     """
     loss, values, first = evidence.loss, finite(evidence.loss.values), evidence.first_loss
     if len(values) < MIN_BATCHES or not math.isfinite(first) or is_warming_up(evidence):
         yield Skipped(f"fewer than {MIN_BATCHES} batches, or the learning rate is still rising")
+        return
+    if need_not_fall(evidence):
+        yield Skipped("the kind of the loss is not known, and an objective need not fall")
         return
     lowest, limit = lowest_loss(evidence), limit_of_flat(first)
     smallest_fall, largest_fall = falls_by(loss)
@@ -240,7 +251,8 @@ def unbounded_loss(evidence: Evidence) -> Iterator[Result]:
     probabilities, or squares and distances.
     """
     kind = evidence.loss_kind
-    if kind not in NEVER_NEGATIVE or not len(evidence.loss):
+    values = finite(evidence.loss.values)
+    if kind not in NEVER_NEGATIVE or not values:
         yield Skipped("the kind of the loss is not known")
         return
     if evidence.is_loss_of_others:
@@ -248,7 +260,7 @@ def unbounded_loss(evidence: Evidence) -> Iterator[Result]:
         return
     below = [(step, x) for step, x in evidence.loss if x < BELOW_ZERO]
     if not below:
-        smallest = min(evidence.loss.values)
+        smallest = min(values)
         yield Passed(f"loss below zero (smallest {smallest:.3g})", smallest, 0.0)
         return
     step, value = below[0]

@@ -454,6 +454,8 @@ _row("grad.stale", Site.GRADIENTS, ("batches", "steps"), EVERYTHING, "error",
     Gradients that are never zeroed, so each step adds to those of the step before.
 
     Formula: between any two steps of an optimizer, no backward began with gradients that were zero or None.
+    A note if no optimizer has them and the loop moves their weights, but not along the gradients (a cosine of
+    -0.1 to 0.9), as those of a target network: nothing uses these gradients.
     """)  # fmt: skip
 
 _row("accum.divisor", Site.GRADIENTS, ("batches", "steps"), (), "info",

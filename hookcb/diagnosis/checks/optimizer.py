@@ -6,16 +6,16 @@ from itertools import takewhile
 
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.observed import passed_on
-from hookcb.diagnosis.checks.updates import VISIBLE_UPDATE
+from hookcb.diagnosis.checks.updates import USUAL_UPDATE, VISIBLE_UPDATE, recent_updates, usual_update
 from hookcb.diagnosis.evidence import SPARSE_KINDS, WINDOW, Evidence, Param, Series
-from hookcb.diagnosis.falling import has_learned
+from hookcb.diagnosis.falling import has_learned, need_not_fall
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import LATEST, Span, before, finite, median, rates, ratio
 from hookcb.diagnosis.verdict import Finding
 
 UNCLIPPED, MAX_CLIPPED = 0.999, 0.95  # coefficient of a gradient that is not clipped; share of records
 MIN_CLIPPED_TO, MIN_CLIPPED_TO_ANYWAY = 0.01, 1e-4  # median coefficient; the same if the loss falls
-CLIPS_FIRST = "gradients are read after clipping; call w.begin_step(optimizer) before you clip"
+MIN_UNHARMED = USUAL_UPDATE / 10  # update ratio of weights whose steps are not too small
 MIN_RATES, VANISHED, MAX_VANISHED = 50, 1e-3, 0.5  # batches; share of the largest rate; share of batches
 MAX_NORM = 100.0  # of all gradients; they are usually clipped to 0.1 to 10
 MAX_PEAK = 30.0  # max |gradient| / RMS, which is 5 for normally distributed numbers
@@ -38,17 +38,16 @@ def constant_clipping(evidence: Evidence) -> Iterator[Result]:
 
     Formula: share of records with clipped norm / norm below 1, and the median of that ratio. Limit: above
     95 % of at least ten records, and a median below 0.01. An error for optimizers like SGD, a warning for
-    those like Adam, which divide by the size of gradients anyway. No finding if the loss falls by a fifth and
-    the model is better than a constant, unless the median is below 1e-4. Of a loop whose gradients are read
-    after clipping: above 95 % of the norms are the same within 1e-3, a warning if the loss does not fall.
+    those like Adam, which divide by the size of gradients anyway; a note for these, and for a loss of an
+    unknown kind, which need not fall, if steps change the median weight by 1e-4 of its size. No finding if
+    the loss falls by a fifth and the model is better than a constant, unless the median is below 1e-4. In a
+    loop that clips before hookcb reads the gradients, the ratio is that of one small gradient at the step and
+    after the backward.
 
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013, who set the limit
     by the mean norm over many updates.
     """
     coefs = before(evidence.steps.get("clip_coef", Series()), evidence.converged_at())
-    if evidence.clips_first and all(x >= UNCLIPPED for x in coefs.values):
-        yield _clipped_before(evidence)
-        return
     if len(coefs) < WINDOW:
         yield Skipped(f"fewer than {WINDOW} records of clipping before convergence")
         return
@@ -58,14 +57,15 @@ def constant_clipping(evidence: Evidence) -> Iterator[Result]:
         yield Passed(f"clipping ({share:.0%} of steps, median ×{usual:.2g})", usual, MIN_CLIPPED_TO)
         return
     is_adaptive = any(p.is_adaptive for p in evidence.params.values())
-    note = (
-        " The optimizer divides by the size of gradients, so this may have little effect."
-        if is_adaptive
-        else ""
-    )
+    size, note = usual_update(recent_updates(evidence)), ""
+    is_harmless = size >= MIN_UNHARMED and (is_adaptive or need_not_fall(evidence))
+    if is_harmless:
+        note = f" Steps still change the median weight by {size:.1e} of its size, so this does little harm."
+    elif is_adaptive:
+        note = " The optimizer divides by the size of gradients, so this may have little effect."
     yield finding(
         "clip.always",
-        "warning" if is_adaptive or learns else "error",
+        "info" if is_harmless else "warning" if is_adaptive or learns else "error",
         when=coefs,
         value=usual,
         limit=MIN_CLIPPED_TO,
@@ -73,27 +73,6 @@ def constant_clipping(evidence: Evidence) -> Iterator[Result]:
         f"{MIN_CLIPPED_TO:g}): the effective learning rate is lower by that factor.{note}",
         causes=("a clipping norm that is too low", "gradients that are summed rather than averaged"),
         next_steps=(_clip_advice(evidence),),
-    )
-
-
-def _clipped_before(evidence: Evidence) -> Result:
-    """Verdict on gradients that were read after clipping, which makes equal all norms above its limit."""
-    norms = before(evidence.steps.get("total_norm", Series()), evidence.converged_at())
-    most = max(finite(norms.values), default=0.0)
-    n = sum(x >= most * UNCLIPPED for x in norms.values)
-    if len(norms) < WINDOW or not most or n <= MAX_CLIPPED * len(norms):
-        return Skipped(CLIPS_FIRST)
-    if has_learned(evidence, evidence.first_loss):
-        return Passed(f"clipping that stops the training (it always clips to a norm of {most:.2g})")
-    return finding(
-        "clip.always",
-        "warning",
-        when=norms,
-        value=most,
-        message=f"{n / len(norms):.0%} of the gradients have the same norm, {most:.2g}, as clipping leaves "
-        "them, and the loss does not fall.",
-        causes=("a clipping norm that is too low", "gradients that are summed rather than averaged"),
-        next_steps=("Do not clip, or call w.begin_step(optimizer) before you clip, to see the norms",),
     )
 
 
@@ -249,7 +228,7 @@ def vanished_rate(evidence: Evidence) -> Iterator[Result]:
         limit=MAX_VANISHED,
         message=f"The learning rate has fallen from {top:.2g} to {last[1]:.2g}, and has been below a "
         f"thousandth of its largest value since step {since}, in {share:.0%} of the batches (limit "
-        f"{MAX_VANISHED:.0%}), before the model has learned anything.",
+        f"{MAX_VANISHED:.0%}){'' if need_not_fall(evidence) else ', before the model has learned anything'}.",
         causes=("a scheduler that is stepped in each batch, but counts epochs", "a decay that is too fast"),
         next_steps=("Call scheduler.step() once per epoch, or give the scheduler the number of batches",),
     )

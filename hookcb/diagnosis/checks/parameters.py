@@ -6,6 +6,7 @@ from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import VISIBLE_UPDATE
 from hookcb.diagnosis.evidence import Evidence, Param, Series
+from hookcb.diagnosis.falling import has_learned
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import records_needed
 from hookcb.diagnosis.verdict import Finding
@@ -27,7 +28,8 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
 
     Formula: `requires_grad`, and `.grad` is None in at least five inspected steps, or after one backward
     without a training. Left out are parameters that are frozen, had a gradient at some step, or belong to a
-    layer that was not called. A warning if the calls of layers were not recorded.
+    layer that was not called, or in less than half of the inspected batches, as a branch that is switched
+    off. A warning if the calls of layers were not recorded. Nothing is said if no backward was seen at all.
     """
     steps, needed = evidence.steps.get("total_norm"), records_needed(evidence)
     if steps is None or len(steps) < needed:
@@ -36,8 +38,13 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
     if "cleared gradients" in evidence.observed:
         yield Skipped("gradients were cleared between the backward and the step")
         return
+    is_watched = "batches" in evidence.sources  # so that a backward would have been seen
+    has_gradients = "backward" in evidence.observed or any(p.stats for p in evidence.params.values())
+    if is_watched and not has_gradients:
+        yield Skipped("no backward was seen")
+        return
     ungraded = [p for p in evidence.params.values() if not p.stats and p.n_without >= needed]
-    without = [p for p in ungraded if p.layer in evidence.layers]
+    without = [p for p in ungraded if p.layer in evidence.layers and _takes_part(evidence, p.layer)]
     unknown = [p for p in ungraded if p.layer not in evidence.layers and p.layer not in evidence.silent]
     if unknown and "activations" not in evidence.sources and any(p.stats for p in evidence.params.values()):
         yield _without_gradient(unknown, steps)
@@ -65,6 +72,16 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
             f"Follow the output of {as_layer(last.layer) or 'the model'} to the loss; find where it is cut",
         ),
     )
+
+
+def _takes_part(evidence: Evidence, layer: str) -> bool:
+    """Whether a layer was called in most of the batches in which any layer was."""
+    most = max(_n_calls(evidence, name) for name in evidence.layers)
+    return 2 * _n_calls(evidence, layer) > most or not most
+
+
+def _n_calls(evidence: Evidence, layer: str) -> int:
+    return max(map(len, evidence.layers[layer].stats.values()), default=0)
 
 
 def _without_gradient(params: Sequence[Param], steps: Series) -> Finding:
@@ -147,7 +164,8 @@ def zero_layer(evidence: Evidence) -> Iterator[Result]:
     """A hidden layer whose weight is all zero and gets no gradient, so it stays zero.
 
     Formula: the norms of the weight and of its gradient are 0 in each of at least five inspected steps, and
-    it is not the last weight.
+    it is not the last weight. A note if the loss falls by a fifth and the model is better than a constant, as
+    a branch may be masked to zero on purpose.
 
     A branch that begins with zeros on purpose gets gradients.
     """
@@ -162,12 +180,12 @@ def zero_layer(evidence: Evidence) -> Iterator[Result]:
     first, *others = zero
     yield finding(
         "init.zero",
-        "error",
+        "info" if has_learned(evidence, evidence.first_loss) else "error",
         at=first,
         when=first.series("norm"),
         value=0.0,
         message=f"{first.name} and its gradient are all zero, so it stays zero{_also(others)}.",
-        causes=("all weights were initialized with zeros",),
+        causes=("all weights were initialized with zeros", "a branch that is masked to zero"),
         next_steps=(
             "Initialize weights randomly, torch.nn.init.kaiming_normal_(layer.weight); zeros are for biases",
         ),

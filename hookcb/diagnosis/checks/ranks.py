@@ -1,10 +1,12 @@
 """Check of gradients that several ranks average."""
 
+import math
 from collections.abc import Iterator
 
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.trends import ratio
 
 MIN_STEPS = 4
 ROUNDING = 1e-3  # relative difference of two norms that are rounded
@@ -33,7 +35,8 @@ def rescaled_gradients(evidence: Evidence) -> Iterator[Result]:
     name, reduced = evidence.reduced
     param, after = evidence.params.get(name), dict(reduced)
     given = param.stats.get("clipped_norm") if param is not None else None
-    steps = [] if given is None else [(step, x / after[step]) for step, x in given if after.get(step)]
+    every = [] if given is None else [(step, ratio(x, after.get(step, math.nan))) for step, x in given]
+    steps = [(step, x) for step, x in every if math.isfinite(x)]
     if param is None or len(steps) < MIN_STEPS:
         yield Skipped(f"gradients were compared with those after the backward in {len(steps)} steps")
         return

@@ -1,7 +1,7 @@
 """Checks of time and memory: waiting for batches or for a rank, and memory that grows."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from hookcb.core.threads import n_cores
@@ -15,6 +15,7 @@ from hookcb.profiling.steps.stragglers import MAX_EXCESS, MIN_EXCESS
 
 MAX_WAITING, MAX_WAITING_WARNING = 0.3, 0.6  # share of a batch's time
 MIN_WAIT = 0.003  # seconds; a small batch takes that long to collate, and nothing can be gained
+MIN_ALARM = 0.01  # seconds; a shorter wait is a note
 MIN_MEAN = 2e-3  # seconds, if most batches come at once and some are slow
 MIN_SLOW, MIN_SLOWDOWN = 3, 10.0  # slow batches, and multiple of the median from which one is slow
 MIN_EXCESS_DELAY = 2.0  # multiple of the delays that a busy machine would have caused
@@ -36,10 +37,11 @@ def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
     fetch, and these delays are longer than those of the rest of the batches, and twice as long as a busy
     machine would make them in proportion. Garbage collections in a fetch do not count. Limit: 0.3, and 0.6
     for an error. Waits below 3 ms are ignored, as there is nothing to gain; of means, those
-    below 2 ms. A Learner fetches its batches itself. In any other loop the fetches of a DataLoader are seen,
-    and other fetches if a fifth of the time is spent between the steps: as the time of a `for` statement with
-    a step in its body, or of a statement that calls `next`. Whatever else the loop does between its steps
-    does not count as waiting.
+    below 2 ms. Below 10 ms it is a note, and lower quartiles are compared in place of medians, as a busy
+    machine delays many batches of a small training. A Learner fetches its batches itself. In any other loop
+    the fetches of a DataLoader are seen, and other fetches if a fifth of the time is spent between the steps:
+    as the time of a `for` statement with a step in its body, or of a statement that calls `next`. Whatever
+    else the loop does between its steps does not count as waiting.
 
     Source: Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", 2021.
     """
@@ -57,18 +59,26 @@ def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
         yield Skipped(f"the fetch of a batch was seen before {n_fetched} of {len(pairs)} batches")
         return
     wait, whole = median(wait for wait, _ in pairs), median(x for _, x in pairs)
-    share, some = ratio(wait, whole), ""
+    if wait < MIN_ALARM:
+        wait, whole = _low(wait for wait, _ in pairs), _low(x for _, x in pairs)
+    share, some, delay = ratio(wait, whole), "", wait
     if not (share > MAX_WAITING and wait >= MIN_WAIT) and (slow := _slow_batches(evidence)) is not None:
-        wait, whole, some = slow
+        wait, whole, delay, some = slow
         share = ratio(wait, whole)
     if not (share > MAX_WAITING and (wait >= MIN_WAIT or some)):
         yield Passed(f"waiting for data ({share:.0%} of the time, {1e3 * wait:.1f} ms)", share, MAX_WAITING)
         return
-    yield _data_bound(evidence, share, f"{1e3 * wait:.1f} of {1e3 * whole:.1f} ms per batch", some)
+    yield _data_bound(evidence, share, delay, f"{1e3 * wait:.1f} of {1e3 * whole:.1f} ms per batch", some)
 
 
-def _slow_batches(evidence: Evidence) -> tuple[float, float, str] | None:
-    """Mean seconds of fetches and of batches, and what to say, if some fetches take long and the rest not."""
+def _low(values: Iterable[float]) -> float:
+    """The lower quartile."""
+    in_order = sorted(values)
+    return in_order[len(in_order) // 4]
+
+
+def _slow_batches(evidence: Evidence) -> tuple[float, float, float, str] | None:
+    """Mean seconds of fetches and of batches, those of a slow fetch, and what to say, if some are slow."""
     waits, inspected = dict(evidence.waits), set(evidence.sizes.steps)
     pairs = [
         (waits[step], x)
@@ -88,7 +98,7 @@ def _slow_batches(evidence: Evidence) -> tuple[float, float, str] | None:
     if len(slow) < MIN_SLOW or mean_wait < MIN_MEAN or delay < as_much:
         return None
     text = f" One batch in {len(pairs) / len(slow):.0f} takes {1e3 * median(slow):.0f} ms to fetch."
-    return mean_wait, mean, text
+    return mean_wait, mean, median(slow), text
 
 
 def _slow_fetches(evidence: Evidence) -> Result:
@@ -99,15 +109,15 @@ def _slow_fetches(evidence: Evidence) -> Result:
     if not (share > MAX_WAITING and wait >= MIN_WAIT):
         return Passed(f"waiting for data ({share:.0%} of the time, {1e3 * wait:.1f} ms)", share, MAX_WAITING)
     text = f"{1e3 * wait:.1f} of {1e3 * spent.whole:.1f} ms per batch"
-    return _data_bound(evidence, share, text, f" They are fetched in {line}.")
+    return _data_bound(evidence, share, wait, text, f" They are fetched in {line}.")
 
 
-def _data_bound(evidence: Evidence, share: float, text: str, more: str) -> Finding:
+def _data_bound(evidence: Evidence, share: float, delay: float, text: str, more: str) -> Finding:
     n = min(MAX_WORKERS, n_cores())  # with more workers than processors they wait for each other
     why = f", as this process may use {n} processor{'s' * (n > 1)}" if n < MAX_WORKERS else ""
     return finding(
         "time.data_bound",
-        "error" if share > MAX_WAITING_WARNING else "warning",
+        "info" if delay < MIN_ALARM else "error" if share > MAX_WAITING_WARNING else "warning",
         when=(evidence.batches.steps[N_WARM_UP], evidence.batches.steps[-1]),
         value=share,
         limit=MAX_WAITING,

@@ -14,6 +14,7 @@ MAX_OTHER, MIN_OTHER = 0.3, 1e-3  # share of a mean batch, and seconds; less is 
 MAX_OWN = 0.6  # share of the optimizer or the loss; a third is usual for Adam on small batches
 # operations of a loss that is a Python loop, and share that it may take, as its backward takes twice as much
 MANY_OPERATIONS, MAX_LOSS = 100, 0.2
+MANY_OF_LAYER = 50  # operations of a layer that has a Python loop
 MIN_LAYER, MAX_EXCESS = 0.4, 10.0  # share of the forward, and multiple of its share of the work
 SEQUENTIAL = ("RNN", "LSTM", "GRU")
 MAX_GARBAGE = 0.15  # share; automatic collections usually take 0.01
@@ -102,7 +103,8 @@ def slow_layer(evidence: Evidence) -> Iterator[Result]:
     forward, and 1 ms.
     It is a note, as there may be no other way to compute it. Least of 3 to 6 batches that follow inspected
     ones; modules that a layer calls do not count, nor do layers whose work is unknown, as of a sort, or whose
-    steps follow each other, as of an LSTM. On a GPU it is the time of the processor. Nothing is timed once
+    steps follow each other, as of an LSTM. A loop is named as its cause if it runs 50 operations, and a wait
+    if one of them reads a number. On a GPU it is the time of the processor. Nothing is timed once
     anything is compiled.
 
     Source: Williams et al., "Roofline: An Insightful Visual Performance Model for Multicore Architectures",
@@ -129,6 +131,7 @@ def slow_layer(evidence: Evidence) -> Iterator[Result]:
         seen = f"×{most:.1f}" if large else "none takes a large part of the forward"
         yield Passed(f"a layer that takes more time than its work ({seen})", most, MAX_EXCESS)
     for name, x in slow.items():
+        causes, next_steps = _why_slow(*evidence.layer_ops.get(name, (0, 0)))
         yield finding(
             "time.layer",
             "info",
@@ -138,9 +141,22 @@ def slow_layer(evidence: Evidence) -> Iterator[Result]:
             message=f"{_part(name, seconds[name], whole)}, for "
             f"{ratio(work.get(name, 0.0), whole_work):.1%} of the work: ×{x:.3g} of the other layers "
             f"(limit ×{MAX_EXCESS:g}).",
-            causes=("a Python loop over samples, steps or elements", "a wait for a device, as by .item()"),
-            next_steps=("Compute it for the whole batch at once, in few operations", "Profile this layer"),
+            causes=causes,
+            next_steps=next_steps,
         )
+
+
+def _why_slow(n_ops: int, n_reads: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Causes that the operations of a layer show, and what to do."""
+    causes, next_steps = [], []
+    if n_ops >= MANY_OF_LAYER:
+        causes.append(f"a Python loop over samples, steps or elements: it runs {n_ops:,} operations")
+        next_steps.append("Compute it for the whole batch at once, in few operations")
+    if n_reads:
+        causes.append(f"numbers that Python reads, as by .item(): {n_reads:,} of them")
+        next_steps.append("Keep the numbers in tensors")
+    slow = "an operation that takes longer for an element than those of other layers"
+    return tuple(causes or [slow]), (*next_steps, "Profile this layer")
 
 
 def _is_large(seconds: float, whole: float) -> bool:
@@ -221,8 +237,8 @@ def growing_batches(evidence: Evidence) -> Iterator[Result]:
         return
     size, before = _thirds(sizes)
     now, earlier = _thirds(seconds)
-    if not before:
-        yield Skipped("the inputs of batches were not seen")
+    if not (before and earlier > 0):
+        yield Skipped(f"the {'times' if before else 'inputs'} of batches were not seen")
         return
     grown, slower = ratio(size, before), ratio(now, earlier)
     if not (grown >= MIN_GROWTH and slower >= MIN_GROWTH and now - earlier >= MIN_OTHER):

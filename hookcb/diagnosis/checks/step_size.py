@@ -22,7 +22,7 @@ from hookcb.diagnosis.checks.updates import (
     usual_update,
 )
 from hookcb.diagnosis.evidence import Evidence, Param, Series
-from hookcb.diagnosis.falling import has_learned
+from hookcb.diagnosis.falling import has_learned, need_not_fall
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import (
     LATEST,
@@ -77,7 +77,8 @@ def large_updates(evidence: Evidence) -> Iterator[Result]:
     all samples, that were not so at first. An error if two of the first ten steps are larger than the
     weights, or if the loss rises. Left out are embeddings of tokens and positions, which are added, and
     trainings with a loss that falls by a fifth, or, with steps larger than the weights, to a twentieth, if
-    the model is better than a constant. The advice is computed from the first steps, up to the one after
+    the model is better than a constant; and, with smaller steps, those with a loss of an unknown kind, which
+    need not fall. The advice is computed from the first steps, up to the one after
     which the loss is higher.
 
     Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
@@ -90,7 +91,7 @@ def large_updates(evidence: Evidence) -> Iterator[Result]:
         return
     start = evidence.loss.values[0] if len(evidence.loss) else math.nan
     left = loss_left(evidence, start)
-    is_idle = not (math.isnan(left) or has_learned(evidence, start))
+    is_idle = not (math.isnan(left) or has_learned(evidence, start) or need_not_fall(evidence))
     huge = [x for x in (_huge(p, series) for p, series in sizes) if x]
     large = [x for x in (_large(p, series) for p, series in sizes) if x]
     if is_idle and not large:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from hookcb.core.text import as_layer
-from hookcb.diagnosis.evidence import WINDOW, Evidence, Param, Series
+from hookcb.diagnosis.evidence import WINDOW, Evidence, Layer, Param, Series
 from hookcb.diagnosis.trends import (
     LATEST,
     before,
@@ -123,9 +123,18 @@ def divisor(evidence: Evidence) -> int:
     return _round_down(first_update(evidence) / TARGET_UPDATE)
 
 
-def lower_rate(evidence: Evidence) -> tuple[str, ...]:
-    """Advice to lower the learning rate, by a factor from the first steps; empty if they are fine."""
-    n = divisor(evidence)
+def is_trained(evidence: Evidence, upto: Layer) -> bool:
+    """Whether a step changes any layer from the input up to this one; not if all of them are frozen."""
+    trained = [p for p in evidence.params.values() if p.is_optimized and p.stats]
+    return any(p.place_of_layer is None or p.place_of_layer <= upto.place for p in trained)
+
+
+def lower_rate(evidence: Evidence, at: Layer | None = None) -> tuple[str, ...]:
+    """Advice to lower the learning rate, by a factor from the first steps; empty if they are fine.
+
+    Empty also if no step changes the output of the layer `at`, if one is given.
+    """
+    n = 1 if at is not None and not is_trained(evidence, at) else divisor(evidence)
     return (f"Divide the learning rate by {n:,}",) if n >= MIN_FACTOR else ()
 
 

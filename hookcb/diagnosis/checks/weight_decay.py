@@ -11,6 +11,7 @@ from hookcb.diagnosis.trends import (
     LATEST,
     Span,
     before,
+    finite,
     median,
     persistent,
     persistent_max,
@@ -149,11 +150,11 @@ def decayed_norms(evidence: Evidence) -> Iterator[Result]:
     if "attention" not in evidence.observed:
         yield Skipped("too little was seen of the attention")
         return
-    if not len(evidence.lr):
+    if not (known := finite(evidence.lr.values)):
         yield Skipped("the learning rate is not known")
         return
     decayed = [p for p in evidence.params.values() if p.weight_decay > 0 and _is_norm_or_embedding(p)]
-    rate = sum(evidence.lr.values) / len(evidence.lr)
+    rate = sum(known) / len(known)
     total = max((p.weight_decay for p in decayed), default=0.0) * rate * evidence.n_steps
     if total <= MAX_DECAY_OF_NORMS:
         yield Passed(f"weight decay of norms and embeddings ({total:.0%})", total, MAX_DECAY_OF_NORMS)

@@ -2,8 +2,9 @@
 
 import math
 import re
+import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.core.batch import parts
-from hookcb.core.torch_private import forward_hooks
-from hookcb.core.whose import is_of_program
+from hookcb.core.torch_private import CALL_NAME, forward_hooks
+from hookcb.core.whose import OURS, is_of_program
 from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.probes.lines import code_of, function_place
 from hookcb.hooks.hook import Hook
@@ -23,6 +24,7 @@ from hookcb.hooks.taps import Tap
 
 FIRST, MAX_TIMED = 6, 6  # batch from which layers are timed, and number of batches in which they are
 MIN_TIMED = 3
+READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal")  # for which a GPU is waited for
 ELEMENT = 16  # multiply-adds that take as long as an element of a result, which is read and written
 # operations that take far more per element, by their size or by what is in them
 UNKNOWN = re.compile(
@@ -46,6 +48,8 @@ class LayerTimes:
     Attributes:
         is_timing: whether layers are timed in the current batch.
         work: work in a forward by name of the layer, see `work_of`.
+        n_ops: number of operations in a forward by name of the layer.
+        n_reads: number of those that read a number of a tensor, as `.item()` does.
     """
 
     def __init__(
@@ -65,6 +69,8 @@ class LayerTimes:
         self._own: set[int] = set()  # their ids
         self._n_timed, self._is_after_look = 0, False
         self.work: defaultdict[str, float] = defaultdict(float)
+        self.n_ops: Counter[str] = Counter()
+        self.n_reads: Counter[str] = Counter()
 
     def begin_batch(self, model: nn.Module, step: int, looking: bool, is_calling: bool = False) -> None:
         """Puts hooks on the modules if the batch before this one was inspected, and this one is not.
@@ -144,7 +150,11 @@ class LayerTimes:
 
     def add_work(self, layer: str, func: Any, args: tuple[Any, ...], output: Any) -> None:
         """Adds the work of an operation in the first inspected forward."""
-        self.work[layer] += work_of(func.overloadpacket.__name__, args, output)
+        op = func.overloadpacket.__name__
+        if not _is_of_hook():
+            self.n_ops[layer] += 1
+            self.n_reads[layer] += op in READS
+        self.work[layer] += work_of(op, args, output)
 
     def seconds(self) -> dict[str, float]:
         """Least seconds of a forward by layer; a busy machine adds to them; empty if too few were timed."""
@@ -158,6 +168,17 @@ class LayerTimes:
         if self._n_timed < MIN_TIMED:
             return {}
         return {name: min(x) for name, x in seconds.items() if 2 * len(x) > self._n_timed}
+
+
+def _is_of_hook() -> bool:
+    """Whether the operation that is dispatched is one of hookcb's hooks, which act in the calls of layers."""
+    frame, is_outside = sys._getframe(1).f_back, False
+    while frame is not None and frame.f_code.co_name != CALL_NAME:
+        if is_outside and frame.f_code.co_filename.startswith(OURS):
+            return True
+        is_outside |= frame.f_code.co_name == "__torch_dispatch__"
+        frame = frame.f_back
+    return False
 
 
 def _title_of(hooks: list[Any]) -> str | None:

@@ -47,12 +47,42 @@ class Motion:
         """Whether any copied element has changed, by name of the parameter."""
         return {name: not torch.equal(sketch_copy(p), begin) for name, (p, begin) in self._begins.items()}
 
-    def observations(self, n_steps: int, n_backward: int) -> Iterator[Observation]:
-        """An optimizer that never steps, and constant matrices with rows that stay equal."""
+    def observations(self, n_steps: int, n_backward: int, n_shared: int = 0) -> Iterator[Observation]:
+        """An optimizer without steps, or without a backward, and constant matrices with rows that stay equal.
+
+        Args:
+            n_steps: number of steps.
+            n_backward: number of backwards.
+            n_shared: number of those that went on to parameters of other models.
+        """
         trained = {name for name, (p, _) in self._begins.items() if p.requires_grad}
         moved = self.moved()
         is_still = trained and not any(moved[name] for name in trained)
-        if is_still and n_backward >= MIN_BATCHES and n_steps == 0:
+        if is_still and n_backward == 0 and n_steps >= MIN_BATCHES:
+            yield Observation(
+                "param.not_stepped",
+                step=0,
+                value=0.0,
+                text=f"No backward was seen before any of {n_steps} optimizer steps, and all weights are "
+                "bit-identical.",
+                causes=("loss.backward() is missing, or is in a branch that is never taken",),
+                next_steps=("Call loss.backward() before optimizer.step()",),
+            )
+        if is_still and n_backward >= MIN_BATCHES and n_steps == 0 and 2 * n_shared > n_backward:
+            yield Observation(
+                "param.not_stepped",
+                step=0,
+                value=0.0,
+                text=f"In {n_backward} batches the backward of another model's loss gave gradients to all "
+                "weights, which no optimizer has: nothing uses them.",
+                causes=("a network that gives targets or features, and is not frozen",),
+                next_steps=(
+                    "Freeze it with requires_grad_(False), or call it under torch.no_grad() if it only gives "
+                    "targets",
+                ),
+                severity="info",
+            )
+        elif is_still and n_backward >= MIN_BATCHES and n_steps == 0:
             yield Observation(
                 "param.not_stepped",
                 step=0,

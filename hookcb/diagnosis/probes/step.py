@@ -1,6 +1,7 @@
 """Probes of gradients and weights around a step that GradientHealth does not record."""
 
 from collections.abc import Iterator, Mapping
+from statistics import median
 from typing import NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -8,12 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hookcb.core.optim import detached_scalar
 from hookcb.core.torch_private import version_of
 from hookcb.diagnosis.evidence import Observation
+from hookcb.gradients.hand_steps import StepByHand
 from hookcb.gradients.stats import sketch_copy
 from hookcb.hooks.params import named_params
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+DOWN, ALONG = -0.1, 0.9  # cosine of a gradient and a move of its weight, if the move is a step along it
 MAX_LOST = 0.5  # share of the weights
 MIN_STEPS = 3
 
@@ -149,6 +153,17 @@ class StaleGradients:
     def __init__(self, model: nn.Module) -> None:
         self._ids = {id(p) for p in model.parameters()}  # other models may have gradients already
         self._tracks: WeakKeyDictionary[Optimizer, _Track] = WeakKeyDictionary()
+        self._weight: tuple[nn.Parameter, Tensor] | None = None  # that the loop moves itself, and its values
+        self._cosines: list[float | Tensor] = []  # of its gradient and its move
+
+    def before_step(self, opt: Optimizer) -> None:
+        """Copies a weight that the loop moves without an optimizer, to see if it follows its gradient."""
+        self._weight = None
+        if isinstance(opt, StepByHand):
+            dense = _dense(opt, self._ids)
+            params = [p for group in opt.param_groups for p in group["params"] if id(p) in dense]
+            p = max(params, key=Tensor.numel, default=None)
+            self._weight = None if p is None else (p, sketch_copy(p))
 
     def before_backward(self) -> None:
         """Reads the gradients that are present when a backward begins."""
@@ -161,6 +176,10 @@ class StaleGradients:
 
     def after_step(self, opt: Optimizer) -> None:
         """Counts a step of an optimizer, and whether it used stale gradients."""
+        if self._weight is not None and (grad := self._weight[0].grad) is not None:
+            move = sketch_copy(self._weight[0]) - self._weight[1]
+            self._cosines.append(detached_scalar(torch.cosine_similarity(move, sketch_copy(grad), dim=0)))
+        self._weight = None
         track = self._tracks.get(opt, _Track(None, 0, 0.0))
         if track.is_settled:
             return
@@ -176,10 +195,29 @@ class StaleGradients:
         """Whether enough steps of an optimizer had a backward before them."""
         return any(track.n_seen >= MIN_STEPS - 1 for track in self._tracks.values())
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the loop moves the weights, but not along their gradients, as those of a target network."""
+        return bool(self._cosines) and DOWN < median(map(float, self._cosines)) < ALONG
+
     def observations(self) -> Iterator[Observation]:
         """One for each optimizer that used stale gradients in all steps after the first."""
         for _, n_steps, n_stale, *_ in list(self._tracks.values()):
-            if n_steps >= MIN_STEPS and float(n_stale) >= n_steps - 1:
+            if n_steps >= MIN_STEPS and float(n_stale) >= n_steps - 1 and self.is_idle:
+                yield Observation(
+                    "grad.stale",
+                    step=1,
+                    value=float(n_stale),
+                    text=f"The gradients of {n_steps} backwards add up in weights that no optimizer has, and "
+                    "that the loop moves in other directions: nothing uses them.",
+                    causes=("a target network whose outputs are computed with gradients",),
+                    next_steps=(
+                        "Compute the targets under torch.no_grad(), or freeze that network with "
+                        "requires_grad_(False)",
+                    ),
+                    severity="info",
+                )
+            elif n_steps >= MIN_STEPS and float(n_stale) >= n_steps - 1:
                 yield Observation(
                     "grad.stale",
                     step=1,
@@ -234,17 +272,17 @@ class AddedBackwards:
             return
         if not _is_there(param.grad):
             self._n, self._is_known = 0, True
-        elif _mark_of(param.grad) != self._mark:
+        elif mark_of(param.grad) != self._mark:
             self._is_known = False
 
     def after_backward(self, param: nn.Parameter | None) -> None:
         """Counts a backward."""
         self._n += 1
-        self._mark = None if param is None else _mark_of(param.grad)
+        self._mark = None if param is None else mark_of(param.grad)
 
     def before_step(self, param: nn.Parameter | None) -> None:
         """Checks the same before the step, as some loops divide the sum themselves, or clip it."""
-        if param is not None and self._mark is not None and _mark_of(param.grad) != self._mark:
+        if param is not None and self._mark is not None and mark_of(param.grad) != self._mark:
             self._is_known = False
 
     def end_step(self) -> None:
@@ -253,7 +291,7 @@ class AddedBackwards:
         self._n, self._is_known, self._mark = 0, True, None
 
 
-def _mark_of(grad: Tensor | None) -> tuple[int, int] | None:
+def mark_of(grad: Tensor | None) -> tuple[int, int] | None:
     """Changes when the gradient is written to or replaced; None for no gradient, or a sparse one."""
     if grad is None or grad.layout is not torch.strided:
         return None

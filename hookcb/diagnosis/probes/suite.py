@@ -32,6 +32,7 @@ from hookcb.diagnosis.probes.batch import (
 )
 from hookcb.diagnosis.probes.buffers import has_own_buffers, observe_buffers
 from hookcb.diagnosis.probes.class_axis import class_scores, observe_class_axis
+from hookcb.diagnosis.probes.clipping import Clipping, divided_by
 from hookcb.diagnosis.probes.curves import BatchCurves, Curve
 from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, DeadUnits
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
@@ -109,6 +110,7 @@ class Probes:
         self.dead = made("dead", DeadUnits, model)
         self.lost_updates = made("lost_updates", LostUpdates, model)
         self.motion, self.n_backward = made("motion", Motion, model), 0
+        self.n_shared = 0  # backwards that went on to parameters of other models
         self.outside = made("outside", OutsideParameters, model)
         self.backwards: set[int] = set()  # numbers of backwards before a step
         self._n_before = 0  # backwards before the last step
@@ -118,6 +120,7 @@ class Probes:
         self.stepped: list[int] = []  # ids of the optimizers of inspected steps
         self.stale, self.retained = made("stale", StaleGradients, model), made("retained", RetainedGraphs)
         self.cleared, self.added = made("cleared", ClearedGradients), made("added", AddedBackwards)
+        self.clipping, self.is_clipping_unseen = made("clipping", Clipping), is_external
         self.curves = made("curves", BatchCurves)
         self.penalty, self.stuck, self.sizes = (made(x, Curve) for x in ("penalty", "stuck", "sizes"))
         self.layer_times = made("layer_times", LayerTimes, model, lambda: loop.in_loop_thread, guard)
@@ -381,6 +384,9 @@ class Probes:
             self.first_param = self.guard.call("first_param", self._find_first_param, loop.model)
         if self.is_external:
             self.guard.call("added", self.added.after_backward, self.first_param)
+            self.n_shared = loop.facts.n_losses_of_others
+        if looking and self.is_clipping_unseen:
+            self.guard.call("clipping", self.clipping.after_backward, self.first_param, loop.train_iter)
         if self.n_steps < N_DENSE:
             self.guard.call("cleared", self.cleared.after_backward, self.first_param)
         if self.has_origin or (loop.scaler is not None and loop.scaler.is_enabled()):
@@ -439,13 +445,21 @@ class Probes:
         call = self.guard.call
         if self.is_external:
             call("added", self.added.before_step, self.first_param)
+            self.is_clipping_unseen = not loop.facts.reports_steps
+        if looking and self.is_clipping_unseen:
+            call("clipping", self._add_clipping, loop)
         if self.n_steps < N_DENSE:
             call("cleared", self.cleared.before_step)
+            call("stale", self.stale.before_step, loop.opt)
         if looking or self.is_dense:
             call("dead", self.dead.read_gradients, loop.train_iter, self.n_examples)
             call("params", self._count_without)
         if looking:
             call("lost_updates", self.lost_updates.before_step)
+
+    def _add_clipping(self, loop: Any) -> None:
+        scale = divided_by(loop.scaler, loop.opt, loop.model)
+        self.clipping.before_step(self.first_param, loop.train_iter, scale)
 
     def _count_without(self) -> None:
         """Counts the parameters that require a gradient and have none."""

@@ -30,9 +30,10 @@ def stack(factors, n=20):
     return [gradient(f"layers.{i}", i, [x] * n) for i, x in enumerate(factors)]
 
 
-def evidence(*params, lr=0.1, loss=(), **kwargs):
+def evidence(*params, lr=0.1, loss=(), loss_kind="mse", **kwargs):
     rates = series(lr if isinstance(lr, list) else [lr] * 40)
-    return Evidence(params={p.name: p for p in params}, lr=rates, loss=series(loss), **kwargs)
+    named = {p.name: p for p in params}
+    return Evidence(params=named, lr=rates, loss=series(loss), loss_kind=loss_kind, **kwargs)
 
 
 def only(check, given):

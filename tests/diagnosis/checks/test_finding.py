@@ -4,10 +4,13 @@ import math
 
 import pytest
 
+from hookcb.activations.stats import LAYER_STATS
 from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.evidence import Layer, Param, Series
+from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series
+from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.trends import Span
 from hookcb.diagnosis.verdict import Finding
+from hookcb.gradients.stats import GRAD_STATS, STEP_STATS
 
 LAYER = Layer("net.0", "Linear", "Linear 8→4", 0)
 PARAM = Param("net.0.weight", "net.0", "Linear", "Linear 8→4", 0, (4, 8))
@@ -49,3 +52,57 @@ def test_the_rest_is_given_as_it_is():
         "a.b", "info", value=1.0, limit=2.0, message="m", causes=("c",), next_steps=("n",), consequence_of=""
     )
     assert math.isnan(finding("a.b", "info", message="m").limit)
+
+
+def unknown(n):
+    return Series(list(range(n)), [math.nan] * n)
+
+
+@pytest.mark.parametrize("n", [1, 12, 80])
+def test_numbers_of_which_none_is_known_find_nothing_and_rule_nothing_out(n):
+    """NaN is neither above nor below a limit, and most lists of what is wrong are empty."""
+    every = (*LAYER_STATS, "spread", "saturated", "grad_nonfinite")
+    kinds = ("Linear", "Linear", "Embedding", "LayerNorm")
+    params = {
+        f"{i}.weight": Param(
+            f"{i}.weight", f"{i}", kind, kind, i, (16, 16), i, weight_decay=0.1, dead=math.nan,
+            never_alive=math.nan, optimizer=i % 2, stats=dict.fromkeys(GRAD_STATS, unknown(n)),
+        ) for i, kind in enumerate(kinds)
+    }  # fmt: skip
+    layers = {
+        f"{i}": Layer(f"{i}", kind, kind, i, dict.fromkeys(every, unknown(n))) for i, kind in enumerate(kinds)
+    }
+    curves = dict.fromkeys(
+        ("lr", "loss", "penalty", "stuck", "input_std", "input_rms", "waits", "batches", "sizes", "memory"),
+        unknown(n),
+    )
+    given = Evidence(
+        {
+            "activations",
+            "gradients",
+            "loss",
+            "batches",
+            "batch",
+            "model",
+            "graph",
+            "optimizers",
+            "steps",
+            "time",
+        },
+        n,
+        n,
+        layers=layers,
+        params=params,
+        steps=dict.fromkeys(STEP_STATS, unknown(n)),
+        loss_kind="mse",
+        losses={0: unknown(n), 1: unknown(n)},
+        losses_of_ranks=[unknown(n)] * 2,
+        input_columns=[[math.nan] * 4] * 3,
+        reduced=("0.weight", unknown(n)),
+        observed={"attention"},
+        n_steps=n,
+        **curves,
+    )
+    verdict = judge(given)
+    assert verdict.findings == ()
+    assert not [text for text in verdict.ruled_out if "nan" in text.split("(")[-1]]

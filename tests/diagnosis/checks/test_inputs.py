@@ -85,6 +85,39 @@ def test_a_batch_norm_first_makes_large_columns_harmless():
     assert verdict_of(net(nn.BatchNorm1d(6)), 190_000.0).status == "healthy"
 
 
+def pixels(scale, norm, lr):
+    """Verdict on a siamese net, which compares two images; its head makes large steps."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 8, 3, 2), norm(8), nn.ReLU(), nn.Flatten(), nn.Linear(72, 8), nn.Sigmoid()]
+    embed, head = nn.Sequential(*layers), nn.Linear(8, 1)
+
+    class Siamese(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = embed, head
+
+        def forward(self, pairs):
+            return self.head((self.embed(pairs[:, :1]) - self.embed(pairs[:, 1:])).abs())
+
+    pairs, same = torch.rand(32, 2, 8, 8), torch.arange(32.0).remainder(2)[:, None]
+    pairs[::2, 1] = pairs[::2, 0]
+    model = Siamese()
+    opt, loss_func = (
+        torch.optim.Adam(model.parameters(), lr=lr),
+        nn.functional.binary_cross_entropy_with_logits,
+    )
+    learn = Learner([(scale * pairs, same)] * 12, model, loss_func, opt)
+    with learn.no_logging():
+        learn.fit(1, cbs=Diagnose("ignore", show=False))
+    return [x.severity for x in learn.diagnose().findings if x.code == "input.scale"]
+
+
+def test_pixels_are_told_only_if_they_do_harm_before_a_normalization():
+    """With a batch norm after the convolution, 0 to 255 train as 0 to 1 do; large steps are of the rate."""
+    assert pixels(255.0, nn.BatchNorm2d, lr=0.1) == []
+    assert pixels(255.0, lambda n: nn.Identity(), lr=0.1) == ["error"]
+
+
 def test_a_head_that_begins_at_zero_grows_by_its_size_without_harm():
     model = net(nn.BatchNorm1d(6))
     nn.init.zeros_(model[-1].weight)

@@ -70,6 +70,20 @@ def test_saturation_after_convergence_says_nothing():
     assert isinstance(only(saturated_units, given), Skipped)
 
 
+@pytest.mark.parametrize("trained", ["body", "head"])
+def test_no_other_rate_is_advised_for_what_a_frozen_layer_gives(trained):
+    """Steps of the head, however large, change nothing in the layers before it."""
+    layers = [layer("body"), layer("act", "Tanh", saturated=0.95, spread=1e-9, std=2e4), layer("head")]
+    layers[2].stats["spread"] = series([1e-9] * 8)
+    given = evidence(*layers, heads=("body", "head"), input_std=series([1.0] * 8))
+    stats = {"update_ratio": series([0.5] * 8), "weight_norm": series([4.0] * 8)}
+    given.params[f"{trained}.w"].stats = stats
+    for check in (saturated_units, activation_scale, collapsed_activations):
+        found = only(check, given)
+        assert any("learning rate" in step for step in found.next_steps) == (trained == "body")
+    assert ("a step that was too large" in only(saturated_units, given).causes) == (trained == "body")
+
+
 # ---- act.scale
 
 

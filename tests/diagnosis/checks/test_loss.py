@@ -138,6 +138,12 @@ def test_a_flat_a_fast_and_a_short_loss_do_not_fall_slowly(values):
     assert not falls_slowly(evidence([2.3 - 1e-4 * i for i in range(100)], guess=NAN))
 
 
+def test_a_loss_of_an_unknown_kind_may_be_an_objective_that_need_not_fall():
+    values = noisy([2.3] * 100)
+    assert "need not fall" in only(flat_loss, evidence(values, "")).reason
+    assert only(flat_loss, evidence(values, "mse")).severity == "info"
+
+
 def test_a_short_run_or_a_warm_up_is_not_called_flat():
     assert isinstance(only(flat_loss, evidence([2.3] * 49)), Skipped)
     rising = Series(list(range(60)), [1e-4 * i for i in range(60)])

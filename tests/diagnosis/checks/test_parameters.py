@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Callback, Diagnose, Learner, watch
-from hookcb.diagnosis.checks.parameters import restored, zero_layer
-from hookcb.diagnosis.evidence import Evidence, Param, Series
+from hookcb.diagnosis.checks.parameters import restored, unreachable, zero_layer
+from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series
 from hookcb.diagnosis.registry import Passed, Skipped
 from tests.support import fit
 
@@ -70,6 +70,56 @@ def test_the_last_weight_may_be_zero_and_few_steps_tell_nothing():
     assert isinstance(found, Passed)  # as the other was looked at often enough
     (found,) = zero_layer(evidence(weight("body", weight_norm=ZERO[:4], norm=ZERO[:4])))
     assert isinstance(found, Skipped)
+
+
+def test_a_branch_that_is_masked_to_zero_is_a_note_where_the_model_learns():
+    """As the symbolic part of a KAN, whose weights begin at zero and whose mask is zero."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.symbolic, self.head = (
+                nn.Linear(4, 8),
+                nn.Linear(4, 8, bias=False),
+                nn.Linear(8, 1),
+            )
+            nn.init.zeros_(self.symbolic.weight)
+
+        def forward(self, x):
+            return self.head(F.relu(self.body(x)) + 0 * self.symbolic(x))
+
+    torch.manual_seed(0)
+    verdict = trained(Masked())
+    assert verdict.status == "healthy"
+    assert {x.code: x.severity for x in verdict.findings}["init.zero"] == "info"
+
+
+# ---- param.unreachable
+
+
+def in_batches(n, **kwargs):
+    """Evidence of a layer that was called in `n` of 40 batches and has no gradient in any step."""
+    body = weight("body", weight_norm=SOME, norm=SOME)
+    branch = Param("branch.weight", "branch", "Linear", "Linear 8→8", 0, (8, 8), n_without=40)
+    layers = {x: Layer(x, "Linear", "Linear 8→8", i, {"std": series([1.0] * k)})
+              for i, (x, k) in enumerate([("body", 40), ("branch", n)])}  # fmt: skip
+    given = evidence(body, branch)
+    given.layers, given.steps = layers, {"total_norm": series([1.0] * 40)}
+    return given
+
+
+@pytest.mark.parametrize(("n", "is_found"), [(40, True), (21, True), (20, False), (1, False)])
+def test_a_branch_that_is_called_in_few_batches_is_not_cut_off(n, is_found):
+    (found,) = unreachable(in_batches(n))
+    assert isinstance(found, Passed) != is_found
+
+
+def test_without_any_backward_no_layer_is_called_unreachable():
+    given = in_batches(40)
+    given.sources, given.params["body.weight"].stats = {"batches"}, {}
+    assert next(unreachable(given)) == Skipped("no backward was seen")
+    given.observed = {"backward"}
+    assert next(unreachable(given)).code == "param.unreachable"
 
 
 # ---- param.restored

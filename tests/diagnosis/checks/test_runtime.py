@@ -92,6 +92,19 @@ def test_short_waits_are_no_finding(wait, batch):
     assert isinstance(only(waiting_for_data, timed(wait, batch)), Passed)
 
 
+@pytest.mark.parametrize(("wait", "batch", "severity"), [(0.0099, 0.012, "info"), (0.0101, 0.012, "error")])
+def test_waits_of_a_few_milliseconds_are_a_note(wait, batch, severity):
+    assert only(waiting_for_data, timed(wait, batch)).severity == severity
+
+
+def test_short_waits_are_judged_by_the_batches_that_the_machine_has_delayed_least():
+    """A toy training on a busy machine, which makes six in ten of its fetches as long as those of images."""
+    waits = [0.006 if i % 10 < 6 else 0.001 for i in range(100)]
+    assert isinstance(only(waiting_for_data, delayed(waits, [0.002] * 100)), Passed)
+    slower = [0.06 if x > 0.002 else x for x in waits]
+    assert only(waiting_for_data, delayed(slower, [0.002] * 100)).severity == "error"
+
+
 def delayed(waits, rest):
     return Evidence(waits=series(waits), batches=series([w + x for w, x in zip(waits, rest, strict=True)]))
 

@@ -114,6 +114,22 @@ def test_a_layer_with_as_much_work_as_time_is_fine():
     assert isinstance(only(slow_layer, layers({}, {"a": 1.0})), Skipped)
 
 
+@pytest.mark.parametrize(
+    ("ops", "causes", "has_loop"),
+    [
+        ((640, 0), ["a Python loop over samples, steps or elements: it runs 640 operations"], True),
+        ((3, 1), ["numbers that Python reads, as by .item(): 1 of them"], False),
+        ((1, 0), ["an operation that takes longer for an element than those of other layers"], False),
+    ],
+)
+def test_a_slow_layer_is_said_to_have_a_loop_only_if_it_has_one(ops, causes, has_loop):
+    evidence = layers({"a": 0.001, "b": 0.02}, {"a": 1e6, "b": 1e6})
+    evidence.layer_ops["b"] = ops
+    found = only(slow_layer, evidence)
+    assert list(found.causes) == causes
+    assert ("whole batch at once" in found.next_steps[0]) == has_loop
+
+
 @pytest.mark.parametrize(("kind", "found"), [("LSTM", False), ("GRU", False), ("Looping", True)])
 def test_the_steps_of_a_recurrent_layer_follow_each_other(kind, found):
     evidence = layers({"a": 0.001, "b": 0.02}, {"a": 1e6, "b": 1e6})

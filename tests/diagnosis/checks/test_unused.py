@@ -1,5 +1,8 @@
 """A layer that was not called: the note is true, and never asks to remove a layer that is in use."""
 
+import os
+import sysconfig
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,6 +58,32 @@ def test_a_dropout_of_which_the_forward_reads_the_rate_is_not_asked_to_be_taken_
     assert found.layer == "dropout"
     assert any("reads only its settings" in cause for cause in found.causes)
     assert found.next_steps[0].endswith("if not, and its settings are not read there, remove it")
+
+
+PACKAGE = """
+from torch import nn
+
+class GraphConv(nn.Module):  # as those of torch_geometric, which sum by another way if they can
+    def __init__(self):
+        super().__init__()
+        self.lin, self.parts = nn.Linear(8, 8), nn.Sequential(nn.Identity(), nn.ReLU())
+
+    def forward(self, x):
+        return self.lin(x)
+"""
+
+
+def test_internals_of_a_package_that_need_not_be_called_are_not_asked_to_be_removed():
+    """A layer of the user inside of them is told all the same."""
+    made = {}
+    exec(compile(PACKAGE, os.path.join(sysconfig.get_path("purelib"), "graphs", "conv.py"), "exec"), made)
+    model = Net(lambda net, x: net.conv(net.aside(x)))
+    model.conv = made["GraphConv"]()
+    found = silent(model)
+    assert (found.layer, found.value) == ("act", 1.0)  # the ReLU of the model itself
+    model = Net(lambda net, x: net.conv(net.act(net.aside(x))))
+    model.conv, model.conv.spare = made["GraphConv"](), nn.Linear(8, 8)
+    assert (silent(model).layer, silent(model).value) == ("conv.spare", 1.0)
 
 
 USES = {

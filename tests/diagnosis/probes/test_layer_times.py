@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookcb import ActivationStats, Diagnose, Hook
+from hookcb import ActivationStats, Diagnose, Hook, Learner
 from hookcb.diagnosis.probes.layer_times import FIRST, MAX_TIMED, MIN_TIMED, LayerTimes, work_of
 from tests.support import Clock, fit, make_learner, make_model
 
@@ -127,6 +127,22 @@ def test_diagnose_counts_the_work_of_each_layer():
     linear = [name for name, m in learn.model.named_modules() if isinstance(m, nn.Linear)]
     assert all(evidence.layer_work[name] > 0 for name in linear)
     assert set(evidence.layer_seconds) == {name for name, _ in learn.model.named_modules()}
+
+
+def test_diagnose_counts_the_operations_of_each_layer_and_the_numbers_that_it_reads():
+    class Looping(nn.Module):
+        def forward(self, x):
+            return torch.stack([row * row.sum().item() for row in x])
+
+    model = nn.Sequential(nn.Linear(3, 4), Looping(), nn.Linear(4, 2))
+    batches = [(torch.randn(16, 3), torch.randn(16, 2)) for _ in range(2)]
+    learn = Learner(batches, model, nn.functional.mse_loss, torch.optim.SGD, lr=0.01)
+    watcher = Diagnose(show=False, on_sick="ignore")
+    fit(learn, 1, cbs=watcher)
+    ops = watcher.evidence().layer_ops
+    assert ops["1"][0] > 3 * 16 > 16 == ops["1"][1]
+    assert ops["0"] < (4, 0)
+    assert ops["0"][1] == 0
 
 
 def test_no_hooks_are_added_once_anything_is_compiled(monkeypatch):

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hookcb import Diagnose, watch
 from hookcb.diagnosis.probes.motion import MIN_BATCHES, Motion
 
 N = 32
@@ -142,6 +143,29 @@ def test_a_frozen_model_has_no_step_to_make():
 
 def test_a_loop_that_is_only_looked_at_has_none_either():
     assert codes(Motion(net()), n_steps=0, n_backward=0) == []
+
+
+def test_steps_without_any_backward_are_told_as_that():
+    model = net()
+    motion = Motion(model)
+    assert codes(motion, n_steps=19, n_backward=0) == []
+    (found,) = motion.observations(20, 0)
+    assert (found.code, "No backward was seen before any of 20" in found.text) == ("param.not_stepped", True)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, opt, Diagnose(on_sick="ignore")) as w:
+        for _ in range(24):
+            model(torch.randn(2, 8)).square().mean()  # a loss whose backward is forgotten
+            opt.step()
+        verdict = w.diagnose()
+    assert [x.code for x in verdict.findings] == ["param.not_stepped"]
+    assert "loss.backward() is missing" in verdict.primary.causes[0]
+
+
+def test_gradients_of_another_models_loss_need_no_step():
+    """As those that reach a target network, or one that gives features."""
+    motion = Motion(net())
+    assert [x.severity for x in motion.observations(0, 30, n_shared=30)] == ["info"]
+    assert [x.severity for x in motion.observations(0, 30, n_shared=15)] == [""]
 
 
 # ---- matrices that stay one unit

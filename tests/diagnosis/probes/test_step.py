@@ -55,6 +55,25 @@ def at(when, set_to_none=True, every=1, by_model=False):
     return clear
 
 
+@pytest.mark.parametrize("moves_along", [False, True])
+def test_gradients_in_a_network_that_is_only_averaged_are_used_by_nothing(moves_along):
+    """A target network that follows another one, and a loop that makes its own steps and never clears."""
+    target, online, found = net(), net(1), []
+    with watch(target, Diagnose(on_sick="ignore")) as w:
+        for x, y in batches(12):
+            F.mse_loss(target(x), y).backward()
+            with torch.no_grad():
+                for p, q in zip(target.parameters(), online.parameters(), strict=True):
+                    p.sub_(1e-3 * p.grad) if moves_along else p.lerp_(q, 0.01)
+        found = [x for x in w.diagnose().findings if x.code == "grad.stale"]
+    (told,) = found
+    assert told.severity == ("error" if moves_along else "info")
+    assert ("zero_grad" in told.next_steps[0], "no_grad" in told.next_steps[0]) == (
+        moves_along,
+        not moves_along,
+    )
+
+
 def never(opt, model, i, now):
     """Nobody clears anything."""
 
