@@ -41,6 +41,14 @@ class OptimizerNames:
         if opt in self._name_of:
             self.stepped.add(self._name_of[opt])
 
+    def name_of(self, opt: Optimizer) -> str:
+        """Name of an optimizer; "" if it is none of the script's."""
+        return self._name_of.get(opt, "")
+
+    def without_trained(self) -> list[Optimizer]:
+        """All optimizers, if none of their parameters requires a gradient; else none."""
+        return [] if any(p.requires_grad for p in self._by_param) else list(self._name_of)
+
     def names_for(self, model: nn.Module) -> tuple[str, ...]:
         """Names of the optimizers that have parameters of `model`, in the order of their creation."""
         having = {name for p in model.parameters() for name in self._by_param.get(p, ())}

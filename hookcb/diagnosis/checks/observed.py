@@ -237,6 +237,14 @@ _row("param.unregistered", Site.MODULES, ("batches",), ("param.not_in_optimizer"
     Source: torch.nn.Module, "Submodules assigned in this way will be registered"; torch.nn.ModuleList.
     """)  # fmt: skip
 
+_row("param.frozen", Site.MODULES, ("batches",), EVERYTHING, "error", "a model that is frozen as a whole",
+    requires="backward", doc="""
+    A model without a parameter that requires a gradient, whose loss has a graph, say, to the inputs.
+
+    Exact: `requires_grad` of all parameters is False after the backwards and at the end.
+    """)  # fmt: skip
+
+
 _row("dropout.extreme", Site.MODULES, ("model",),
     ("loss.flat", "loss.trivial", "unit.dead", "loss.init", "act.scale"), "warning",
     "extreme dropout", subject="dropout", exact=False, doc="""

@@ -42,7 +42,7 @@ from hookcb.diagnosis.probes.layer_times import LayerTimes
 from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
 from hookcb.diagnosis.probes.loss_graph import LossGraph, last_parameters, n_between, read_loss, target_of
 from hookcb.diagnosis.probes.loss_terms import COMPILED
-from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
+from hookcb.diagnosis.probes.model import observe_frozen, observe_model, observe_optimizers
 from hookcb.diagnosis.probes.motion import Motion
 from hookcb.diagnosis.probes.nan import ExternalBatch, find_origin
 from hookcb.diagnosis.probes.norm import NormProbe, observe_unseen_validation
@@ -551,6 +551,8 @@ class Probes:
     def observe_end(self, loop: Any, error: BaseException | None) -> None:
         """Inspects the optimizers at the end of a training, and the exception that ended it, if any."""
         self.observe("optimizers", observe_optimizers, loop.model, self.optimizers.values())
+        if self.first_param is None:
+            self.observe("optimizers", observe_frozen, loop.model, self.optimizers.values(), self.n_backward)
         if self.is_external:
             self.observe("validation", observe_unseen_validation, loop)
             self.observe("added", self._observe_accumulation, loop)
