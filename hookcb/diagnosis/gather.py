@@ -17,6 +17,7 @@ from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.outputs import OutputGradients
 from hookcb.gradients.records import GradientRecords
 from hookcb.gradients.stats import STEP_STATS
+from hookcb.hooks.coverage import BY_CLOSURE
 from hookcb.profiling.steps.timer import StepTimer
 from hookcb.records.records import module_of
 from hookcb.training.recorder import Recorder
@@ -52,6 +53,9 @@ def gather(
         guard.always("validations", _add_validation, evidence, recorder)
         if probed is None:
             guard.always("curves", _add_losses, evidence, recorder)
+    if evidence.is_by_closure:
+        evidence.sources.discard("gradients")
+        evidence.missing["gradients"] = BY_CLOSURE
     guard.always("ranks", _add_ranks, evidence, found.get(StepTimer))
     evidence.notes += guard.notes
     evidence.partial |= guard.partial

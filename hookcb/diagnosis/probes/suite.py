@@ -380,6 +380,8 @@ class Probes:
         if self.first_param is None:
             self.first_param = self.guard.call("first_param", self._find_first_param, loop.model)
         if self.is_external:
+            if loop.facts.n_closures and loop.opt is not None:  # steps of LBFGS are no events
+                self.optimizers[id(loop.opt)] = loop.opt
             self.guard.call("added", self.added.after_backward, self.first_param)
         if self.n_steps < N_DENSE:
             self.guard.call("cleared", self.cleared.after_backward, self.first_param)
