@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hookcb.cli.optimizer_names import OptimizerNames
+from hookcb.cli.optimizer_names import OptimizerNames, foreign_optimizers
 from hookcb.cli.ownership import (
     has_part,
     kept_by_script,
@@ -247,6 +247,8 @@ class ModelTracker:
             model = self._find_model(m)
         if model is None or model.watch is None:
             return None
+        if model.foreign is None and model.watch.facts.n_moved_by_hand and model.model is not None:
+            model.foreign = foreign_optimizers(model.model)
         if self._open[-1] is not model:
             self._open.remove(model)
             self._open.append(model)
@@ -354,6 +356,8 @@ class ModelTracker:
         if model.model is not None:
             model.optimizers = self._guarded(self._optimizers.names_for, model.model) or ()
             model.steppers = tuple(name for name in model.optimizers if name in self._optimizers.stepped)
+            if not model.optimizers:
+                model.optimizers = model.steppers = model.foreign or ()
         self._guarded(model.close, error)
         if watch is not None and watch.failure is not None:
             self.notes.append(
@@ -367,7 +371,9 @@ class ModelTracker:
         for model in list(self._open):
             self._close(model, error)
         for model in self._all:  # some were closed before their first step, to make room
-            model.steppers = tuple(name for name in model.optimizers if name in self._optimizers.stepped)
+            model.steppers = model.steppers or tuple(
+                name for name in model.optimizers if name in self._optimizers.stepped
+            )
             model.is_trained |= bool(model.steppers) and model.is_trainable
         self._note_unmoved()
         self._note_optimizers()
@@ -384,9 +390,15 @@ class ModelTracker:
             return
         loss, scaler = self._unscaled.get(loss, (loss, None))
         waiting = [model for model in self._open if model.watch is not None and model.watch.is_waiting]
-        concerned = waiting if len(waiting) < 2 else models_behind(loss, waiting)
-        optimizers = {frozenset(model.watch.optimizers) for model in concerned if model.watch}
-        is_common = len(concerned) < 2 or (len(optimizers) == 1 and optimizers != {frozenset()})
+        behind = concerned = waiting
+        is_last_called = (
+            bool(waiting) and waiting[0] is self._open[-1]
+        )  # else another one, or a part of it, is
+        if len(waiting) > 1 or (waiting and not is_last_called):
+            behind = models_behind(loss, self._open) or waiting[: len(waiting) == 1]
+            concerned = [model for model in waiting if model in behind]
+        optimizers = {frozenset(model.watch.optimizers) for model in behind if model.watch}
+        is_common = len(behind) < 2 or (len(optimizers) == 1 and optimizers != {frozenset()})
         for model in concerned:
             watch: Any = model.watch
             watch.scaler = scaler or watch.scaler

@@ -132,9 +132,9 @@ def _attributes(x: object) -> dict[str, Any]:
         return {}
 
 
-def models_behind(loss: Tensor, waiting: list[TrackedModel]) -> list[TrackedModel]:
-    """Models in `waiting`, which wait for a backward, that a loss depends on; in the same order."""
-    params = {id(p): model for model in waiting if model.model for p in model.model.parameters()}
+def models_behind(loss: Tensor, models: list[TrackedModel]) -> list[TrackedModel]:
+    """Models that a loss depends on; in the same order."""
+    params = {id(p): model for model in models if model.model for p in model.model.parameters()}
     leaves = leaves_behind([loss.grad_fn], MAX_NODES)
     reached = {id(model) for leaf in leaves if (model := params.get(id(leaf)))}
-    return [model for model in waiting if id(model) in reached]
+    return [model for model in models if id(model) in reached]

@@ -72,7 +72,8 @@ class ScriptWatch(Watch):
         ExternalLoop.report_loss(self, loss)
 
     def follow(self, loss: Tensor) -> None:
-        """Marks the beginning of the backward at this loss, without reporting the loss."""
+        """Marks the beginning of the backward at this loss, which belongs to another model too."""
+        self.facts.n_losses_of_others += 1
         self._follow_backward(loss)
 
 
@@ -91,6 +92,7 @@ class TrackedModel:
         has_gradients: whether a backward reached it.
         optimizers: names of the optimizers that have its parameters.
         steppers: names of those that made a step.
+        foreign: names of optimizers of another kind than torch's, None as long as none is looked for.
         makes_page: whether `page` is wanted.
         page: what a page shows, once it is closed.
         title: its class; with its name or a number if there are several: "critic (Net)", "Net (2)".
@@ -109,6 +111,7 @@ class TrackedModel:
     page: PageData | None = None
     title: str = ""
     is_trainable: bool = True
+    foreign: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         self.title = self.title or self.kind

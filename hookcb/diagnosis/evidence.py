@@ -224,7 +224,7 @@ class Evidence:
         silent: layers that were never called, with the likely reason.
         notes: remarks on what could not be inspected.
         missing: reasons why a source is missing, if known.
-        absent: reason why this training does not have a subject of checks, by subject.
+        absent: reason why this training does not have a subject or a source of checks.
         partial: reason why nothing is ruled out, by source that covers only a part of the model or the
             training, or by code of a check that is not told all that it needs.
         unseen: reason why an event of an external loop was not seen, by event.

@@ -22,6 +22,8 @@ from hookcb.profiling.steps.timer import StepTimer
 from hookcb.records.records import module_of
 from hookcb.training.recorder import Recorder
 
+OF_OTHERS = "each loss of the model is one of another model too, which another optimizer trains"
+
 
 def gather(
     cbs: Iterable[Callback], frame: Frame, probed: Evidence | None = None, guard: Guard | None = None
@@ -79,6 +81,9 @@ def note_unseen(evidence: Evidence, loop: Any) -> None:
     """Adds what was not seen of a loop that hookcb does not run."""
     evidence.unseen = dict(loop.coverage.missing)
     evidence.clips_first = not loop.facts.reports_steps
+    facts = loop.facts
+    if facts.n_losses_of_others and not (facts.n_losses_found or facts.n_losses_reported):
+        evidence.absent |= dict.fromkeys(("loss", "graph", "targets"), OF_OTHERS)
 
 
 def _add_activations(evidence: Evidence, stats: ActivationStats, frame: Frame) -> None:
@@ -96,6 +101,11 @@ def _add_activations(evidence: Evidence, stats: ActivationStats, frame: Frame) -
         columns = store.series(path).T.tolist()
         for stat, values in zip(LAYER_STATS, columns, strict=False):
             layer.stats[stat] = Series.of(steps, values)
+    if not stats.names and evidence.params:
+        evidence.notes.append(
+            "no layer of the model is one of its submodules, so layers are neither named nor inspected; "
+            "the gradients of its parameters are"
+        )
     for place, layer in enumerate(evidence.layers.values()):
         layer.place = place
     for param in evidence.params.values():

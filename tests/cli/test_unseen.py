@@ -1,5 +1,6 @@
 """A training that cannot be seen is told with the reason why."""
 
+import re
 import sys
 import textwrap
 
@@ -26,10 +27,10 @@ def run(tmp_path, capsys, monkeypatch):
     """Runs a script of these lines after `BEGIN`; gives the exit code and the output on one line."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
 
-    def run(lines):
+    def run(lines, *options):
         script = tmp_path / "script.py"
         script.write_text(BEGIN + textwrap.dedent(lines))
-        code = main(["diagnose", str(script)])
+        code = main(["diagnose", *options, str(script)])
         return code, " ".join(capsys.readouterr().out.split())
 
     return run
@@ -127,3 +128,65 @@ def test_more_models_in_turns_than_are_watched_are_told(run):
         """)
     assert out.count("Inspected: 3 batches") == 4
     assert "Linear was not watched: no more than 4 models that are trained in turns are" in out
+
+
+PLAYERS = """
+critic_of = {critic_of}
+actor, critic = nn.Linear(8, 2), nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 1))
+a, c = torch.optim.Adam(actor.parameters()), torch.optim.Adam(critic.parameters())
+for _ in range(8):
+    x, action = torch.randn(4, 8), torch.rand(4, 2)
+    loss = F.mse_loss(critic(torch.cat([x, action], 1)), x[:, :1])
+    c.zero_grad(); loss.backward(); c.step()
+    loss = -critic_of(torch.cat([x, actor(x)], 1)).mean()
+    a.zero_grad(); loss.backward(); a.step()
+"""
+
+
+@pytest.mark.parametrize("critic_of", ["lambda x: critic(x)", "lambda x: critic[2](critic[1](critic[0](x)))"])
+def test_checks_of_a_loss_that_is_that_of_another_player_too_do_not_apply(run, critic_of):
+    """As for the actor of DDPG, and that of TD3, which calls parts of the critic."""
+    _, out = run(PLAYERS.format(critic_of=critic_of), "--coverage")
+    seen = {
+        name: out.partition(f"{name}, trained by")[2].partition("trained by")[0]
+        for name in ("Sequential", "Linear")
+    }
+    n = {name: int(re.search(r"of (\d+) checks ran", text)[1]) for name, text in seen.items()}
+    assert n["Linear"] < n["Sequential"] - 15
+    assert "needs a known loss" not in seen["Linear"]
+    assert "loss.flat" not in seen["Linear"]
+    assert "loss.flat" in seen["Sequential"]  # too few batches
+
+
+def test_an_optimizer_that_is_none_of_torch_is_named(run):
+    _, out = run("""
+        class Own:
+            def __init__(self, params):
+                self.param_lists = [list(params)]
+            def step(self):
+                for p in self.param_lists[0]:
+                    p.data.add_(p.grad, alpha=-0.01)
+            def zero_grad(self):
+                for p in self.param_lists[0]:
+                    p.grad = None
+        train(net, Own(net.parameters()))
+        """)
+    assert "Sequential, trained by Own of __main__" in out
+    assert "without a torch.optim.Optimizer, at an unknown learning rate" in out
+
+
+def test_layers_that_are_no_submodules_are_told(run):
+    """As those of Keras, which registers only the parameters."""
+    _, out = run("""
+        class Outer(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers_in_a_list = [net]
+                self.all = nn.ParameterList(net.parameters())
+            def forward(self, x):
+                return self.layers_in_a_list[0](x)
+        outer = Outer()
+        train(outer, torch.optim.Adam(outer.parameters()))
+        """)
+    assert "Outer, trained by Adam" in out
+    assert "no layer of the model is one of its submodules" in out

@@ -8,7 +8,7 @@ from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.checks.loss import flat_loss
 from hookcb.diagnosis.evidence import Evidence, Observation
 from hookcb.diagnosis.falling import MIN_BATCHES, falls_slowly, is_trivial
-from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.registry import Absent, Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import loss_left
 from hookcb.diagnosis.verdict import Finding, Severity
 
@@ -32,6 +32,8 @@ def passed_on(
     if not observations:
         if not requires or evidence.observed & set(requires.split(" or ")):
             yield Passed(passed)
+        elif requires in evidence.absent:
+            yield Absent(evidence.absent[requires])
         else:
             yield Skipped(evidence.missing.get(requires, f"too little was seen of the {requires}"))
         return
