@@ -33,8 +33,8 @@ DESIGNED = re.findall(
     input.nonfinite input.constant label.out_of_range label.single_class label.broadcast label.form
     label.scaled
     loss.of_values model.linear_stack dropout.scores
-    param.frozen_between param.unregistered label.copies_input label.padding mask.future mask.blind
-    embed.single_index
+    param.frozen param.frozen_between param.unregistered label.copies_input label.padding mask.future
+    mask.blind embed.single_index
     accum.divisor data.duplicated data.repeated data.same_order random.duplicated grad.rescaled
 
     grad.attenuated grad.exploding unit.dead unit.saturated act.scale act.collapse update.too_large

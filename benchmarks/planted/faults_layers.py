@@ -87,6 +87,23 @@ def trunk_detached(seed: int, cbs: Callbacks) -> Run:
     return follow(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), digit_batches(seed), cbs, seed)
 
 
+class Frozen(nn.Module):
+    """A model without trained weights; its inputs require a gradient, as checkpointing wants them."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x.clone().requires_grad_())
+
+
+@fault(LAYER_FAULTS, "all weights frozen", codes=["param.frozen"])
+def all_frozen(seed: int, cbs: Callbacks) -> Run:
+    model = Frozen(stack(64, 64, 10))
+    return follow(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), digit_batches(seed), cbs, seed)
+
+
 @fault(LAYER_FAULTS, "softmax over one output", codes=["head.degenerate"])
 def softmax_over_one(seed: int, cbs: Callbacks) -> Run:
     """A softmax where a sigmoid is meant: is the digit even?"""

@@ -15,9 +15,17 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hookcb.cli.optimizer_names import OptimizerNames, numbered
-from hookcb.cli.ownership import has_part, models_behind, owner_at_work
+from hookcb.cli.optimizer_names import OptimizerNames, foreign_optimizers
+from hookcb.cli.ownership import (
+    has_part,
+    kept_by_script,
+    models_behind,
+    owner_at_work,
+    wrapping,
+    wraps_part,
+)
 from hookcb.cli.tracked_model import ScriptWatch, TrackedModel, say_sick
+from hookcb.cli.unseen import WITHOUT_GRAD, how_called, why_unseen
 from hookcb.core.callback_list import listed
 from hookcb.core.shards import plain_class
 from hookcb.core.torch_private import in_backward
@@ -25,7 +33,7 @@ from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.gradients.hand_steps import StepByHand
-from hookcb.hooks.modules import without_wrappers
+from hookcb.hooks.modules import has_params, without_wrappers
 from hookcb.hooks.optimizer_steps import StepHook
 from hookcb.loops.learner import Learner
 from hookcb.loops.lr_find import LRFinder
@@ -33,6 +41,7 @@ from hookcb.loops.preflight import NAME as PREFLIGHT
 from hookcb.report.collect import collect
 from hookcb.report.data import PageData
 
+N_ANEW = 2  # batches of a model whose outermost module turns out to be made anew for each step
 MAX_MODELS = 4  # watched at a time, as their memory is held until their verdict
 UNSEEN = "none of .* was seen in the first batch"  # a warning of callbacks
 
@@ -45,6 +54,7 @@ class ModelTracker:
 
     Attributes:
         notes: sentences for the user about what could not be watched, and why.
+        unseen: what an optimizer trains and why it was not seen, by its name; "" if a model was seen.
     """
 
     def __init__(self, makes_pages: bool = False) -> None:
@@ -55,6 +65,8 @@ class ModelTracker:
         self._model_of: Any = WeakIdKeyDictionary()  # from modules to the model they belong to
         self._unscaled: Any = WeakIdKeyDictionary()  # from scaled losses to the loss, and its GradScaler
         self._optimizers = OptimizerNames()
+        self.unseen: dict[str, str] = {}
+        self._called_aside: Any = WeakIdKeyDictionary()  # how modules are called that are not trained by it
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._in_call = self._in_backward = False
         self._n_fits = 0  # fits of a Learner in progress
@@ -72,14 +84,16 @@ class ModelTracker:
     def _note_optimizers(self) -> None:
         named = {name for m in self._all for name in m.optimizers}
         for name in self._optimizers.names:
-            if name not in named:
+            if what := self.unseen.get(name):
+                self.notes.append(f"{name} trains {what}")
+            elif name not in named:
                 called = "that was called in the main thread with gradients on"
                 self.notes.append(f"{name} has no parameters of a model {called}")
             elif name not in self._optimizers.stepped:
                 self.notes.append(f"{name} made no step")
 
     def _note_unmoved(self) -> None:
-        for title in [m.title for m in self._all if m.has_gradients and not m.is_trained]:
+        for title in [m.title for m in self._all if m.has_gradients and not m.is_trained and m.is_trainable]:
             self.notes.append(
                 f"{title} got gradients, but its parameters were not moved, neither by an optimizer nor by "
                 "hand; to train it, call step() of an optimizer that has its parameters()"
@@ -139,6 +153,16 @@ class ModelTracker:
 
     def _note_step(self, opt: Optimizer, *seen: Any) -> None:
         self._guarded(self._optimizers.note_step, opt)
+        self._guarded(self._look_for_model, opt)
+
+    def _look_for_model(self, opt: Optimizer) -> None:
+        """Learns at the first step of an optimizer why no model was seen that it trains, if so."""
+        name = self._optimizers.name_of(opt)
+        if not name or name in self.unseen or self._n_fits:
+            return
+        is_known = any(name in self._optimizers.names_for(m.model) for m in self._all if m.model is not None)
+        is_here = threading.get_ident() == self._thread
+        self.unseen[name] = why_unseen(opt, self._called_aside) if is_here and not is_known else ""
 
     def _wrap_scale(self, real: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(real)
@@ -193,10 +217,11 @@ class ModelTracker:
             diagnose = next((cb for cb in vars(learn).values() if type(cb) is diagnose), None)
         if isinstance(diagnose, Diagnose) and diagnose.name != PREFLIGHT and diagnose.verdict is not None:
             names = self._optimizers.names_for(learn.model) or (type(learn.opt).__name__,)
-            model = TrackedModel(self._title(learn.model), None, verdict=diagnose.verdict, is_trained=True)
+            model = TrackedModel(plain_class(without_wrappers(learn.model)).__name__, "", None)
+            model.verdict, model.is_trained = diagnose.verdict, True
             model.optimizers = model.steppers = names
             model.page = collect(learn) if self._makes_pages else None
-            self._all.append(model)
+            self._add(model)
 
     # ---- models
 
@@ -211,55 +236,119 @@ class ModelTracker:
     def _begin_call(self, m: nn.Module, inputs: Any) -> TrackedModel | None:
         """Handles the start of an outermost call; returns its model if a method of the model makes it."""
         self.begin_anew()
-        if self._n_fits or in_backward() or not torch.is_grad_enabled():
+        if self._n_fits:
             return None
         model = self._model_of.get(m)
-        if model is None and any(p.requires_grad for p in m.parameters()):
+        if in_backward() or not torch.is_grad_enabled():
+            if model is None and self._called_aside.get(m) in (None, WITHOUT_GRAD):
+                self._called_aside[m] = how_called()
+            return None
+        if model is None and self._is_to_be_trained(m):
             model = self._find_model(m)
         if model is None or model.watch is None:
             return None
+        if model.foreign is None and model.watch.facts.n_moved_by_hand and model.model is not None:
+            model.foreign = foreign_optimizers(model.model)
         if self._open[-1] is not model:
             self._open.remove(model)
             self._open.append(model)
-        if model.model is m or not m.training or not model.is_by_parts:
+        if model.model is m or not m.training or not model.is_by_parts or not has_part(model.model, m):
             return None
         if not model.watch.is_waiting:
             model.watch.begin_batch(True, inputs)
         return model  # type: ignore[no-any-return]  # the dictionary is untyped
 
+    def _is_to_be_trained(self, m: nn.Module) -> bool:
+        """Whether a module has parameters that are trained, or an optimizer has only frozen ones."""
+        if any(p.requires_grad for p in m.parameters()):
+            return True
+        return not self._open and has_params(m) and bool(self._optimizers.without_trained())
+
     def _find_model(self, m: nn.Module) -> TrackedModel | None:
         """Finds the model of a module that is called for the first time, and begins to watch a new one."""
         for model in self._open:
-            if model.model is not None and has_part(model.model, m):
+            if model.model is not None and (has_part(model.model, m) or wraps_part(m, model.model)):
                 self._model_of[m] = model
                 return model
         root = owner_at_work(m)
         if root is None or any(is_lazy(p) for p in root.parameters()):
             return None
-        for part in [model for model in self._open if model.model and has_part(root, model.model)]:
-            self._close(part)
-            if not part.is_trained:  # it was only tried out, and is watched as a part of `root` from now on
-                self._all.remove(part)
-        if len(self._open) == MAX_MODELS:
-            self._close(self._open[0])
-        return self._watch(root)
+        root, name = kept_by_script(root)
+        for model in list(self._open):
+            root = self._merged(model, root)
+            if root is model.model:
+                self._model_of[m] = model
+                return model
+        if len(self._open) == MAX_MODELS and not self._make_room(root):
+            return None
+        model = self._watch(root, name)
+        self._model_of[m] = model
+        return model
 
-    def _watch(self, root: nn.Module) -> TrackedModel:
-        model = TrackedModel(self._title(root), root, makes_page=self._makes_pages)
+    def _make_room(self, root: nn.Module) -> bool:
+        """Gives one of the open models its verdict, so that `root` can be watched; False if none can be."""
+        bare = [m for m in self._open if m.model is not None and not self._optimizers.names_for(m.model)]
+        # the others take turns with it if they have had one batch each so far
+        done = [m for m in self._open if m.watch is not None and m.watch.seen["before_batch"] > 1]
+        if bare and self._optimizers.names_for(root):
+            done = bare
+        if done:
+            self._close(done[0])
+            return True
+        kind = plain_class(without_wrappers(root)).__name__
+        if self._optimizers.names_for(root):
+            why = f"no more than {MAX_MODELS} models that are trained in turns are"
+            self.notes.append(f"{kind} was not watched: {why}")
+        for part in root.modules():
+            self._model_of[part] = TrackedModel(kind, "", None)
+        return False
+
+    def _merged(self, model: TrackedModel, root: nn.Module) -> nn.Module:
+        """The module to watch from now on: `root`, or what it has in common with an open model."""
+        own, watch = model.model, model.watch
+        if own is None or watch is None or root is own:
+            return root
+        layers = wrapping(own)
+        inside = next((m for m in wrapping(root) if any(m is layer for layer in layers)), None)
+        if inside is own and watch.seen["before_backward"] and without_wrappers(root) is not own:
+            return own  # `root` was made around it meanwhile
+        if inside is None and not has_part(root, own):
+            return root
+        is_anew = inside not in (None, own) and watch.seen["before_batch"] <= N_ANEW
+        self._close(model)
+        if is_anew:  # its root was made around `inside` for one step
+            is_told = model.verdict is not None and model.verdict.primary is not None
+        else:  # otherwise it was only tried out, and is watched as a part of `root` from now on
+            is_told = model.is_trained
+        if not is_told:
+            self._all.remove(model)
+        return root if inside is None or inside is own else inside
+
+    def _watch(self, root: nn.Module, name: str) -> TrackedModel:
+        model = TrackedModel(
+            plain_class(without_wrappers(root)).__name__, name, root, makes_page=self._makes_pages
+        )
         for part in root.modules():
             self._model_of[part] = model
         try:
-            model.watch = ScriptWatch(root, [], [Diagnose(say_sick, show=False)], None)
+            opts = [] if model.is_trainable else self._optimizers.without_trained()
+            model.watch = ScriptWatch(root, opts, [Diagnose(say_sick, show=False)], None)
         except Exception as error:
             self.notes.append(f"{model.title} could not be watched: {error!r}")
             return model
-        self._all.append(model)
+        self._add(model)
         self._open.append(model)
         return model
 
-    def _title(self, root: nn.Module) -> str:
-        kind = plain_class(without_wrappers(root)).__name__
-        return numbered(kind, [model.title for model in self._all])
+    def _add(self, model: TrackedModel) -> None:
+        """Adds a model; models of one class are told apart by their variables, or numbered."""
+        self._all.append(model)
+        for kind in {m.kind for m in self._all}:
+            alike = [m for m in self._all if m.kind == kind]
+            names = [m.name for m in alike]
+            for n, m in enumerate(alike, 1):
+                is_known = len(alike) > 1 and m.name and names.count(m.name) == 1
+                m.title = f"{m.name} ({kind})" if is_known else kind if n == 1 else f"{kind} ({n})"
 
     def _close(self, model: TrackedModel, error: BaseException | None = None) -> None:
         self._open.remove(model)
@@ -267,6 +356,8 @@ class ModelTracker:
         if model.model is not None:
             model.optimizers = self._guarded(self._optimizers.names_for, model.model) or ()
             model.steppers = tuple(name for name in model.optimizers if name in self._optimizers.stepped)
+            if not model.optimizers:
+                model.optimizers = model.steppers = model.foreign or ()
         self._guarded(model.close, error)
         if watch is not None and watch.failure is not None:
             self.notes.append(
@@ -279,6 +370,11 @@ class ModelTracker:
             return
         for model in list(self._open):
             self._close(model, error)
+        for model in self._all:  # some were closed before their first step, to make room
+            model.steppers = model.steppers or tuple(
+                name for name in model.optimizers if name in self._optimizers.stepped
+            )
+            model.is_trained |= bool(model.steppers) and model.is_trainable
         self._note_unmoved()
         self._note_optimizers()
 
@@ -294,9 +390,15 @@ class ModelTracker:
             return
         loss, scaler = self._unscaled.get(loss, (loss, None))
         waiting = [model for model in self._open if model.watch is not None and model.watch.is_waiting]
-        concerned = waiting if len(waiting) < 2 else models_behind(loss, waiting)
-        optimizers = {frozenset(model.watch.optimizers) for model in concerned if model.watch}
-        is_common = len(concerned) < 2 or (len(optimizers) == 1 and optimizers != {frozenset()})
+        behind = concerned = waiting
+        is_last_called = (
+            bool(waiting) and waiting[0] is self._open[-1]
+        )  # else another one, or a part of it, is
+        if len(waiting) > 1 or (waiting and not is_last_called):
+            behind = models_behind(loss, self._open) or waiting[: len(waiting) == 1]
+            concerned = [model for model in waiting if model in behind]
+        optimizers = {frozenset(model.watch.optimizers) for model in behind if model.watch}
+        is_common = len(behind) < 2 or (len(optimizers) == 1 and optimizers != {frozenset()})
         for model in concerned:
             watch: Any = model.watch
             watch.scaler = scaler or watch.scaler

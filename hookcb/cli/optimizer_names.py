@@ -1,9 +1,11 @@
 """The optimizers of a script, under names that tell them apart: Adam, Adam (2)."""
 
+import gc
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -12,6 +14,34 @@ def numbered(kind: str, titles: list[str]) -> str:
     """Title of one more `kind`: the kind itself, or "Adam (2)" if the titles have one already."""
     n = sum(title.partition(" ")[0] == kind for title in titles)
     return f"{kind} ({n + 1})" if n else kind
+
+
+def foreign_optimizers(model: nn.Module) -> tuple[str, ...]:
+    """Optimizers of a model that are not a torch.optim.Optimizer: "Lion of package.module".
+
+    They have step(), zero_grad(), and lists of parameters.
+    """
+    params = {id(p) for p in model.parameters()}
+    kinds: dict[type, bool] = {}
+    found = []
+    for x in gc.get_objects():
+        kind = type(x)
+        if kind not in kinds:
+            kinds[kind] = not issubclass(kind, type | nn.Module | Optimizer) and all(
+                callable(getattr(kind, name, None)) for name in ("step", "zero_grad")
+            )
+        if kinds[kind] and any(id(p) in params for p in _params_in(x)):
+            found.append(f"{kind.__name__} of {kind.__module__}")
+    return tuple(dict.fromkeys(found))
+
+
+def _params_in(x: Any) -> Iterator[Any]:
+    """Parameters in the lists or groups of an optimizer."""
+    own = getattr(x, "__dict__", {})
+    for name in ("param_lists", "param_groups", "params"):
+        for group in own.get(name) or ():
+            group = group.get("params", ()) if isinstance(group, dict) else group
+            yield from [group] if isinstance(group, Tensor) else group
 
 
 class OptimizerNames:
@@ -40,6 +70,14 @@ class OptimizerNames:
         """Records that an optimizer has made a step; a hook for all optimizers."""
         if opt in self._name_of:
             self.stepped.add(self._name_of[opt])
+
+    def name_of(self, opt: Optimizer) -> str:
+        """Name of an optimizer; "" if it is none of the script's."""
+        return self._name_of.get(opt, "")
+
+    def without_trained(self) -> list[Optimizer]:
+        """All optimizers, if none of their parameters requires a gradient; else none."""
+        return [] if any(p.requires_grad for p in self._by_param) else list(self._name_of)
 
     def names_for(self, model: nn.Module) -> tuple[str, ...]:
         """Names of the optimizers that have parameters of `model`, in the order of their creation."""

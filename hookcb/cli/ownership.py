@@ -1,13 +1,19 @@
-"""Finds the model of a script that a call or a loss belongs to."""
+"""Finds the model of a script that a call or a loss belongs to, and the name that the script gives it."""
 
+import inspect
 import sys
-from types import FrameType
+from collections.abc import Iterator
+from itertools import islice
+from types import FrameType, ModuleType
+from typing import Any
 
 from torch import Tensor, nn
 
 from hookcb.cli.tracked_model import TrackedModel
 from hookcb.core.graph import leaves_behind
+from hookcb.hooks.modules import has_params, without_wrappers
 
+MAX_ITEMS = 100  # of a list or dict of the script, when looking for a model in it
 MAX_NODES = 50_000  # in the graph of a loss, when looking for the models that it depends on
 
 
@@ -16,27 +22,119 @@ def has_part(root: nn.Module, m: nn.Module) -> bool:
     return any(part is m for part in root.modules())
 
 
+def trained_ids(m: nn.Module) -> set[int]:
+    """Ids of the parameters of `m` that are trained, by which a model is known."""
+    return {id(p) for p in m.parameters() if p.requires_grad}
+
+
 def owner_at_work(m: nn.Module) -> nn.Module | None:
-    """Outermost module that contains `m` and has a method running, else `m`.
+    """Outermost module that contains `m`, or its parameters, and has a method running, else `m`.
 
     None in the `__init__` of a module, which may call one of its parts to learn a shape.
     """
-    frame: FrameType | None = sys._getframe(1)
     root = m
-    while frame is not None:
+    for frame in _frames():
         code = frame.f_code
-        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None  # self, by any name
+        owner = _variables(frame).get(code.co_varnames[0]) if code.co_argcount else None  # self, by any name
         if isinstance(owner, nn.Module):
             if code.co_name == "__init__":
                 return None
-            root = owner if has_part(owner, root) else root
-        frame = frame.f_back
+            holds = has_part(owner, root) or bool((own := trained_ids(root)) and own <= trained_ids(owner))
+            root = owner if holds else root
     return root
 
 
-def models_behind(loss: Tensor, waiting: list[TrackedModel]) -> list[TrackedModel]:
-    """Models in `waiting`, which wait for a backward, that a loss depends on; in the same order."""
-    params = {id(p): model for model in waiting if model.model for p in model.model.parameters()}
+def wrapping(root: nn.Module) -> list[nn.Module]:
+    """`root`, the one module in it that has all of its parameters, the one in that, and so on."""
+    layers = [root]
+    while not [*(m := layers[-1]).parameters(recurse=False)]:
+        inside = [child for child in m.children() if has_params(child)]
+        if len(inside) != 1:
+            break
+        layers += inside
+    return layers
+
+
+def wraps_part(m: nn.Module, root: nn.Module) -> bool:
+    """Whether `m` is made around a part of `root`, not all of it, such as one that an ODE solver is given."""
+    inside = next((part for part in wrapping(m) if has_part(root, part)), None)
+    return inside is not None and all(inside is not layer for layer in wrapping(root))
+
+
+def kept_by_script(root: nn.Module) -> tuple[nn.Module, str]:
+    """The module that the script keeps longest, of `root` and those that it wraps, and its variable's name.
+
+    A module that is made anew around the model for each call, as by an ODE solver, is in variables of inner
+    functions only. The name is "" if no variable has it, and the first one if several have.
+    """
+    layers = wrapping(root)
+    while any(len(list(m.children())) > 1 for m in layers[:-1]):
+        layers.pop()  # what is beside it must be seen too
+    for frame in reversed(_frames()):
+        held = list(_held(_variables(frame)))
+        kept = next((m for m in layers if any(x is m for _, x in held)), None)
+        if kept is not None:
+            kept = root if without_wrappers(root) is kept else kept
+            same = (kept, without_wrappers(kept))
+            return kept, next(name for name, x in held if any(x is m for m in same))
+    return root, ""
+
+
+def _frames() -> list[FrameType]:
+    """Frames of the script and its packages in progress in this thread, the innermost first."""
+    frame: FrameType | None = sys._getframe(2)
+    found = []
+    while frame is not None:
+        if not str(frame.f_globals.get("__name__")).startswith("hookcb."):
+            found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def _variables(frame: FrameType) -> dict[str, Any]:
+    """Variables of a frame.
+
+    Before Python 3.13 the frame keeps what was read until it ends; its tensors are removed from that.
+    """
+    read = frame.f_locals
+    found = dict(read)
+    if isinstance(read, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # else they are the variables
+        for name in [name for name, x in found.items() if issubclass(type(x), Tensor)]:
+            del read[name]
+    return found
+
+
+def _held(variables: dict[str, Any]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules among variables, their attributes and items, by name: `net`, `agent.net`, `nets[0]`."""
+    for name, x in variables.items():
+        of = "" if name == "self" else f"{name}."
+        if issubclass(type(x), nn.Module):
+            inside = [(f"{of}{part}", m) for part, m in x.named_children()]
+            yield from [(name, x), *inside] if of else inside
+        elif issubclass(type(x), list | tuple):
+            yield from ((f"{name}[{i}]", m) for i, m in enumerate(x[:MAX_ITEMS]) if _is_module(m))
+        elif issubclass(type(x), dict):
+            items = islice(dict.items(x), MAX_ITEMS)
+            yield from ((f"{name}[{key!r}]", m) for key, m in items if _is_module(m))
+        elif not issubclass(type(x), type | ModuleType):
+            yield from ((f"{of}{key}", m) for key, m in _attributes(x).items() if _is_module(m))
+
+
+def _is_module(x: object) -> bool:
+    return issubclass(type(x), nn.Module)
+
+
+def _attributes(x: object) -> dict[str, Any]:
+    """Attributes of an object, without calling code of its class."""
+    try:
+        return dict(object.__getattribute__(x, "__dict__"))
+    except AttributeError:
+        return {}
+
+
+def models_behind(loss: Tensor, models: list[TrackedModel]) -> list[TrackedModel]:
+    """Models that a loss depends on; in the same order."""
+    params = {id(p): model for model in models if model.model for p in model.model.parameters()}
     leaves = leaves_behind([loss.grad_fn], MAX_NODES)
     reached = {id(model) for leaf in leaves if (model := params.get(id(leaf)))}
-    return [model for model in waiting if id(model) in reached]
+    return [model for model in models if id(model) in reached]

@@ -53,9 +53,10 @@ def run_script(path: str | Path, args: Sequence[str] = (), options: Options = NO
     """Runs a script as `python path args…` does, watches what it trains, and prints the verdicts.
 
     The script needs no change. A model is the outermost module with trainable parameters that is called with
-    gradients enabled, itself or by one of its own methods that calls its parts; its loss is the tensor that
-    `backward` is called on. A `Learner` gets a `Diagnose` callback. At most 4 models are watched at a time;
-    when there is a fifth, the least recently called one gets its verdict.
+    gradients enabled, itself or by one of its own methods that calls its parts; a module that is made anew
+    around it for each call is not one of its own. Its loss is the tensor that `backward` is called on. A
+    `Learner` gets a `Diagnose` callback. At most 4 models are watched at a time; when there is a fifth, one
+    gets its verdict: one without an optimizer if there is one, else the least recently called one.
 
     Args:
         path: the script, or the name of a module.
@@ -112,7 +113,11 @@ def _exit_code(code: int, shown: Shown) -> int:
 
 def _notes(shown: Shown, tracker: ModelTracker, path: str | Path, html: Path | None) -> list[str]:
     """Sentences below the verdicts, the last of them about pages, which this writes."""
-    return [*([] if shown else [_no_training_in(path)]), *tracker.notes, *_write_pages(html, tracker)]
+    return [
+        *([] if shown else [_no_training_in(path, any(tracker.unseen.values()))]),
+        *tracker.notes,
+        *_write_pages(html, tracker),
+    ]
 
 
 def _write_json(shown: Shown, tracker: ModelTracker, code: int, path: str | Path, options: Options) -> int:
@@ -157,11 +162,13 @@ def _write_pages(html: Path | None, tracker: ModelTracker) -> Iterator[str]:
             yield f"the page of {title} cannot be written: {error}"
 
 
-def _no_training_in(path: str | Path) -> str:
+def _no_training_in(path: str | Path, is_explained: bool) -> str:
+    seen = f"no training was seen in {os.fspath(path)}"
+    if is_explained:
+        return seen
     return (
-        f"no training was seen in {os.fspath(path)}; a model counts as trained if it is called in the main "
-        "thread of this process with gradients enabled, and an optimizer or the script itself updates its "
-        "parameters"
+        f"{seen}; a model counts as trained if it is called in the main thread of this process with "
+        "gradients enabled, and an optimizer or the script itself updates its parameters"
     )
 
 

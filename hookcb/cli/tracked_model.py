@@ -72,7 +72,8 @@ class ScriptWatch(Watch):
         ExternalLoop.report_loss(self, loss)
 
     def follow(self, loss: Tensor) -> None:
-        """Marks the beginning of the backward at this loss, without reporting the loss."""
+        """Marks the beginning of the backward at this loss, which belongs to another model too."""
+        self.facts.n_losses_of_others += 1
         self._follow_backward(loss)
 
 
@@ -81,19 +82,24 @@ class TrackedModel:
     """A model of the script, kept alive until its verdict, which inspects the weights.
 
     Attributes:
-        title: its class, with a number if there are several: "Net (2)".
+        kind: its class.
+        name: its name in the script, "" if unknown.
         model: the model, None once it is closed.
         watch: its watch, None once it is closed.
         verdict: the verdict, once it is closed.
+        is_trainable: whether a parameter requires a gradient.
         is_trained: whether its parameters were moved, by an optimizer or by hand.
         has_gradients: whether a backward reached it.
         optimizers: names of the optimizers that have its parameters.
         steppers: names of those that made a step.
+        foreign: names of optimizers of another kind than torch's, None as long as none is looked for.
         makes_page: whether `page` is wanted.
         page: what a page shows, once it is closed.
+        title: its class; with its name or a number if there are several: "critic (Net)", "Net (2)".
     """
 
-    title: str
+    kind: str
+    name: str
     model: nn.Module | None
     watch: ScriptWatch | None = None
     verdict: Verdict | None = None
@@ -103,12 +109,21 @@ class TrackedModel:
     steppers: tuple[str, ...] = ()
     makes_page: bool = False
     page: PageData | None = None
+    title: str = ""
+    is_trainable: bool = True
+    foreign: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        self.title = self.title or self.kind
+        self.is_trainable = self.model is None or any(p.requires_grad for p in self.model.parameters())
 
     @property
     def heading(self) -> str:
         """The title, and the optimizers that train the model, or should train it."""
         if self.is_trained:
             return f"{self.title}, trained by {', '.join(self.steppers)}" if self.steppers else self.title
+        if not self.is_trainable:
+            return f"{self.title}, not trained: none of its parameters requires a gradient"
         names = ", ".join(self.optimizers)
         why = f"{names} made no step" if names else "no optimizer has its parameters"
         return f"{self.title}, not trained: {why}"
@@ -133,7 +148,9 @@ class TrackedModel:
         watch.close(error)
         # a watch does not follow steps of LBFGS, but they move the model
         has_moved = bool(self.steppers) or watch.seen["after_step"] > 0 or watch.facts.n_moved_by_hand > 0
-        self.is_trained = has_moved or watch.failure is not None
+        if self.model is not None and not self.is_trainable:
+            self.is_trainable = any(p.requires_grad for p in self.model.parameters())
+        self.is_trained = self.is_trainable and (has_moved or watch.failure is not None)
         self.has_gradients = watch.seen["before_backward"] > 0
         self.verdict = watch.diagnose()
         self.page = collect(watch) if self.makes_page else None

@@ -224,7 +224,7 @@ class Evidence:
         silent: layers that were never called, with the likely reason.
         notes: remarks on what could not be inspected.
         missing: reasons why a source is missing, if known.
-        absent: reason why this training does not have a subject of checks, by subject.
+        absent: reason why this training does not have a subject or a source of checks.
         partial: reason why nothing is ruled out, by source that covers only a part of the model or the
             training, or by code of a check that is not told all that it needs.
         unseen: reason why an event of an external loop was not seen, by event.
@@ -292,14 +292,18 @@ class Evidence:
         counts = f"{self.n_batches:,} batches, {len(self.layers)} layers, {len(self.params)} parameters"
         return f"Evidence({counts})"
 
+    @property
+    def is_by_closure(self) -> bool:
+        """Whether each batch is an evaluation in a step of LBFGS; then no gradient belongs to a step."""
+        return self.unseen.get("before_step") == BY_CLOSURE
+
     def why_nothing_seen(self) -> str:
         """Reason why no verdict can rest on this evidence, "" if one can."""
         if not self.n_batches:
             why = self.unseen.get("before_batch", "no training batch was seen")
             return self.partial.get("batches", why)
         has_forward = len(self.loss) > 0 or any(layer.stats for layer in self.layers.values())
-        is_by_closure = self.unseen.get("before_step") == BY_CLOSURE  # then no gradient belongs to a step
-        if "gradients" not in self.sources or "gradients" in self.partial or is_by_closure:
+        if "gradients" not in self.sources or "gradients" in self.partial or self.is_by_closure:
             why = self.partial.get("activations", "no layer has produced an output in a training batch")
             return "" if has_forward else why
         if not any(p.stats for p in self.params.values()):

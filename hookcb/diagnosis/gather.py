@@ -17,9 +17,12 @@ from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.outputs import OutputGradients
 from hookcb.gradients.records import GradientRecords
 from hookcb.gradients.stats import STEP_STATS
+from hookcb.hooks.coverage import BY_CLOSURE
 from hookcb.profiling.steps.timer import StepTimer
 from hookcb.records.records import module_of
 from hookcb.training.recorder import Recorder
+
+OF_OTHERS = "each loss of the model is one of another model too, which another optimizer trains"
 
 
 def gather(
@@ -52,6 +55,9 @@ def gather(
         guard.always("validations", _add_validation, evidence, recorder)
         if probed is None:
             guard.always("curves", _add_losses, evidence, recorder)
+    if evidence.is_by_closure:
+        evidence.sources.discard("gradients")
+        evidence.missing["gradients"] = BY_CLOSURE
     guard.always("ranks", _add_ranks, evidence, found.get(StepTimer))
     evidence.notes += guard.notes
     evidence.partial |= guard.partial
@@ -74,6 +80,13 @@ def _add_ranks(evidence: Evidence, timer: StepTimer | None) -> None:
 def note_unseen(evidence: Evidence, loop: Any) -> None:
     """Adds what was not seen of a loop that hookcb does not run."""
     evidence.unseen = dict(loop.coverage.missing)
+<<<<<<< HEAD
+=======
+    evidence.clips_first = not loop.facts.reports_steps
+    facts = loop.facts
+    if facts.n_losses_of_others and not (facts.n_losses_found or facts.n_losses_reported):
+        evidence.absent |= dict.fromkeys(("loss", "graph", "targets"), OF_OTHERS)
+>>>>>>> 14a19e045d4150abd9d0112d3c1d1e621062be64
 
 
 def _add_activations(evidence: Evidence, stats: ActivationStats, frame: Frame) -> None:
@@ -91,6 +104,11 @@ def _add_activations(evidence: Evidence, stats: ActivationStats, frame: Frame) -
         columns = store.series(path).T.tolist()
         for stat, values in zip(LAYER_STATS, columns, strict=False):
             layer.stats[stat] = Series.of(steps, values)
+    if not stats.names and evidence.params:
+        evidence.notes.append(
+            "no layer of the model is one of its submodules, so layers are neither named nor inspected; "
+            "the gradients of its parameters are"
+        )
     for place, layer in enumerate(evidence.layers.values()):
         layer.place = place
     for param in evidence.params.values():

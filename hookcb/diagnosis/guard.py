@@ -47,7 +47,7 @@ COSTS: Mapping[str, tuple[str, ...]] = {
         *("attn.collapse", "mask.blind", "wd.norms", "mode.mismatch", "time.layer", "layer.batch_first"),
         *OF_TOKENS,
     ),
-    "optimizers": ("param.duplicated",),
+    "optimizers": ("param.duplicated", "param.frozen"),
     "origin": ("nonfinite.first",),
     "output": (
         *("head.activation", "head.degenerate", "head.range", "label.range", "label.broadcast"),

@@ -80,8 +80,8 @@ def _without_idle_advice(findings: Sequence[Finding], is_unknown: bool) -> list[
 
 
 def _run(check: Check, evidence: Evidence) -> Sequence[Result]:
-    if check.subject in evidence.absent:
-        return [Absent(evidence.absent[check.subject])]
+    if absent := [evidence.absent[x] for x in (check.subject, *check.needs) if x in evidence.absent]:
+        return [Absent(absent[0])]
     partial = [evidence.partial[x] for x in (check.code, *check.needs) if x in evidence.partial]
     if missing := [need for need in check.needs if need not in evidence.sources]:
         known = partial + [evidence.missing[need] for need in missing if need in evidence.missing]

@@ -36,7 +36,7 @@ def probed_evidence(probes: Probes, frame: Frame) -> Evidence:
     evidence.is_by_hand = any(isinstance(opt, StepByHand) for opt in probes.optimizers.values())
     if evidence.is_by_hand:
         evidence.notes.append(
-            "the loop updates its weights without an optimizer, at an unknown learning rate"
+            "the loop updates its weights without a torch.optim.Optimizer, at an unknown learning rate"
         )
     evidence.observed, evidence.observations = set(probes.observed), list(probes.observations)
     probes.guard.always("layers", lambda: probes.layers.add_to(evidence.layers, frame.about))

@@ -34,7 +34,8 @@ def watch(
     Events come from hooks on the model and on the steps of its optimizers:
 
     - a batch begins when the model is called in train mode with gradients on, after the last batch's backward
-      or step: several calls before a backward form one batch, and backwards without a step accumulate; until
+      or step: several calls before a backward form one batch, backwards without a step accumulate, and each
+      evaluation in a step of LBFGS is a batch; until
       the model itself is called, calls of its parts count, such as `net.actor(x)`;
     - a call in eval mode is a validation batch; in the middle of a training batch it is ignored, unless the
       loop has left an earlier batch there; a call in train mode without gradients is always ignored;

@@ -163,6 +163,9 @@ class Watch(ExternalLoop):
         """Begins a batch for a call, unless it belongs to the one that is open."""
         if not self._has_stepped and (opt := stepping_optimizer()) is not None:
             self._has_stepped = self._optimizers.has_params(opt, self.model)  # its step began earlier
+            if self._has_stepped and self._optimizers.include(opt, self.model):
+                self._optimizers.add(opt, self.model)
+                self._begin_closure(opt)
         leaf = first_parameter_behind(xb) if trains else None
         self._is_eval_with_grad = torch.is_grad_enabled() and not m.training
         if not (trains and self._continues_batch()):
@@ -196,7 +199,9 @@ class Watch(ExternalLoop):
     def _continues_batch(self) -> bool:
         """Whether this call belongs to the batch that is open."""
         goes_on = self._spans_side_calls or not self._has_side_calls
-        return (self.is_waiting and goes_on) or (self._is_open() and self._in_closure())
+        # a step of LBFGS may take hundreds of evaluations, each with a loss and a gradient of its own
+        is_evaluated = isinstance(self._stepping, LBFGS) and self.stage in AFTER_BACKWARD
+        return (self.is_waiting and goes_on) or (self._is_open() and self._in_closure() and not is_evaluated)
 
     def _call_returns(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling() or not self.in_loop_thread:
@@ -337,13 +342,13 @@ class Watch(ExternalLoop):
             self._has_stepped = True
             if not self._is_scaler_given:
                 self.scaler = scaler_at_work()
-        self._stepping = opt
-        self._has_closure = any(map(callable, (*args, *kwargs.values())))
+        self._stepping, self._has_closure = opt, False
+        has_closure = any(map(callable, (*args, *kwargs.values())))
         has_gradients = self._stepped or self.stage in AFTER_BACKWARD
-        if id(opt) in self._stepped or (self._has_closure and has_gradients):
+        if id(opt) in self._stepped or (has_closure and has_gradients):
             self.end_batch()
-        if self._has_closure:  # it calls the model inside the step
-            self.facts.n_closures += isinstance(opt, LBFGS)
+        if has_closure:  # it calls the model inside the step
+            self._begin_closure(opt)
             return tuple(self._reporting_step(x, opt) for x in args), {
                 name: self._reporting_step(x, opt) for name, x in kwargs.items()
             }
@@ -355,6 +360,13 @@ class Watch(ExternalLoop):
         self._note_clipping()
         self.begin_step(opt)
         return None
+
+    def _begin_closure(self, opt: Optimizer) -> None:
+        """Notes that a step is in progress that calls the model."""
+        self._stepping, self._has_closure = opt, True
+        if isinstance(opt, LBFGS):
+            self.facts.n_closures += 1
+            self.opt = opt  # its step is not reported
 
     def _reporting_step(self, x: Any, opt: Optimizer) -> Any:
         """Wraps the closure of a step so that it reports when gradients are ready; not for LBFGS."""

@@ -145,7 +145,7 @@ def test_weights_that_are_moved_by_hand_are_a_training(run, write):
         """)
     assert code == 0
     assert "Sequential\nHEALTHY" in out
-    assert "the loop updates its weights without an optimizer" in " ".join(out.split())
+    assert "the loop updates its weights without a torch.optim.Optimizer" in " ".join(out.split())
 
 
 def test_an_optimizer_of_another_copy_is_noticed(run):
@@ -172,8 +172,8 @@ def test_a_model_whose_optimizer_has_the_parameters_of_another_is_in_the_result(
     code, out, _ = run(SWAPPED)
     assert code == 1
     assert headings(out) == [
-        "Linear, not trained: no optimizer has its parameters",
-        "Linear (2), trained by Adam, Adam (2)",
+        "G (Linear), not trained: no optimizer has its parameters",
+        "D (Linear), trained by Adam, Adam (2)",
     ]
     assert out.count("SICK param.not_stepped") == 1
 
@@ -375,7 +375,7 @@ def told(monkeypatch):
 def test_two_players_have_verdicts_of_their_own_and_only_losses_of_their_own(run, told):
     code, out, _ = run(GAME)
     assert code == 0
-    assert titles(out) == ["Sequential", "Sequential (2)"]
+    assert titles(out) == ["G (Sequential)", "D (Sequential)"]
     assert {n: len(losses) for n, losses in told.items()} == {129: 40}  # of D on its turn
 
 

@@ -104,12 +104,12 @@ def test_two_optimizers_with_closures_end_their_batches():
     assert noting.events.count("before_batch") <= 2 * len(BATCHES)
 
 
-def test_lbfgs_has_one_batch_a_step_and_no_step_events():
+def test_lbfgs_has_one_batch_an_evaluation_and_no_step_events():
     model, noting = net(), Noting()
     opt = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
     with watch(model, opt, noting) as w:
         with_closure(model, opt)
-    assert noting.events == ["before_batch", "after_batch"] * len(BATCHES)
+    assert noting.events == ["before_batch", "after_batch"] * 3 * len(BATCHES)
     assert "LBFGS" in w.coverage.missing["before_step"]
 
 

@@ -169,22 +169,20 @@ def test_a_loss_times_a_number_is_recorded_where_no_scaler_is_in_use(n_frozen, m
     assert w.recorder.losses == losses[bool(n_frozen) :]  # a scaler that is frozen is not found
 
 
-def test_a_loss_in_the_closure_of_lbfgs_is_the_first_of_each_step():
+def test_losses_in_the_closure_of_lbfgs_are_those_of_each_evaluation():
     model, losses = make_model(), []
     opt = torch.optim.LBFGS(model.parameters(), max_iter=3)
     with watch(model, opt, Recorder) as w:
         for x, y in BATCHES:
-            evaluated = []
 
-            def closure(x=x, y=y, evaluated=evaluated):
+            def closure(x=x, y=y):
                 opt.zero_grad()
                 loss = F.mse_loss(model(x), y)
                 loss.backward()
-                evaluated.append(loss.item())
+                losses.append(loss.item())
                 return loss
 
             opt.step(closure)
-            losses.append(evaluated[0])
     assert w.recorder.losses == losses
 
 

@@ -122,7 +122,7 @@ def test_weights_that_stay_are_no_step():
 def test_a_verdict_on_steps_by_hand_says_what_it_could_not_see():
     verdict = descend(make_model(), in_place, Diagnose(show=False)).diagnose()
     assert verdict, verdict
-    by_hand = "the loop updates its weights without an optimizer, at an unknown learning rate"
+    by_hand = "the loop updates its weights without a torch.optim.Optimizer, at an unknown learning rate"
     assert by_hand in verdict.coverage
     assert any("param.not_in_optimizer" in text for text in verdict.coverage)
     assert "parameters outside the optimizer" not in verdict.ruled_out

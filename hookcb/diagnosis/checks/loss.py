@@ -151,7 +151,7 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
 
     Formula: the moving average is above the beginning by 50 % of its size, above twice its minimum if that is
     positive, and above a hundredth of the loss of guessing, as what is solved has only rounding to rise by;
-    for the last 50 batches, or the last third of a shorter run of 20 or more. If the kind
+    for the last 50 batches, or the last third of a shorter run of 20 or more, unless by LBFGS. If the kind
     of the loss is not known, or over fewer than 50 batches, by 400 %: one side of a game (a GAN's generator)
     rises as the other learns. A loss of unknown kind is an error only if five of eight steps change a weight
     by more than 0.05 of its size, or one before the rise by 0.2; else it is a note, as a part of it may have
@@ -176,7 +176,9 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     limit = limit if math.isnan(evidence.guess) else max(limit, SOLVED * evidence.guess)
     span = trailing(smooth, lambda x: x > limit, 1)
     last = smooth.values[-1]
-    if span is None or span.n < min(MIN_BATCHES, len(smooth) // 3):
+    # LBFGS tries points that it leaves at once
+    least = MIN_BATCHES if evidence.is_by_closure else min(MIN_BATCHES, len(smooth) // 3)
+    if span is None or span.n < least:
         yield Passed(f"diverging loss (at {last:.3g}, from {first:.3g})", last, limit)
         return
     if _has_growing_targets(evidence, span.first):

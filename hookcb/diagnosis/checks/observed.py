@@ -8,7 +8,7 @@ from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.checks.loss import flat_loss
 from hookcb.diagnosis.evidence import Evidence, Observation
 from hookcb.diagnosis.falling import MIN_BATCHES, falls_slowly, is_trivial
-from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.registry import Absent, Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import loss_left
 from hookcb.diagnosis.verdict import Finding, Severity
 
@@ -32,6 +32,8 @@ def passed_on(
     if not observations:
         if not requires or evidence.observed & set(requires.split(" or ")):
             yield Passed(passed)
+        elif requires in evidence.absent:
+            yield Absent(evidence.absent[requires])
         else:
             yield Skipped(evidence.missing.get(requires, f"too little was seen of the {requires}"))
         return
@@ -236,6 +238,14 @@ _row("param.unregistered", Site.MODULES, ("batches",), ("param.not_in_optimizer"
 
     Source: torch.nn.Module, "Submodules assigned in this way will be registered"; torch.nn.ModuleList.
     """)  # fmt: skip
+
+_row("param.frozen", Site.MODULES, ("batches",), EVERYTHING, "error", "a model that is frozen as a whole",
+    requires="backward", doc="""
+    A model without a parameter that requires a gradient, whose loss has a graph, say, to the inputs.
+
+    Exact: `requires_grad` of all parameters is False after the backwards and at the end.
+    """)  # fmt: skip
+
 
 _row("dropout.extreme", Site.MODULES, ("model",),
     ("loss.flat", "loss.trivial", "unit.dead", "loss.init", "act.scale"), "warning",

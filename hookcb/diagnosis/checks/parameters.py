@@ -119,7 +119,7 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Result]:
     parameter. Left out is one that has changed, as something else updates it.
     """
     if evidence.is_by_hand:
-        yield Skipped("the loop updates its weights without an optimizer")
+        yield Skipped("the loop updates its weights without a torch.optim.Optimizer")
         return
     is_compared = "batches" in evidence.sources  # weights at the end with those at the beginning
     params = [

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hookcb.core.batch import parts
+from hookcb.core.graph import nodes_behind
 from hookcb.core.torch_private import input_shape, saved
 from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.loss_graph import LossGraph, main_term
@@ -119,7 +121,8 @@ def observe_output(
     if any(_softmax_size(at) == 1 for at in _softmaxes(node)):
         yield degenerate_head(layer, step)
         return
-    yield from observe_activation(graph, layer, step)
+    is_after_model = any(node_name(at) == graph.head for at in nodes_between(node, pred))
+    yield from observe_activation(graph, layer, step, is_after_model)
     seen = compared(node, pred, yb)
     if seen is None:
         return
@@ -132,6 +135,14 @@ def observe_output(
         yield from observe_classes(graph, seen.target, layer, step)
     if graph.kind == "binary cross-entropy":
         yield from observe_bits(seen.target, step)
+
+
+def nodes_between(node: Any, pred: Any) -> list[Any]:
+    """Autograd nodes from the loss back to the model's output; none if they do not lead there."""
+    ends = {x.grad_fn for _, x in parts(pred) if isinstance(x, Tensor) and x.grad_fn is not None}
+    between = list(islice(nodes_behind([node], ends), MAX_NODES))
+    leads_there = any(behind in ends for at in between for behind, _ in at.next_functions)
+    return between if leads_there else []
 
 
 def is_comparison_known(graph: LossGraph, node: Any, pred: Any, yb: Any) -> bool:
@@ -288,18 +299,24 @@ def degenerate_head(layer: str, step: int) -> Observation:
     )
 
 
-def observe_activation(graph: LossGraph, layer: str, step: int) -> Iterator[Observation]:
-    """A final activation in front of a loss that applies its own or needs a different one."""
+def observe_activation(
+    graph: LossGraph, layer: str, step: int, is_after_model: bool = False
+) -> Iterator[Observation]:
+    """A final activation, of the model or after it, before a loss that has its own or needs another one."""
     name, takes = _label(graph.head), graph.takes
     ends = f"a {name}" if name else "a linear layer"
     end = f"The model ends in {ends}, and its output goes to {graph.kind}"
+    place = "left in the model"
+    if is_after_model:
+        layer, place = "", "between the model and the loss"
+        end = f"The output of the model goes through {ends} to {graph.kind}"
     is_binary = graph.kind == "binary cross-entropy"
     logits = "BCEWithLogitsLoss" if is_binary else "CrossEntropyLoss"
     raw = f"End the model in a linear layer and use nn.{logits}"
     if graph.head and graph.applies:
         why, advice = HEAD_ADVICE[graph.applies]
         text = f"{end}, {why}."
-        cause = f"a {name} left in the model, which squeezes the scores and their gradients"
+        cause = f"a {name} {place}, which squeezes the scores and their gradients"
         advice = f"Remove the {name}: {advice}"
     elif takes == "log-probabilities" and graph.head:
         text, cause = f"{end}, which expects log-probabilities.", f"a {name} in place of a log_softmax"

@@ -136,6 +136,29 @@ def _shut_gates(name: str, m: nn.LSTM | nn.GRU) -> Iterator[Observation]:
                 )
 
 
+def observe_frozen(
+    model: nn.Module, optimizers: Iterable[Optimizer], n_backward: int
+) -> Iterator[Observation]:
+    """A model of which no parameter requires a gradient, although backwards were run."""
+    params = list(model.parameters())
+    if not n_backward or not params or any(p.requires_grad for p in params):
+        return
+    held = {id(p) for opt in optimizers for group in opt.param_groups for p in group["params"]}
+    n_held = sum(id(p) in held for p in params)
+    yield Observation(
+        "param.frozen",
+        value=float(len(params)),
+        text=f"Backward ran {n_backward} time{'s' * (n_backward != 1)}, but none of the {len(params)} "
+        "parameters of the model requires a gradient, so nothing is trained; "
+        f"the optimizer holds {n_held} of them.",
+        causes=("weights that are frozen on purpose, with adapters that were loaded frozen, too",),
+        next_steps=(
+            "Call requires_grad_() on what is to be trained, before the optimizer is created; PEFT does it "
+            "with from_pretrained(…, is_trainable=True)",
+        ),
+    )
+
+
 def observe_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[Observation]:
     """Parameters that are in the groups of one optimizer more than once."""
     several: Counter[int] = Counter()  # highest count in one optimizer, by id of the parameter

@@ -43,7 +43,7 @@ from hookcb.diagnosis.probes.layer_times import LayerTimes
 from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
 from hookcb.diagnosis.probes.loss_graph import LossGraph, last_parameters, n_between, read_loss, target_of
 from hookcb.diagnosis.probes.loss_terms import COMPILED
-from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
+from hookcb.diagnosis.probes.model import observe_frozen, observe_model, observe_optimizers
 from hookcb.diagnosis.probes.motion import Motion
 from hookcb.diagnosis.probes.nan import ExternalBatch, find_origin
 from hookcb.diagnosis.probes.norm import NormProbe, observe_unseen_validation
@@ -383,6 +383,8 @@ class Probes:
         if self.first_param is None:
             self.first_param = self.guard.call("first_param", self._find_first_param, loop.model)
         if self.is_external:
+            if loop.facts.n_closures and loop.opt is not None:  # steps of LBFGS are no events
+                self.optimizers[id(loop.opt)] = loop.opt
             self.guard.call("added", self.added.after_backward, self.first_param)
             self.n_shared = loop.facts.n_losses_of_others
         if looking and self.is_clipping_unseen:
@@ -565,6 +567,8 @@ class Probes:
     def observe_end(self, loop: Any, error: BaseException | None) -> None:
         """Inspects the optimizers at the end of a training, and the exception that ended it, if any."""
         self.observe("optimizers", observe_optimizers, loop.model, self.optimizers.values())
+        if self.first_param is None:
+            self.observe("optimizers", observe_frozen, loop.model, self.optimizers.values(), self.n_backward)
         if self.is_external:
             self.observe("validation", observe_unseen_validation, loop)
             self.observe("added", self._observe_accumulation, loop)

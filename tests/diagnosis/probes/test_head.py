@@ -287,6 +287,17 @@ def test_an_activation_before_a_loss_that_applies_its_own_is_named(head, applies
     assert {"Softmax": "softmax", "Sigmoid": "sigmoid", "Relu": "ReLU"}[head] in found.text
 
 
+@pytest.mark.parametrize(("head", "layer"), [((), ""), ((nn.Softmax(-1),), "3")])
+def test_a_softmax_after_the_model_is_not_said_to_be_a_layer_of_it(head, layer):
+    x, y = batch(classes)
+    net = model(*head, n_out=3)
+    verdict = diagnose(net, (x, y), lambda p, y: F.cross_entropy(p if head else p.softmax(-1), y))
+    (found,) = [f for f in verdict.findings if f.code == "head.activation"]
+    assert found.layer == layer
+    assert ("The model ends in a softmax" in found.message) == bool(head)
+    assert "Remove the softmax" in found.next_steps[0]
+
+
 def test_probabilities_for_nll_are_named():
     graph = read_loss(F.nll_loss(scores().softmax(-1), torch.zeros(8, dtype=torch.long)).grad_fn)
     (found,) = observe_activation(graph, "", 0)
