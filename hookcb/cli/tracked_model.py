@@ -125,8 +125,10 @@ class TrackedModel:
         is_known = self.verdict is not None and self.verdict.status != "unknown"
         return self.is_trained or bool(self.optimizers) or is_known
 
-    def close(self, error: BaseException | None = None) -> None:
-        """Ends the watch, keeps the verdict, and lets go of the model."""
+    def close(
+        self, error: BaseException | None = None, scoped: Callable[[Verdict], Verdict] = lambda x: x
+    ) -> None:
+        """Ends the watch, keeps the verdict, as `scoped` returns it, and lets go of the model."""
         watch, self.watch = self.watch, None
         if watch is None:
             return
@@ -135,8 +137,8 @@ class TrackedModel:
         has_moved = bool(self.steppers) or watch.seen["after_step"] > 0 or watch.facts.n_moved_by_hand > 0
         self.is_trained = has_moved or watch.failure is not None
         self.has_gradients = watch.seen["before_backward"] > 0
-        self.verdict = watch.diagnose()
-        self.page = collect(watch) if self.makes_page else None
+        self.verdict = scoped(watch.diagnose())
+        self.page = collect(watch, self.verdict) if self.makes_page else None
         self.model = None
 
     @property

@@ -46,8 +46,7 @@ class AgreedStop:
             self.is_due = True
         elif not self._is_asked:
             self._is_asked = True
-            missing = [rank for rank in range(self._world) if not self._store.check([f"here-{rank}"])]
-            if missing:
+            if missing := self.missing():
                 warn(
                     f"rank {self._rank} requests the end of the training, but {name_ranks(missing)} would "
                     "not notice and wait for it; open the same watch on all ranks"
@@ -55,6 +54,11 @@ class AgreedStop:
             else:
                 first = self._n_steps + 2  # it may be in the step that ends next
                 self._store.compare_set("step", "", str(-(-first // self._every) * self._every))
+
+    def missing(self) -> list[int]:
+        """Ranks that do not look for a request."""
+        ranks = range(self._world) if self._store is not None else ()
+        return [rank for rank in ranks if not self._store.check([f"here-{rank}"])]
 
     def end_step(self) -> None:
         """Looks for a request of any rank, after a step."""
