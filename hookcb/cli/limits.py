@@ -147,14 +147,12 @@ class Limit:
 
     def _are_over(self, seconds: float) -> bool:
         """Whether the time is over, for all ranks together."""
+        is_first = self._stop is None
         if self._stop is None:
             is_shared = distributed.is_available() and distributed.is_initialized() and n_processes() > 1
-            self._stop = AgreedStop(distributed.group.WORLD if is_shared else None)
-            is_first = is_shared
-        else:
-            is_first = False
+            self._stop = AgreedStop(distributed.group.WORLD if is_shared else None, "script")
         self._stop.end_step()
-        if time.monotonic() - self._began > seconds and not is_first:  # all ranks have made the first step
+        if time.monotonic() - self._began > seconds and not is_first:  # now all ranks have made the first step
             if self._stop.missing():
                 return True  # ranks that are not diagnosed cannot know
             self._stop.request()

@@ -23,13 +23,14 @@ class AgreedStop:
 
     Args:
         group: group of the ranks, None if this process is alone: it then stops at once.
+        name: what all ranks call it; by default a number, as they open their loops in the same order.
 
     Attributes:
         is_due: whether to stop now.
         is_main: whether this is rank 0, the one that prints.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, name: str = "") -> None:
         self.is_due, self.is_main = False, True
         self._n_steps, self._is_asked = 0, False
         self._store: Any = None
@@ -37,7 +38,7 @@ class AgreedStop:
             self._rank, self._world = distributed.get_rank(group), distributed.get_world_size(group)
             self.is_main = self._rank == 0
             self._every = 1 + (self._world - 1) // RANKS_PER_LOOK
-            self._store = make_store(f"hookcb/stop-{next(_runs)}")
+            self._store = make_store(f"hookcb/stop-{name or next(_runs)}")
             self._store.set(f"here-{self._rank}", "")
 
     def request(self) -> None:
