@@ -152,7 +152,7 @@ class Limit:
             is_shared = distributed.is_available() and distributed.is_initialized() and n_processes() > 1
             self._stop = AgreedStop(distributed.group.WORLD if is_shared else None, "script")
         self._stop.end_step()
-        if time.monotonic() - self._began > seconds and not is_first:  # now all ranks have made the first step
+        if time.monotonic() - self._began > seconds and not is_first:  # all ranks have made the first
             if self._stop.missing():
                 return True  # ranks that are not diagnosed cannot know
             self._stop.request()
