@@ -53,14 +53,12 @@ class Limit:
         self.give_up: Callable[[], object] = lambda: None
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._size = self._began = 0.0  # parameters of the optimizer that counts, and time of its first step
-        self._n_all = self._n_since = (
-            0  # steps of all optimizers, and of smaller ones since the last that counts
-        )
+        self._n_all = self._n_since = 0  # all steps, and those since the last that counts
+        self._due = steps or 0  # number of steps at which to look whether a larger model is to come
         self._n_skipped: Any = 0  # by a GradScaler, unknown to the optimizer; on its device
         self._used: WeakSet[Any] = WeakSet(_existing() if self else ())  # models, and optimizers of others
         self._stop: AgreedStop | None = None  # once ranks have to agree on the time
         self._n_raised = 0
-        self._has_told = False  # that a larger model is waited for
 
     def __bool__(self) -> bool:
         return self.steps is not None or self.minutes is not None
@@ -125,6 +123,7 @@ class Limit:
         self._n_since += 1
         if size > self._size:  # what came before was the warm-up of another model
             self._size, self._began, self.n_steps, self._n_skipped = size, time.monotonic(), 0, 0
+            self._due = self.steps or 0
         if size == self._size:
             self.n_steps += 1
             self._n_since = 0
@@ -133,13 +132,14 @@ class Limit:
                 self._n_skipped = self._n_skipped + (found.detach() > 0)  # read at the end: no sync here
 
     def _reached(self) -> str:
-        if self.steps is not None and self.n_steps >= self.steps:
+        if self.steps is not None and self.n_steps >= self._due:
             self.n_steps -= int(self._n_skipped)
             self._n_skipped = 0
-            if self.n_steps >= self.steps and not self._waits():
+            if self.n_steps >= self._due and not self._waits(self.steps):
                 return f"after {_steps(self.n_steps)}"
         if self.steps is not None and self._n_since >= MAX_WAIT * self.steps:
-            return f"after {_steps(self._n_all)}"  # the largest model is trained no more
+            self.n_steps = self._n_all  # the largest model is trained no more
+            return f"after {_steps(self.n_steps)}"
         if self.minutes is not None and self._are_over(60 * self.minutes):
             unit = "minute" if self.minutes == 1 else "minutes"
             return f"after {self.minutes:g} {unit} and {_steps(self.n_steps)}"
@@ -158,21 +158,22 @@ class Limit:
             self._stop.request()
         return self._stop.is_due
 
-    def _waits(self) -> bool:
+    def _waits(self, steps: int) -> bool:
         """Whether a model with more parameters is there that the script has not begun to train.
 
         Only a process that trains alone looks for one, as several might not find the same.
         """
-        if n_processes() > 1 or self.n_steps >= MAX_WAIT * (self.steps or 0):
+        if n_processes() > 1 or self._due >= MAX_WAIT * steps:
             return False
-        waits = _is_larger_to_come(self._size, self._used)
-        if waits and not self._has_told:
-            self._has_told = True
+        if not _is_larger_to_come(self._size, self._used):
+            return False
+        if self._due == steps:
             _tell(
                 f"the script goes on after {_steps(self.n_steps)}, as a model with more parameters is yet to "
                 "be trained, whose steps count"
             )
-        return waits
+        self._due += steps
+        return True
 
 
 class EndAtLimit(Callback):

@@ -112,6 +112,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_catches_all_exceptions_gets_its_verdict_all_the_same(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(BEGIN + CATCHES_ALL)
@@ -371,9 +372,15 @@ def test_strict_exits_with_1_for_any_warning():
     assert _exit_code(0, [("Net", note, True)], is_strict=True) == 0
 
 
-def test_the_end_is_a_keyboardinterrupt():
-    limit = Limit(1)
-    limit.note_step(optimizer(1))
-    with pytest.raises(KeyboardInterrupt, match="after 1 step"):
-        limit.end()
+def test_what_ends_a_script_is_caught_less_and_less_often(capsys):
+    given_up = []
+    limit, opt = Limit(1), optimizer(1)
+    limit.give_up = lambda: given_up.append(limit.reached)
+    for kind in KeyboardInterrupt, SystemExit, SystemExit:
+        assert limit.note_step(opt)
+        assert not given_up
+        with pytest.raises(kind):
+            limit.end()
+    assert given_up == ["after 1 step"]
+    assert len(capsys.readouterr().err.splitlines()) == 3
     assert issubclass(LimitReached, KeyboardInterrupt)
