@@ -35,6 +35,7 @@ INTERNAL = {  # callbacks that are not for users, and whose they are
     "SteppedRate": "the base of schedules",
     "EvidenceRecorder": "the base of Diagnose",
     "AttachedTimer": "Diagnose",
+    "EndAtLimit": "hookcb diagnose --steps",
 }
 NOT_PLANTED = {  # checks without a planted fault, each tested by itself; plant one rather than add to these
     "dropout.extreme",

@@ -4,8 +4,9 @@ import inspect
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hookcb.cli.ignored import without
+from hookcb.cli.limits import EndAtLimit, Limit, LimitReached
 from hookcb.cli.optimizer_names import OptimizerNames, foreign_optimizers
 from hookcb.cli.ownership import (
     has_part,
@@ -51,14 +54,20 @@ class ModelTracker:
 
     Args:
         makes_pages: whether to collect what a page shows of each model.
+        limit: ends the script; by default it does not.
+        ignored: codes of findings to leave out, as `fnmatch` patterns.
 
     Attributes:
+        limit: the limit of the script.
         notes: sentences for the user about what could not be watched, and why.
         unseen: what an optimizer trains and why it was not seen, by its name; "" if a model was seen.
     """
 
-    def __init__(self, makes_pages: bool = False) -> None:
+    def __init__(
+        self, makes_pages: bool = False, limit: Limit | None = None, ignored: Sequence[str] = ()
+    ) -> None:
         self._makes_pages = makes_pages
+        self.limit, self._ignored = limit or Limit(), tuple(ignored)
         self.notes: list[str] = []
         self._all: list[TrackedModel] = []
         self._open: list[TrackedModel] = []  # being watched, the most recently called one last
@@ -68,14 +77,19 @@ class ModelTracker:
         self.unseen: dict[str, str] = {}
         self._called_aside: Any = WeakIdKeyDictionary()  # how modules are called that are not trained by it
         self._thread, self._process = threading.get_ident(), os.getpid()
-        self._in_call = self._in_backward = False
+        self._in_call = self._in_backward = self._is_closed = False
         self._n_fits = 0  # fits of a Learner in progress
         self._is_fork = False  # whether the script has forked this process
 
     def verdicts(self) -> list[tuple[str, Verdict, bool]]:
         """Heading and verdict of each model that was meant to be trained, and whether the verdict counts."""
         shown = [m for m in self._all if m.is_part_of_result]
-        return [(m.heading, m.verdict, m.counts) for m in shown if m.verdict is not None]
+        return [(m.heading, m.verdict, self._counts(m)) for m in shown if m.verdict is not None]
+
+    def _counts(self, model: TrackedModel) -> bool:
+        """Whether a verdict counts; not on a model whose training the script might begin after its limit."""
+        is_unseen = model.verdict is not None and model.verdict.status == "unknown"
+        return model.counts and not (is_unseen and self.limit.is_over)
 
     def pages(self) -> list[tuple[str, PageData]]:
         """Heading and page of each model that has a verdict."""
@@ -110,13 +124,13 @@ class ModelTracker:
             stack.enter_context(_replaced(torch.amp.GradScaler, "scale", self._wrap_scale))
             stack.enter_context(_replaced(Learner, "fit", self._wrap_fit))
             stack.enter_context(_replaced(Optimizer, "add_param_group", self._wrap_add_param_group))
-            stack.callback(StepHook(self._note_step, after=True).remove)
+            stack.callback(StepHook(self._note_step, after=True, is_last=True).remove)
             try:
                 yield
             except BaseException as error:
-                self._close_all(error)  # inside the except, as a verdict looks at the error being raised
+                self.close(error)  # inside the except, as a verdict looks at the error being raised
                 raise
-            self._close_all(None)
+            self.close()
 
     # ---- wrappers of methods of torch and hookcb
 
@@ -127,6 +141,7 @@ class ModelTracker:
                 return real(m, *args, **kwargs)
             self._in_call = True
             try:
+                self._guarded(self.limit.note_call, m)
                 owner = self._guarded(self._begin_call, m, args or kwargs)
                 output = real(m, *args, **kwargs)
                 if owner is not None and owner.watch is not None:
@@ -154,6 +169,8 @@ class ModelTracker:
     def _note_step(self, opt: Optimizer, *seen: Any) -> None:
         self._guarded(self._optimizers.note_step, opt)
         self._guarded(self._look_for_model, opt)
+        if not self._n_fits and self._guarded(self.limit.note_step, opt):
+            self.limit.end()  # raises out of the step of the script, which has asked for it
 
     def _look_for_model(self, opt: Optimizer) -> None:
         """Learns at the first step of an optimizer why no model was seen that it trains, if so."""
@@ -197,17 +214,23 @@ class ModelTracker:
             attached = [cb for cb in [*learn.cbs, *cbs] if _is_diagnose(cb)]
             diagnose = attached[0] if attached else None
             if diagnose is None and not any(isinstance(cb, LRFinder) for cb in cbs):
-                diagnose = Diagnose(say_sick, show=False, name="script_diagnosis")
+                diagnose = Diagnose(self._say_sick, show=False, name="script_diagnosis")
                 cbs.append(diagnose)
+            is_training = getattr(diagnose, "name", "") != PREFLIGHT and diagnose is not None
+            if self.limit and is_training:
+                cbs.append(EndAtLimit(self.limit))
             self.begin_anew()
             for model in [model for model in self._open if model.model is learn.model]:
                 self._close(model)
             self._n_fits += 1
             try:
-                return real(*given.args, **given.kwargs)
+                result = real(*given.args, **given.kwargs)
             finally:
                 self._n_fits -= 1
                 self._guarded(self._add_verdict, learn, diagnose)
+            if self.limit.is_over and is_training:
+                self.limit.end()
+            return result
 
         return fit
 
@@ -218,10 +241,20 @@ class ModelTracker:
         if isinstance(diagnose, Diagnose) and diagnose.name != PREFLIGHT and diagnose.verdict is not None:
             names = self._optimizers.names_for(learn.model) or (type(learn.opt).__name__,)
             model = TrackedModel(plain_class(without_wrappers(learn.model)).__name__, "", None)
-            model.verdict, model.is_trained = diagnose.verdict, True
+            model.verdict, model.is_trained = self._scoped(diagnose.verdict), True
             model.optimizers = model.steppers = names
-            model.page = collect(learn) if self._makes_pages else None
+            model.page = collect(learn, model.verdict) if self._makes_pages else None
             self._add(model)
+
+    def _scoped(self, verdict: Verdict) -> Verdict:
+        """A verdict without what is ignored, which says so, and at which step the script was ended."""
+        reached = self.limit.reached
+        hidden = [*self._ignored, *(["train.unfinished"] if reached else ())]
+        remarks = [reached, f"ignored: {', '.join(self._ignored)}" if self._ignored else ""]
+        return replace(without(verdict, hidden), remarks=tuple(filter(None, remarks)))
+
+    def _say_sick(self, verdict: Verdict) -> None:
+        say_sick(without(verdict, self._ignored))
 
     # ---- models
 
@@ -332,7 +365,7 @@ class ModelTracker:
             self._model_of[part] = model
         try:
             opts = [] if model.is_trainable else self._optimizers.without_trained()
-            model.watch = ScriptWatch(root, opts, [Diagnose(say_sick, show=False)], None)
+            model.watch = ScriptWatch(root, opts, [Diagnose(self._say_sick, show=False)], None)
         except Exception as error:
             self.notes.append(f"{model.title} could not be watched: {error!r}")
             return model
@@ -358,16 +391,23 @@ class ModelTracker:
             model.steppers = tuple(name for name in model.optimizers if name in self._optimizers.stepped)
             if not model.optimizers:
                 model.optimizers = model.steppers = model.foreign or ()
-        self._guarded(model.close, error)
+        self._guarded(model.close, error, self._scoped)
         if watch is not None and watch.failure is not None:
             self.notes.append(
                 f"the verdict on {model.title} covers what was seen until "
                 f"{describe_failure('a part of hookcb', watch.failure)}"
             )
 
-    def _close_all(self, error: BaseException | None) -> None:
-        if self.begin_anew():
+    def close(self, error: BaseException | None = None) -> None:
+        """Gives each model that is being watched its verdict; a second call does nothing.
+
+        Args:
+            error: what has ended the script; once its limit is reached, that counts instead.
+        """
+        if self._is_closed or self.begin_anew():
             return
+        self._is_closed = True
+        error = LimitReached() if error is not None and self.limit.is_over else error
         for model in list(self._open):
             self._close(model, error)
         for model in self._all:  # some were closed before their first step, to make room
@@ -377,6 +417,7 @@ class ModelTracker:
             model.is_trained |= bool(model.steppers) and model.is_trainable
         self._note_unmoved()
         self._note_optimizers()
+        self.notes += filter(None, [self.limit.note_of_end()])
 
     # ---- losses
 

@@ -1,6 +1,7 @@
 """The parser of the command line."""
 
 import argparse
+import math
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from hookcb.core.arguments import check_page
-from hookcb.diagnosis.explain import explain
+from hookcb.diagnosis.explain import check_codes, explain
 
 if TYPE_CHECKING:
     from hookcb.cli.faults import Fault
@@ -65,7 +66,27 @@ def make_parser() -> Parser:
         help="run a training script, and report whether its models train well",
         description="Run a training script as `python SCRIPT ARGS...` does, watch each model that it trains, "
         "and print the verdicts: sick, suspect, healthy or unknown, the cause, and what to do. The exit code "
-        "is 0 if all models are healthy, 1 if not, or the script's own if that is not 0.",
+        "is 0 if all models are healthy, 1 if not, or the script's own if that is not 0; after --steps or "
+        "--minutes only the verdicts decide. Options stand before SCRIPT.",
+    )
+    script.add_argument(
+        "--steps",
+        type=_count("steps"),
+        metavar="N",
+        help="end the script after N optimizer steps, as by Ctrl-C; of several optimizers, the one with the "
+        "most parameters counts",
+    )
+    script.add_argument(
+        "--minutes", type=_minutes, metavar="N", help="end the script N minutes after its first step"
+    )
+    script.add_argument("--strict", action="store_true", help="exit with 1 for any warning or error")
+    script.add_argument(
+        "--ignore",
+        action="append",
+        type=_codes,
+        default=[],
+        metavar="CODE",
+        help="leave out findings of a check, as if it had passed, or of several: 'time.*'; may be repeated",
     )
     script.add_argument(
         "--html", type=_page, metavar="FILE", help="write what was recorded as a page, one for each model"
@@ -174,6 +195,13 @@ def _explained(code: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _codes(pattern: str) -> str:
+    try:
+        return check_codes(pattern)
+    except LookupError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _fault(name: str) -> "Fault":
     from hookcb.cli.faults import find_fault
 
@@ -202,6 +230,16 @@ def _count(what: str) -> Callable[[str], int]:
         return int(text)
 
     return count
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = math.nan
+    if not 0 < minutes < math.inf:
+        raise argparse.ArgumentTypeError(f"minutes must be a number above 0, such as 2 or 0.5, got {text!r}")
+    return minutes
 
 
 def _seed(text: str) -> int:

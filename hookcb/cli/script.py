@@ -1,18 +1,20 @@
 """Runs an unmodified training script, and prints a verdict on each model that it trains."""
 
+import atexit
 import importlib.util
 import json
 import os
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from hookcb.cli import INTERRUPTED
+from hookcb.cli.limits import Limit
 from hookcb.cli.model_tracker import ModelTracker
 from hookcb.cli.ranks import own_rank
 from hookcb.core.console import safe_console, show, show_error
@@ -38,12 +40,20 @@ class Options:
         json: whether stdout gets the verdicts as JSON, and stderr all that the script writes.
         coverage: whether to list what was seen of each model, and what was not.
         is_module: whether to run a module by its name, as `python -m` does.
+        steps: number of optimizer steps after which to end the script, see `Limit`.
+        minutes: minutes of training after which to end it.
+        strict: whether the exit code is 1 for any warning and error.
+        ignored: codes of findings to leave out, as `fnmatch` patterns.
     """
 
     html: Path | None = None
     json: bool = False
     coverage: bool = False
     is_module: bool = False
+    steps: int | None = None
+    minutes: float | None = None
+    strict: bool = False
+    ignored: tuple[str, ...] = ()
 
 
 NO_OPTIONS = Options()
@@ -66,17 +76,46 @@ def run_script(path: str | Path, args: Sequence[str] = (), options: Options = NO
     Returns:
         Exit code: 0 if all models are healthy; 1 if one is suspect or sick, if one has an optimizer but no
         training of it was seen, if nothing was trained, or if the script raised; the script's own if that is
-        not 0; 130 after Ctrl-C. Under torchrun, the verdicts of rank 0 decide: the others show theirs if they
-        are their own and not healthy, and exit with the code of the script.
+        not 0; 130 after Ctrl-C. Once a limit has ended the script, only the verdicts decide. Under torchrun,
+        the verdicts of rank 0 decide: the others show theirs if they are their own and not healthy, and exit
+        with the code of the script.
     """
-    tracker = ModelTracker(makes_pages=options.html is not None and not own_rank())
-    with _stdout_as_stderr() if options.json else nullcontext():
-        start = Path.cwd()
+    start, makes_pages = Path.cwd(), options.html is not None and not own_rank()
+    tracker = ModelTracker(makes_pages, Limit(options.steps, options.minutes), options.ignored)
+
+    def tell(code: int, has_failed: bool) -> int:
+        file = _from(start, options.html)  # the script may have changed the folder
+        return _tell(tracker, code, has_failed, path, replace(options, html=file))
+
+    with ExitStack() as stack:
+        if options.json:
+            stack.enter_context(_stdout_as_stderr())
+        tracker.limit.give_up = lambda: _exit(tracker, stack, tell)
         code, has_failed = _run(os.fspath(path), list(args), tracker, options.is_module)
+        if tracker.limit.is_over:
+            tracker.notes += ["what the script raised after its limit does not count"] * has_failed
+            code, has_failed = 0, False
         if tracker.begin_anew():
             return code  # a process that the script has forked, and that trains nothing
-        shown = tracker.verdicts()
-        options = replace(options, html=_from(start, options.html))  # the script may have changed the folder
+        stack.close()
+        return tell(code, has_failed)
+
+
+def _exit(tracker: ModelTracker, stack: ExitStack, tell: Callable[[int, bool], int]) -> NoReturn:
+    """Gives the verdicts, and ends the process within the script, which catches all exceptions."""
+    tracker.close()
+    stack.close()
+    code = tell(0, False)
+    atexit._run_exitfuncs()
+    for file in sys.stdout, sys.stderr:
+        with suppress(OSError, ValueError, AttributeError):  # it is closed, full, or missing
+            file.flush()
+    os._exit(code)
+
+
+def _tell(tracker: ModelTracker, code: int, has_failed: bool, path: str | Path, options: Options) -> int:
+    """Prints the verdicts; returns the exit code."""
+    shown = tracker.verdicts()
     if options.json:
         return _write_json(shown, tracker, code, path, options)
     for title, verdict, _ in shown:
@@ -93,7 +132,7 @@ def run_script(path: str | Path, args: Sequence[str] = (), options: Options = NO
         return code  # if it were not 0, torchrun would end rank 0 before that has shown its verdicts
     for note in _notes(shown, tracker, path, options.html):
         show(f"hookcb diagnose: {note}", soft_wrap=True, highlight=False, markup=False)
-    return _exit_code(code, shown)
+    return _exit_code(code, shown, options.strict)
 
 
 def _from(folder: Path, file: Path | None) -> Path | None:
@@ -105,9 +144,11 @@ def _from(folder: Path, file: Path | None) -> Path | None:
     return file if file is None or is_there else folder / file
 
 
-def _exit_code(code: int, shown: Shown) -> int:
+def _exit_code(code: int, shown: Shown, is_strict: bool = False) -> int:
     counted = [verdict for _, verdict, counts in shown if counts]
     is_well = bool(counted) and all(counted)
+    if is_strict:
+        is_well = is_well and all(f.severity == "info" for _, verdict, _ in shown for f in verdict.findings)
     return code or (0 if is_well else 1)
 
 
@@ -124,11 +165,13 @@ def _write_json(shown: Shown, tracker: ModelTracker, code: int, path: str | Path
     """Writes the verdicts of rank 0 to stdout as JSON; returns the exit code."""
     if own_rank():
         return code
-    notes, exit_code = _notes(shown, tracker, path, options.html), _exit_code(code, shown)
+    notes = _notes(shown, tracker, path, options.html)
+    exit_code = _exit_code(code, shown, options.strict)
     models = [
         {"title": title, "counts": counts, "verdict": verdict.to_dict()} for title, verdict, counts in shown
     ]
     state = {"schema": 1, "exit_code": exit_code, "models": models, "notes": notes}
+    state |= {"steps": tracker.limit.ended_after, "ignored": list(options.ignored)}
     sys.stdout.write(json.dumps(state, ensure_ascii=False, allow_nan=False) + "\n")
     return exit_code
 
@@ -202,6 +245,8 @@ def _run(path: str, args: list[str], tracker: ModelTracker, is_module: bool) -> 
         show_error(f"{ended.code}")
         return 1, False
     except BaseException as error:
+        if tracker.limit.is_over and isinstance(error, KeyboardInterrupt):
+            return 0, False
         safe_console().file.flush()  # what the script has printed comes first
         _hide_own_frames(error)
         sys.excepthook(type(error), error, error.__traceback__)

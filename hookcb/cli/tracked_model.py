@@ -140,8 +140,10 @@ class TrackedModel:
         is_known = self.verdict is not None and self.verdict.status != "unknown"
         return self.is_trained or bool(self.optimizers) or is_known
 
-    def close(self, error: BaseException | None = None) -> None:
-        """Ends the watch, keeps the verdict, and lets go of the model."""
+    def close(
+        self, error: BaseException | None = None, scoped: Callable[[Verdict], Verdict] = lambda x: x
+    ) -> None:
+        """Ends the watch, keeps the verdict, as `scoped` returns it, and lets go of the model."""
         watch, self.watch = self.watch, None
         if watch is None:
             return
@@ -152,8 +154,8 @@ class TrackedModel:
             self.is_trainable = any(p.requires_grad for p in self.model.parameters())
         self.is_trained = self.is_trainable and (has_moved or watch.failure is not None)
         self.has_gradients = watch.seen["before_backward"] > 0
-        self.verdict = watch.diagnose()
-        self.page = collect(watch) if self.makes_page else None
+        self.verdict = scoped(watch.diagnose())
+        self.page = collect(watch, self.verdict) if self.makes_page else None
         self.model = None
 
     @property

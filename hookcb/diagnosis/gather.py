@@ -80,13 +80,9 @@ def _add_ranks(evidence: Evidence, timer: StepTimer | None) -> None:
 def note_unseen(evidence: Evidence, loop: Any) -> None:
     """Adds what was not seen of a loop that hookcb does not run."""
     evidence.unseen = dict(loop.coverage.missing)
-<<<<<<< HEAD
-=======
-    evidence.clips_first = not loop.facts.reports_steps
     facts = loop.facts
     if facts.n_losses_of_others and not (facts.n_losses_found or facts.n_losses_reported):
         evidence.absent |= dict.fromkeys(("loss", "graph", "targets"), OF_OTHERS)
->>>>>>> 14a19e045d4150abd9d0112d3c1d1e621062be64
 
 
 def _add_activations(evidence: Evidence, stats: ActivationStats, frame: Frame) -> None:

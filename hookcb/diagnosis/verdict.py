@@ -160,6 +160,7 @@ class Verdict(Printed):
         n_checked, n_checks: number of checks that could run, and of checks that apply to this training:
             without a GradScaler the check of its scale is not counted.
         gaps: checks that could not run, with the reason.
+        remarks: what limits it, for the headline: "after 200 steps".
 
     >>> from hookcb import Diagnose, synth_learner
     >>> learn = synth_learner()
@@ -178,6 +179,7 @@ class Verdict(Printed):
     n_checked: int = 0
     n_checks: int = 0
     gaps: tuple[Gap, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return self.status == "healthy"
@@ -189,7 +191,10 @@ class Verdict(Printed):
 
     @property
     def headline(self) -> str:
-        """Status, cause, and number of checks that ran, in one line."""
+        """Status, cause, number of checks that ran, and what limits the verdict, in one line."""
+        return "; ".join([self._found(), *self.remarks])
+
+    def _found(self) -> str:
         looked = f"{self.n_checked} of {self.n_checks} checks ran"
         if self.primary is not None:
             return f"{self.status.upper()}  {_summary(self.primary)}{f' ({looked})' if self.n_checks else ''}"
@@ -212,7 +217,7 @@ class Verdict(Printed):
             absent = f"Looked for and not found: {', '.join(self.ruled_out)}." if self.ruled_out else ""
             body = [*_filled(self.headline, width, 3, indent=""), *notes][: MAX_LINES - len(end)]
             return [*body, *_filled(absent, width, min(5, MAX_LINES - len(body) - len(end))), *end]
-        lines = _filled(self.headline, width, 1, indent="")
+        lines = _filled(self.headline, width, 1 + bool(self.remarks), indent="")
         lines += self.primary.lines(self.ruled_out[:3], width)
         if self.consequences:
             named = (f"{f.code} {as_layer(f.layer) or f.param}".rstrip() for f in self.consequences)
@@ -257,6 +262,7 @@ class Verdict(Printed):
         state["primary"] = None if primary is None else state["findings"][primary]
         state["gaps"] = [_plain(gap) for gap in state["gaps"]]
         texts = {"ruled_out": self.ruled_out, "looked": self.looked, "coverage": self.coverage}
+        texts["remarks"] = self.remarks
         return state | {name: list(lines) for name, lines in texts.items()}
 
     def to_json(self) -> str:

@@ -28,7 +28,8 @@ class _Dispatcher:
     def update(self, *new: "StepHook") -> None:
         """Adds new listeners and drops removed ones."""
         with locked():  # by this thread too: garbage collection may remove a hook meanwhile
-            self._listening = tuple(hook for hook in (*self._listening, *new) if hook.is_on)
+            now = [hook for hook in (*self._listening, *new) if hook.is_on]
+            self._listening = tuple(sorted(now, key=lambda hook: hook.is_last))
             if self._listening and self._handle is None:
                 self._handle = self._register(self)
             elif not self._listening and self._handle is not None and self._is_alone(self._handle):
@@ -59,9 +60,11 @@ class StepHook:
         method: called as `method(opt, args, kwargs)`; before a step, what it returns, unless None, replaces
             the arguments.
         after: call it after the step.
+        is_last: call it after all that are not; it may then raise, which ends the calls.
     """
 
-    def __init__(self, method: Callable[..., Any], *, after: bool = False) -> None:
+    def __init__(self, method: Callable[..., Any], *, after: bool = False, is_last: bool = False) -> None:
+        self.is_last = is_last
         self._method: WeakMethod[Callable[..., Any]] | None = WeakMethod(method)
         self._dispatcher = AFTER if after else BEFORE
         self._dispatcher.update(self)

@@ -23,13 +23,14 @@ class AgreedStop:
 
     Args:
         group: group of the ranks, None if this process is alone: it then stops at once.
+        name: what all ranks call it; by default a number, as they open their loops in the same order.
 
     Attributes:
         is_due: whether to stop now.
         is_main: whether this is rank 0, the one that prints.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, name: str = "") -> None:
         self.is_due, self.is_main = False, True
         self._n_steps, self._is_asked = 0, False
         self._store: Any = None
@@ -37,7 +38,7 @@ class AgreedStop:
             self._rank, self._world = distributed.get_rank(group), distributed.get_world_size(group)
             self.is_main = self._rank == 0
             self._every = 1 + (self._world - 1) // RANKS_PER_LOOK
-            self._store = make_store(f"hookcb/stop-{next(_runs)}")
+            self._store = make_store(f"hookcb/stop-{name or next(_runs)}")
             self._store.set(f"here-{self._rank}", "")
 
     def request(self) -> None:
@@ -46,8 +47,7 @@ class AgreedStop:
             self.is_due = True
         elif not self._is_asked:
             self._is_asked = True
-            missing = [rank for rank in range(self._world) if not self._store.check([f"here-{rank}"])]
-            if missing:
+            if missing := self.missing():
                 warn(
                     f"rank {self._rank} requests the end of the training, but {name_ranks(missing)} would "
                     "not notice and wait for it; open the same watch on all ranks"
@@ -55,6 +55,11 @@ class AgreedStop:
             else:
                 first = self._n_steps + 2  # it may be in the step that ends next
                 self._store.compare_set("step", "", str(-(-first // self._every) * self._every))
+
+    def missing(self) -> list[int]:
+        """Ranks that do not look for a request."""
+        ranks = range(self._world) if self._store is not None else ()
+        return [rank for rank in ranks if not self._store.check([f"here-{rank}"])]
 
     def end_step(self) -> None:
         """Looks for a request of any rank, after a step."""

@@ -1,6 +1,7 @@
 """Looks up what is in progress in this thread: calls of methods, steps."""
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
 
 from torch.optim import Optimizer
@@ -18,9 +19,13 @@ def n_running(function: str, owner: object) -> int:
 
 def stepping_optimizer() -> Optimizer | None:
     """The optimizer whose step is in progress in this thread; its closure may be calling the model."""
+    return next(stepping_optimizers(), None)
+
+
+def stepping_optimizers() -> Iterator[Optimizer]:
+    """The optimizers whose steps are in progress in this thread, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "wrapper" and isinstance(opt := frame.f_locals.get("self"), Optimizer):
-            return opt
+            yield opt
         frame = frame.f_back
-    return None

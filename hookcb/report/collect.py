@@ -73,8 +73,13 @@ def make_page(loop: Any, path: str | Path | None) -> Page:
     return page
 
 
-def collect(loop: Any) -> PageData:
-    """Everything that the callbacks of a learner or a watched loop have recorded, and the verdict on it."""
+def collect(loop: Any, verdict: Verdict | None = None) -> PageData:
+    """Everything that the callbacks of a learner or a watched loop have recorded, and the verdict on it.
+
+    Args:
+        loop: the learner or the watch.
+        verdict: its verdict, by default what `loop.diagnose()` returns.
+    """
     cbs = recorded_in(loop)
     evidence = _evidence(loop, cbs)
     data = of_records(cbs, evidence)
@@ -83,7 +88,7 @@ def collect(loop: Any) -> PageData:
     data.ranks = _ranks(loop, cbs, evidence)
     data.config = {title: rows for title, rows in _config(loop, cbs) if rows}
     try:
-        verdict = loop.diagnose()
+        verdict = verdict or loop.diagnose()
     except RuntimeError as error:  # nothing is recorded
         data.headline = f"No verdict: {error}."
     else:

@@ -47,3 +47,15 @@ def test_a_request_that_others_would_not_notice_has_no_effect_and_is_told(ranks)
 
 def test_without_a_request_none_stops(ranks):
     assert {n for n, _ in each(ranks, "never")} == {60}
+
+
+def test_a_diagnosed_script_ends_on_all_ranks_after_the_steps_that_were_asked_for(ranks):
+    (code, n, weights), *others = each(ranks, "steps")
+    assert (code, n) == (0, 9)
+    assert all(other == [0, 9, weights] for other in others)
+
+
+def test_if_the_minutes_of_a_rank_are_over_all_end_after_the_same_step(ranks):
+    (_, n, weights), *others = each(ranks, "minutes")
+    assert 5 < n < 12
+    assert all(other == [0, n, weights] for other in others)

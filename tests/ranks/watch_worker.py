@@ -1,8 +1,13 @@
 """One of several ranks; its own loop is watched, and asked to stop by one rank: `watch_worker.py FOLDER`."""
 
+import json
 import sys
 import warnings
 from contextlib import nullcontext
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from torch import distributed
@@ -10,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from hookcb import Callback, CancelFitException, watch
+from hookcb.cli.main import main as main_of_hookcb
 from tests.ranks.support import digest, join_group, run_cases, small_model
 
 RANK, WORLD = 0, 1
@@ -72,11 +78,49 @@ def only_one_watches():
     return [n, [str(w.message) for w in caught if "would not notice" in str(w.message)]]
 
 
+DIAGNOSED = """
+import json, sys, torch
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from tests.ranks.support import digest, small_model
+
+torch.manual_seed(0)
+model = DistributedDataParallel(small_model())
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+n = 0
+try:
+    while n < 60:
+        n += 1
+        x = torch.randn(4, 4)
+        cross_entropy(model(x), (x.sum(1) > 0).long()).backward()
+        opt.step()
+        opt.zero_grad()
+finally:
+    open(sys.argv[1], "w").write(json.dumps([n, digest(model)]))
+"""
+
+
+def diagnosed(*options):
+    """A script under `hookcb diagnose`; the time of rank 1 is over at its sixth look at the clock."""
+
+    def case():
+        looks = count()
+        clock = SimpleNamespace(monotonic=lambda: 100.0 * (RANK == 1 and next(looks) > 5))
+        script, made = Path(sys.argv[1], f"script-{RANK}.py"), Path(sys.argv[1], f"made-{RANK}.json")
+        script.write_text(DIAGNOSED)
+        with mock.patch("hookcb.cli.limits.time", clock):
+            code = main_of_hookcb(["diagnose", *options, str(script), str(made)])
+        return [code, *json.loads(made.read_text())]
+
+    return case
+
+
 CASES = {
     f"{event}, {k}": stopping(event, 7, accumulate=k)
     for event in ("before_batch", "after_pred", "after_loss", "after_backward", "before_step", "after_step")
     for k in (1, 4)
 } | {"both ask": both_ask, "only one watches": only_one_watches, "never": stopping("after_batch", 99)}
+CASES |= {"steps": diagnosed("--steps", "9"), "minutes": diagnosed("--minutes", "1")}
 
 
 def main():
