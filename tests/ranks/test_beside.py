@@ -25,9 +25,10 @@ ALL = [case.__name__ for case in beside_worker.CASES]
 PLAIN = [case.__name__ for case in beside_worker.OF_PLAIN_LAYERS]
 ON_TWO = [f"{mode}/{name}" for mode in ("ddp", "fsdp2") for name in ALL]
 ON_TWO += [f"tp/{name}" for name in ALL if name not in PLAIN]
-ON_FOUR = [f"hsdp/{name}" for name in ALL] + [f"hybrid/{name}" for name in ALL if name not in PLAIN]
-for name in ("hybrid/compiled_aot", "hybrid/compiled_thawed"):  # compiled for long; tp and fsdp2 have both
-    ON_FOUR.remove(name)
+# each on one of the two meshes; on hybrid ones, compiling takes long
+COMPILED = ("compiled_aot", "compiled_thawed")
+ON_HYBRID = [name for name in ALL[1::2] if name not in (*PLAIN, *COMPILED)]
+ON_FOUR = [f"hybrid/{name}" if name in ON_HYBRID else f"hsdp/{name}" for name in ALL]
 
 
 def names_of(cases):
