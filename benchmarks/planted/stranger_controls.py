@@ -329,3 +329,16 @@ def many_points(seed: int, cbs: Callbacks) -> Run:
         model[1].weight.fill_(0.25)
         model[1].weight[0, 0] = 0.2
     return line(seed, cbs, SGD(model.parameters(), lr=1e-4), model, n=64, n_step=250)
+
+
+# ---- inputs on a large scale that a normalization takes away
+
+
+@control(STRANGER_CONTROLS, "pixels of 0 to 255 before a convolution and its batch norm", target=1.5)
+def raw_pixels(seed: int, cbs: Callbacks) -> Run:
+    """Steps that are large in the head, and have nothing to do with the inputs."""
+    batches = [((255 * (x - x.min()) / (x.max() - x.min())), y) for x, y in image_batches(seed)]
+    n_in = batches[0][0].shape[1]
+    body = [nn.Conv2d(n_in, 16, 3, 2), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten()]
+    model = nn.Sequential(*body, nn.Linear(256, 10))
+    return follow(model, F.cross_entropy, Adam(model.parameters(), lr=2e-2), batches, cbs, seed)

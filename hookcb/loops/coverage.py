@@ -232,5 +232,6 @@ def _notes(seen: Mapping[str, int], facts: Facts, n_epochs: int, n_optimizers: i
     if (n := facts.n_clipped) and not facts.reports_steps:
         yield (
             f"gradients of {n} step{'s' * (n != 1)} were written to after the backward, as clipping does, "
-            "and are read after clipping; to read them before, call w.begin_step(optimizer) and clip then"
+            "and are read after clipping; "
+            "to read them unclipped, call w.begin_step(optimizer) before you clip"
         )
