@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from hookcb.diagnosis.explain import FILE
-from hookcb.diagnosis.judge import SOURCES
+from hookcb.diagnosis.reader import SOURCES
 from hookcb.diagnosis.registry import CHECKS, Check, Site
 from hookcb.diagnosis.verdict import link_to
 

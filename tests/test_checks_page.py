@@ -17,7 +17,8 @@ from docs.checks import document, main
 from hookcb import Diagnose, synth_learner
 from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.explain import explain
-from hookcb.diagnosis.judge import SOURCES, _run, explained
+from hookcb.diagnosis.judge import _run, explained
+from hookcb.diagnosis.reader import SOURCES
 from hookcb.diagnosis.registry import CHECKS, Absent, Passed, Site, Skipped
 from hookcb.diagnosis.registry import check as register
 from hookcb.diagnosis.trends import persistent, persistent_max

@@ -13,6 +13,7 @@ from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.evidence import Evidence, Layer, Series
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.guard import Guard
+from hookcb.diagnosis.reader import way_of
 from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.outputs import OutputGradients
 from hookcb.gradients.records import GradientRecords
@@ -75,6 +76,7 @@ def note_unseen(evidence: Evidence, loop: Any) -> None:
     """Adds what was not seen of a loop that hookcb does not run."""
     evidence.unseen = dict(loop.coverage.missing)
     evidence.clips_first = not loop.facts.reports_steps
+    evidence.reader = way_of(is_external=True)
 
 
 def _add_activations(evidence: Evidence, stats: ActivationStats, frame: Frame) -> None:

@@ -256,7 +256,7 @@ def test_gaps_are_a_field_and_stay_in_the_coverage_and_the_dict():
     assert list(verdict.coverage) == verdict.to_dict()["coverage"] == lines
     assert verdict.to_dict()["gaps"][0] == {"codes": ["loss.flat", "loss.spike"], "reason": "too few batches"}
     assert json.loads(verdict.to_json()) == verdict.to_dict()
-    assert "3 batches. Some checks could not run: too few batches, and 1 other reason." in str(verdict)
+    assert "3 batches. More: verdict.coverage." in str(verdict)
     assert pickle.loads(pickle.dumps(verdict)) == verdict
 
 

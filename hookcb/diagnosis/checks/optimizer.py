@@ -9,13 +9,14 @@ from hookcb.diagnosis.checks.observed import passed_on
 from hookcb.diagnosis.checks.updates import VISIBLE_UPDATE
 from hookcb.diagnosis.evidence import SPARSE_KINDS, WINDOW, Evidence, Param, Series
 from hookcb.diagnosis.falling import has_learned
+from hookcb.diagnosis.reader import also
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import LATEST, Span, before, finite, median, rates, ratio
 from hookcb.diagnosis.verdict import Finding
 
 UNCLIPPED, MAX_CLIPPED = 0.999, 0.95  # coefficient of a gradient that is not clipped; share of records
 MIN_CLIPPED_TO, MIN_CLIPPED_TO_ANYWAY = 0.01, 1e-4  # median coefficient; the same if the loss falls
-CLIPS_FIRST = "gradients are read after clipping; call w.begin_step(optimizer) before you clip"
+CLIPS_FIRST = "gradients are read after clipping"
 MIN_RATES, VANISHED, MAX_VANISHED = 50, 1e-3, 0.5  # batches; share of the largest rate; share of batches
 MAX_NORM = 100.0  # of all gradients; they are usually clipped to 0.1 to 10
 MAX_PEAK = 30.0  # max |gradient| / RMS, which is 5 for normally distributed numbers
@@ -82,7 +83,7 @@ def _clipped_before(evidence: Evidence) -> Result:
     most = max(finite(norms.values), default=0.0)
     n = sum(x >= most * UNCLIPPED for x in norms.values)
     if len(norms) < WINDOW or not most or n <= MAX_CLIPPED * len(norms):
-        return Skipped(CLIPS_FIRST)
+        return Skipped(CLIPS_FIRST + also("unclipped", evidence.reader))
     if has_learned(evidence, evidence.first_loss):
         return Passed(f"clipping that stops the training (it always clips to a norm of {most:.2g})")
     return finding(
@@ -93,7 +94,7 @@ def _clipped_before(evidence: Evidence) -> Result:
         message=f"{n / len(norms):.0%} of the gradients have the same norm, {most:.2g}, as clipping leaves "
         "them, and the loss does not fall.",
         causes=("a clipping norm that is too low", "gradients that are summed rather than averaged"),
-        next_steps=("Do not clip, or call w.begin_step(optimizer) before you clip, to see the norms",),
+        next_steps=("Do not clip, or clip to a norm ten times as large",),
     )
 
 
