@@ -12,7 +12,7 @@ from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.on_ranks import findings_of_all
 from hookcb.diagnosis.reader import why_unseen
 from hookcb.diagnosis.registry import CHECKS, Absent, Check, Passed, Result, Skipped
-from hookcb.diagnosis.verdict import Finding, Gap, Status, Verdict
+from hookcb.diagnosis.verdict import UNFINISHED, Finding, Gap, Status, Verdict
 
 RANK = {"error": 0, "warning": 1, "info": 2}
 
@@ -94,7 +94,7 @@ def _without_idle_advice(findings: Sequence[Finding], is_unknown: bool) -> list[
     """Findings without the note that a training could go on, if it does not learn or was not seen."""
     harmless = ("time.", "memory.", "loss.flat", "loss.trivial")
     is_faulty = any(f.severity != "info" and not f.code.startswith(harmless) for f in findings)
-    return [f for f in findings if not ((is_faulty or is_unknown) and f.code == "train.unfinished")]
+    return [f for f in findings if not ((is_faulty or is_unknown) and f.code == UNFINISHED)]
 
 
 def _run(check: Check, evidence: Evidence) -> Sequence[Result]:
@@ -134,7 +134,7 @@ def explained(findings: Iterable[Finding], evidence: Evidence) -> list[Finding]:
         cause = next((other for other in linked if _leads_to(other, finding)), None)
         linked.append(finding if cause is None else replace(finding, consequence_of=cause.code))
         depths[linked[-1]] = 0 if cause is None else depths[cause] + 1
-    return sorted(linked, key=lambda f: (depths[f], *_weight(f), *_key(f, evidence)))
+    return sorted(linked, key=lambda f: (f.code == UNFINISHED, depths[f], *_weight(f), *_key(f, evidence)))
 
 
 def _with_raised_severity(findings: Sequence[Finding]) -> Iterator[Finding]:

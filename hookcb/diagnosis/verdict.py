@@ -22,6 +22,7 @@ Status = Literal["healthy", "suspect", "sick", "unknown"]
 
 WIDTH = 100  # columns that text is wrapped to
 MAX_LINES = 15
+UNFINISHED = "train.unfinished"  # the code of a note that stands last
 MIN_WIDTH, MAX_NAME_WIDTH = 20, 60  # columns
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "cyan"}
 STATUS_STYLES = {
@@ -231,9 +232,10 @@ class Verdict(Printed):
 
     def lines(self, width: int = WIDTH) -> list[str]:
         """The verdict as text, in at most 15 lines of at most `width` columns."""
-        end = self._looked_at(width)
+        end = [*self._unfinished(width), *self._looked_at(width)]
         if self.primary is None:
-            notes = [line for finding in self.findings[:1] for line in finding.lines(width=width)]
+            noted = [f for f in self.findings if f.code != UNFINISHED][:1]
+            notes = [line for finding in noted for line in finding.lines(width=width)]
             absent = f"Looked for and not found: {', '.join(self.ruled_out)}." if self.ruled_out else ""
             body = [*_filled(self.headline, width, 3, indent=""), *notes][: MAX_LINES - len(end)]
             return [*body, *_filled(absent, width, min(5, MAX_LINES - len(body) - len(end))), *end]
@@ -247,6 +249,11 @@ class Verdict(Printed):
         for other in [f for f in causes if f is not self.primary][:2]:
             lines += _filled(f"{other.head}: {other.message}", width, 2, indent="")
         return [*lines[: MAX_LINES - len(end)], *end]
+
+    def _unfinished(self, width: int) -> list[str]:
+        """The note that a training could go on, in one line."""
+        found = [f for f in self.findings if f.code == UNFINISHED and f is not self.primary][:1]
+        return [line for f in found for line in _filled(f"{f.code}: {f.message}", width, 1)]
 
     def _looked_at(self, width: int) -> list[str]:
         """What was inspected, and where the rest is to be read, in one line below the first note."""

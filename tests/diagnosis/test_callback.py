@@ -747,7 +747,8 @@ def test_an_error_that_was_told_and_is_over_is_in_the_verdict_as_past(way, on_si
     with pytest.warns(UserWarning, match=r"loss\.diverging") if on_sick == "warn" else nullcontext():
         verdict = trained_in(way, given)
     (past,) = [f for f in verdict.findings if f.code == "loss.diverging"]
-    assert verdict.status == "suspect" and not verdict
+    assert verdict.status == "suspect"
+    assert not verdict
     assert (past.severity, past.step) == ("warning", 1)
     assert past.last_step < past.recovered < len(HEALED) - 1  # as the loss shows
     assert f"steps 1–{past.last_step}, recovered by {past.recovered}" in str(verdict)
@@ -767,7 +768,9 @@ def test_a_second_fit_keeps_nothing_that_was_told_in_the_first():
 
 
 def test_what_was_told_is_in_the_verdict_of_a_fit_that_ends_by_an_error():
-    def fails(pred, y, given=losses_of(HEALED), n=iter(range(99))):
+    n, given = iter(range(99)), losses_of(HEALED)
+
+    def fails(pred, y):
         if next(n) == 55:
             raise ValueError("the loop's own")
         return given(pred, y)
