@@ -176,7 +176,7 @@ class Verdict(Printed):
             without a GradScaler the check of its scale is not counted.
         gaps: checks that could not run, with the reason.
         of_rank: the only rank that it is of, if others train too: "rank 0"; "" if there is no other.
-        more: where the rest of what was inspected is to be read.
+        more: where to read the rest of what was inspected.
 
     >>> from hookcb import Diagnose, synth_learner
     >>> learn = synth_learner()
@@ -203,7 +203,7 @@ class Verdict(Printed):
 
     @property
     def is_slow(self) -> bool:
-        """Whether all that is wrong is the time that the training takes: the model is as it should be."""
+        """Whether the only thing wrong is the time that the training takes; the model is not worse for it."""
         return self.status == "suspect" and self.primary is not None and self.primary.is_slow
 
     @property
@@ -256,7 +256,7 @@ class Verdict(Printed):
         return [line for f in found for line in _filled(f"{f.code}: {f.message}", width, 1)]
 
     def _looked_at(self, width: int) -> list[str]:
-        """What was inspected, and where the rest is to be read, in one line below the first note."""
+        """Numbers of what was inspected and where to read the rest, in one line below the first note."""
         if not self.coverage:
             return []
         numbers = "; ".join(text.partition(" (")[0] for text in self.looked[:2])
