@@ -510,7 +510,7 @@ def test_a_note_that_a_training_is_unfinished_stands_last_in_one_line():
     spike = Finding("loss.spike", "info", message="The loss jumps.")
     lines = verdict_of(note, spike, coverage=("9 batches",)).lines()
     assert lines[1].startswith("INFO  loss.spike")
-    assert [line[:20] for line in lines[-2:]] == ["  train.unfinished: ", "  Inspected: 9 batche"]
+    assert [line[:20] for line in lines[-2:]] == ["  train.unfinished: ", "  Inspected: 9 batch"]
     assert "Train on" not in "".join(lines)
 
 
