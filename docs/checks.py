@@ -9,8 +9,9 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import hookcb.diagnosis.checks  # noqa: F401  # which registers them
 from hookcb.diagnosis.explain import FILE
-from hookcb.diagnosis.judge import SOURCES
+from hookcb.diagnosis.reader import SOURCES
 from hookcb.diagnosis.registry import CHECKS, Check, Site
 from hookcb.diagnosis.verdict import link_to
 

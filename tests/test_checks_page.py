@@ -17,7 +17,8 @@ from docs.checks import document, main
 from hookcb import Diagnose, synth_learner
 from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.explain import explain
-from hookcb.diagnosis.judge import SOURCES, _run, explained
+from hookcb.diagnosis.judge import _run, explained
+from hookcb.diagnosis.reader import SOURCES
 from hookcb.diagnosis.registry import CHECKS, Absent, Passed, Site, Skipped
 from hookcb.diagnosis.registry import check as register
 from hookcb.diagnosis.trends import persistent, persistent_max
@@ -32,7 +33,7 @@ DESIGNED = re.findall(
     head.degenerate head.axis layer.batch_first label.range hook.silent replica.diverged amp.scale_collapse
     input.nonfinite input.constant label.out_of_range label.single_class label.broadcast label.form
     label.scaled
-    loss.of_values model.linear_stack dropout.scores
+    loss.of_values model.linear_stack dropout.scores dropout.in_eval
     param.frozen param.frozen_between param.unregistered label.copies_input label.padding mask.future
     mask.blind embed.single_index
     accum.divisor data.duplicated data.repeated data.same_order random.duplicated grad.rescaled

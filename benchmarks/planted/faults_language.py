@@ -312,7 +312,7 @@ class Dropping(nn.Module):
 @fault(
     LANGUAGE_FAULTS,
     "LM: F.dropout without training=self.training",
-    codes=["mode.mismatch"],
+    codes=["dropout.in_eval"],
     planted_at=60,
     note_suffices=True,
 )

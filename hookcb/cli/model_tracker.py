@@ -34,6 +34,7 @@ from hookcb.core.shards import plain_class
 from hookcb.core.torch_private import in_backward
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.failures import describe_failure
+from hookcb.diagnosis.reader import by_command
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.gradients.hand_steps import StepByHand
 from hookcb.hooks.modules import has_params, without_wrappers
@@ -117,6 +118,7 @@ class ModelTracker:
     def watching(self) -> Iterator[None]:
         """Watches all training in a `with` block; afterwards torch is as it was."""
         with ExitStack() as stack:
+            stack.enter_context(by_command())
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", UNSEEN, UserWarning)  # the verdict says what was not observed
             stack.enter_context(_replaced(nn.Module, "__call__", self._wrap_call))

@@ -74,11 +74,11 @@ def run_script(path: str | Path, args: Sequence[str] = (), options: Options = NO
         options: what else to do.
 
     Returns:
-        Exit code: 0 if all models are healthy; 1 if one is suspect or sick, if one has an optimizer but no
-        training of it was seen, if nothing was trained, or if the script raised; the script's own if that is
-        not 0; 130 after Ctrl-C. Once a limit has ended the script, only the verdicts decide. Under torchrun,
-        the verdicts of rank 0 decide: the others show theirs if they are their own and not healthy, and exit
-        with the code of the script.
+        Exit code: 0 if all models are healthy, or only slow; 1 if one is suspect or sick, if one has an
+        optimizer but no training of it was seen, if nothing was trained, or if the script raised; the
+        script's own if that is not 0; 130 after Ctrl-C. Once a limit has ended the script, only the verdicts
+        decide. Under torchrun, the verdicts of rank 0 decide: the others show theirs if they are their own
+        and not healthy, and exit with the code of the script.
     """
     start, makes_pages = Path.cwd(), options.html is not None and not own_rank()
     tracker = ModelTracker(makes_pages, Limit(options.steps, options.minutes), options.ignored)
@@ -147,7 +147,7 @@ def _from(folder: Path, file: Path | None) -> Path | None:
 def _exit_code(code: int, shown: Shown, is_strict: bool = False) -> int:
     counted = [verdict for _, verdict, counts in shown if counts]
     is_well = bool(counted) and all(counted)
-    if is_strict:
+    if is_strict:  # neither is a training that is only slow
         is_well = is_well and all(f.severity == "info" for _, verdict, _ in shown for f in verdict.findings)
     return code or (0 if is_well else 1)
 

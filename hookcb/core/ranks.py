@@ -426,6 +426,13 @@ def ranks_of(model: nn.Module) -> Ranks:
     return ALONE if group_of(model) is None else Ranks(model)
 
 
+def name_own_rank() -> str:
+    """Names this process among those of the open group, "rank 0"; "" if there is no other."""
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() < 2:
+        return ""
+    return name_ranks([distributed.get_rank()])
+
+
 def describe_alone(model: nn.Module, group: Any) -> str:
     """Describes whose numbers this rank shows, where a group does not communicate; "" without a group."""
     if group is None:

@@ -21,7 +21,7 @@ from hookcb.diagnosis.on_ranks import compare_batches, keep_losses, share_inputs
 from hookcb.diagnosis.probes.one_batch import add_preflight
 from hookcb.diagnosis.probes.replicas import can_compare
 from hookcb.diagnosis.recorder import EvidenceRecorder
-from hookcb.diagnosis.verdict import Verdict
+from hookcb.diagnosis.verdict import Finding, Status, Verdict
 from hookcb.gradients.callback import GradientHealth
 from hookcb.training.progress import Progress
 
@@ -92,9 +92,11 @@ class Diagnose(EvidenceRecorder):
         self.on_sick, self.show = on_sick, show
         self.verdict: Verdict | None = None
         self.reason: str | None = None
+        self._told: dict[str, Finding] = {}  # errors told in this fit, by code
 
     def before_fit(self) -> None:
         self.verdict = self.reason = None
+        self._told = {}
         self._next_check, self._has_reacted = FIRST_CHECK, False
         super().before_fit()
 
@@ -142,9 +144,10 @@ class Diagnose(EvidenceRecorder):
 
     def _judge(self, evidence: Evidence, ranks: Ranks) -> Verdict:
         """Verdict on what was recorded; several ranks call this together, and share their losses."""
+        told = tuple(self._told.values())
         if ranks.world == 1:
-            verdict = self._guard.always("verdict", judge, evidence)
-            return _no_verdict(self._guard) if verdict is None else verdict
+            verdict = self._guard.always("verdict", partial(judge, evidence, told=told))
+            return self._no_verdict() if verdict is None else verdict
         # a rank with labels of its own kind may learn nothing, though all together do
         own = [finding for finding in judge(evidence).findings if finding.code == "loss.trivial"]
         evidence.notes.append(f"{ranks.world} ranks")
@@ -152,7 +155,13 @@ class Diagnose(EvidenceRecorder):
         share_losses(evidence, ranks)
         share_inputs(evidence, ranks)
         compare_batches(evidence, ranks, can_compare(self.learn))
-        return judge(evidence, ranks, own)
+        return judge(evidence, ranks, own, told)
+
+    def _no_verdict(self) -> Verdict:
+        """Verdict if none can be made: what was told, and why there is no more."""
+        notes, told = tuple(self._guard.notes), tuple(self._told.values())
+        status: Status = "sick" if told else "unknown"
+        return Verdict(status, next(iter(told), None), told, (), notes, "; ".join(notes))
 
     def takes_error(self, error: Exception, event: str) -> bool:
         theirs, self._users_error = self._users_error, None
@@ -160,7 +169,7 @@ class Diagnose(EvidenceRecorder):
         if is_taken and event == Event.AFTER_FIT:
             if self._probes is not None:
                 self.finish(Evidence())
-            self.verdict = _no_verdict(self._guard) if self.verdict is None else self.verdict
+            self.verdict = self._no_verdict() if self.verdict is None else self.verdict
         return is_taken
 
     def _is_quiet(self) -> bool:
@@ -179,6 +188,8 @@ class Diagnose(EvidenceRecorder):
         if verdict.status != "sick" or verdict.primary is None:
             return
         is_first, self._has_reacted = not self._has_reacted, True
+        told = [f for f in verdict.findings if f.severity == "error" and not (f.consequence_of or f.is_slow)]
+        self._told = {f.code: f for f in told} | self._told
         try:
             if callable(self.on_sick):
                 if self.learn.ranks.is_main:
@@ -205,10 +216,6 @@ class Diagnose(EvidenceRecorder):
 def _told(verdict: Verdict) -> str:
     """The fault of a verdict, in one sentence."""
     return "" if verdict.primary is None else f"{verdict.primary.code}: {verdict.primary.message.rstrip('.')}"
-
-
-def _no_verdict(guard: Guard) -> Verdict:
-    return Verdict("unknown", None, (), (), tuple(guard.notes), "; ".join(guard.notes))
 
 
 def recorded_in(loop: Any) -> list[Callback]:

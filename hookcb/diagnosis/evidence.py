@@ -4,6 +4,7 @@ import math
 import statistics
 from dataclasses import dataclass, field
 
+from hookcb.diagnosis.reader import ADVICE, Way, way_of
 from hookcb.hooks.coverage import BY_CLOSURE
 from hookcb.profiling.steps.stragglers import Straggler
 from hookcb.records.series import Series as Series
@@ -228,6 +229,8 @@ class Evidence:
         partial: reason why nothing is ruled out, by source that covers only a part of the model or the
             training, or by code of a check that is not told all that it needs.
         unseen: reason why an event of an external loop was not seen, by event.
+        reader: how whoever reads the verdict runs hookcb, for advice that fits.
+        of_rank: the only rank that it is of, though others train too: "rank 0"; "" if there is no other.
     """
 
     sources: set[str] = field(default_factory=set)
@@ -286,6 +289,8 @@ class Evidence:
     absent: dict[str, str] = field(default_factory=dict)
     partial: dict[str, str] = field(default_factory=dict)
     unseen: dict[str, str] = field(default_factory=dict)
+    reader: Way = field(default_factory=lambda: way_of(is_external=False))
+    of_rank: str = ""
     _smooth: tuple[Series, int, Series] | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -296,6 +301,10 @@ class Evidence:
     def is_by_closure(self) -> bool:
         """Whether each batch is an evaluation in a step of LBFGS; then no gradient belongs to a step."""
         return self.unseen.get("before_step") == BY_CLOSURE
+
+    def advise(self, what: str) -> str:
+        """One of `ADVICE`, in the words of how the reader runs hookcb."""
+        return ADVICE[what][self.reader]
 
     def why_nothing_seen(self) -> str:
         """Reason why no verdict can rest on this evidence, "" if one can."""

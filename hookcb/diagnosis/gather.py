@@ -13,6 +13,7 @@ from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.evidence import Evidence, Layer, Series
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.guard import Guard
+from hookcb.diagnosis.reader import way_of
 from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.outputs import OutputGradients
 from hookcb.gradients.records import GradientRecords
@@ -80,6 +81,7 @@ def _add_ranks(evidence: Evidence, timer: StepTimer | None) -> None:
 def note_unseen(evidence: Evidence, loop: Any) -> None:
     """Adds what was not seen of a loop that hookcb does not run."""
     evidence.unseen = dict(loop.coverage.missing)
+    evidence.reader = way_of(is_external=True)
     facts = loop.facts
     if facts.n_losses_of_others and not (facts.n_losses_found or facts.n_losses_reported):
         evidence.absent |= dict.fromkeys(("loss", "graph", "targets"), OF_OTHERS)

@@ -44,7 +44,7 @@ COSTS: Mapping[str, tuple[str, ...]] = {
     "norms": ("mode.mismatch",),
     "notes": ("batches", "loss", "time"),
     "ops": (
-        *("attn.collapse", "mask.blind", "wd.norms", "mode.mismatch", "time.layer", "layer.batch_first"),
+        *("attn.collapse", "mask.blind", "wd.norms", "dropout.in_eval", "time.layer", "layer.batch_first"),
         *OF_TOKENS,
     ),
     "optimizers": ("param.duplicated", "param.frozen"),

@@ -10,27 +10,16 @@ from hookcb.core.ranks import ALONE, Ranks
 from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.on_ranks import findings_of_all
+from hookcb.diagnosis.reader import why_unseen
 from hookcb.diagnosis.registry import CHECKS, Absent, Check, Passed, Result, Skipped
-from hookcb.diagnosis.verdict import Finding, Gap, Status, Verdict
+from hookcb.diagnosis.verdict import UNFINISHED, Finding, Gap, Status, Verdict
 
-SOURCES = {  # how to get each source of evidence
-    "activations": "ActivationStats",
-    "gradients": "GradientHealth",
-    "loss": "a known loss: under watch, w.report_loss(loss)",
-    "batches": "Diagnose",
-    "batch": "Diagnose, or a Learner with a batch to look at",
-    "model": "Diagnose, or a Learner with a batch to look at",
-    "graph": "Diagnose, or a Learner with a batch to look at",
-    "optimizers": "an optimizer",
-    "steps": "Diagnose",
-    "time": "Diagnose",
-    "memory": "Diagnose",
-    "ranks": "StepTimer",
-}
 RANK = {"error": 0, "warning": 1, "info": 2}
 
 
-def judge(evidence: Evidence, ranks: Ranks = ALONE, own: Sequence[Finding] = ()) -> Verdict:
+def judge(
+    evidence: Evidence, ranks: Ranks = ALONE, own: Sequence[Finding] = (), told: Sequence[Finding] = ()
+) -> Verdict:
     """Runs all checks; the earliest cause becomes the primary finding, the others name what they follow from.
 
     A check that cannot run or fails is listed in the verdict's `gaps`.
@@ -39,6 +28,7 @@ def judge(evidence: Evidence, ranks: Ranks = ALONE, own: Sequence[Finding] = ())
         evidence: what this rank has recorded.
         ranks: ranks that all call this; each gets the verdict of rank 0 on what any of them has found.
         own: further findings of this rank.
+        told: errors that were told during the training; those that are over by now are among the findings.
     """
     results = [(check, result) for check in CHECKS.values() for result in _run(check, evidence)]
     found = [result for _, result in results if isinstance(result, Finding)]
@@ -52,6 +42,7 @@ def judge(evidence: Evidence, ranks: Ranks = ALONE, own: Sequence[Finding] = ())
         found, gaps = findings_of_all([*found, *own], gaps, ranks)
         unsure = {finding.code for finding in found} | {code for gap in gaps for code in gap.codes}
         passed = [(check, text) for check, text in passed if check.code not in unsure]
+    found = _with_past(found, told, evidence)
     reason = evidence.why_nothing_seen()
     if reason:
         passed = []  # nothing is ruled out by a training that was not seen
@@ -68,15 +59,42 @@ def judge(evidence: Evidence, ranks: Ranks = ALONE, own: Sequence[Finding] = ())
         n_checked=len({*(finding.code for finding in found), *(check.code for check, _ in passed)}),
         n_checks=len({check.code for check, result in results if not isinstance(result, Absent)}),
         gaps=tuple(gaps),
+        of_rank="" if ranks.world > 1 else evidence.of_rank,
+        more=evidence.advise("coverage"),
     )
     return ranks.of_main(lambda: verdict)
+
+
+def _with_past(found: Sequence[Finding], told: Sequence[Finding], evidence: Evidence) -> list[Finding]:
+    """Findings, and errors that were told and are over: as warnings, unless they have led to one of these."""
+    alarms = [f for f in found if f.severity != "info"]
+    past = [f for f in told if all(f.code != other.code for other in alarms)]
+    codes = {f.code for f in past}  # notes of these checks say less
+    return [
+        *(f for f in found if f.code not in codes),
+        *(
+            f
+            if any(_leads_to(f, other) for other in alarms)
+            else replace(f, severity="warning", recovered=_recovered_by(f, evidence))
+            for f in past
+        ),
+    ]
+
+
+def _recovered_by(finding: Finding, evidence: Evidence) -> int:
+    """Number of the batch by which it was over: as the curve of the loss shows, if it is about that."""
+    check, last = CHECKS[finding.code], max(0, evidence.n_batches - 1)
+    if check.shown_by != "run.loss" or not check.draws_limit:
+        return last
+    high = [step for step, x in evidence.smooth_loss() if x > finding.limit]
+    return min(last, max(high, default=last) + 1)
 
 
 def _without_idle_advice(findings: Sequence[Finding], is_unknown: bool) -> list[Finding]:
     """Findings without the note that a training could go on, if it does not learn or was not seen."""
     harmless = ("time.", "memory.", "loss.flat", "loss.trivial")
     is_faulty = any(f.severity != "info" and not f.code.startswith(harmless) for f in findings)
-    return [f for f in findings if not ((is_faulty or is_unknown) and f.code == "train.unfinished")]
+    return [f for f in findings if not ((is_faulty or is_unknown) and f.code == UNFINISHED)]
 
 
 def _run(check: Check, evidence: Evidence) -> Sequence[Result]:
@@ -85,8 +103,7 @@ def _run(check: Check, evidence: Evidence) -> Sequence[Result]:
     partial = [evidence.partial[x] for x in (check.code, *check.needs) if x in evidence.partial]
     if missing := [need for need in check.needs if need not in evidence.sources]:
         known = partial + [evidence.missing[need] for need in missing if need in evidence.missing]
-        why = " and ".join(dict.fromkeys(SOURCES[need] for need in missing))
-        return [Skipped(known[0] if known else f"needs {why}")]
+        return [Skipped(known[0] if known else why_unseen(missing, evidence.reader))]
     try:
         results = list(check.function(evidence))
     except Exception as error:  # a verdict without this check is better than none
@@ -117,7 +134,7 @@ def explained(findings: Iterable[Finding], evidence: Evidence) -> list[Finding]:
         cause = next((other for other in linked if _leads_to(other, finding)), None)
         linked.append(finding if cause is None else replace(finding, consequence_of=cause.code))
         depths[linked[-1]] = 0 if cause is None else depths[cause] + 1
-    return sorted(linked, key=lambda f: (depths[f], *_weight(f), *_key(f, evidence)))
+    return sorted(linked, key=lambda f: (f.code == UNFINISHED, depths[f], *_weight(f), *_key(f, evidence)))
 
 
 def _with_raised_severity(findings: Sequence[Finding]) -> Iterator[Finding]:
@@ -141,14 +158,18 @@ def _key(finding: Finding, evidence: Evidence) -> tuple[float, int, float, bool,
     return step, check.site, place, not check.exact, check.code  # independent of the order of checks
 
 
-def _weight(finding: Finding) -> tuple[int, bool]:
-    return RANK[finding.severity], not CHECKS[finding.code].exact
+def _weight(finding: Finding) -> tuple[bool, bool, int, bool]:
+    is_note = finding.severity == "info"
+    return is_note, finding.is_slow, RANK[finding.severity], not CHECKS[finding.code].exact
 
 
 def _status(findings: Sequence[Finding], why_unseen: str) -> Status:
-    severities = {finding.severity for finding in findings if not finding.consequence_of}
-    if severities <= {"info"}:
-        return "unknown" if why_unseen else "healthy"
+    alarms = [finding for finding in findings if not finding.consequence_of and finding.severity != "info"]
+    severities = {finding.severity for finding in alarms if not finding.is_slow}
+    if not severities and why_unseen:
+        return "unknown"
+    if not alarms:
+        return "healthy"
     return "sick" if "error" in severities else "suspect"
 
 
@@ -163,7 +184,7 @@ def _in_order(passed: Sequence[tuple[Check, str]], primary: Finding | None) -> t
 def _looked(evidence: Evidence) -> tuple[str, ...]:
     n = evidence.n_batches
     rule = f" ({evidence.looks})" if evidence.looks else ""
-    looked = "1 batch" if n == 1 else f"{n} batches, {evidence.n_looked} of them closely{rule}"
+    looked = "1 batch" if n == 1 else f"{n} batches, {evidence.n_looked} closely{rule}"
     n_layers, n_params = len(evidence.layers), len(evidence.params)
     size = f"{n_layers} layer{'s' * (n_layers != 1)}, {n_params} parameter{'s' * (n_params != 1)}"
     return (looked, size, *evidence.notes)

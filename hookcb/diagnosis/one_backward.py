@@ -6,7 +6,8 @@ from torch import nn
 
 from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.frame import Frame
-from hookcb.diagnosis.judge import SOURCES, judge
+from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.reader import SOURCES
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.gradients.flow import read_gradients
 from hookcb.gradients.stats import GRAD_STATS

@@ -191,6 +191,7 @@ def _late_observed(probes: Probes) -> Iterator[tuple[str, str, Callable[[], obje
     known = probes.targets.classes
     yield "targets", "labels of a classifier", lambda: known(probes.graph_of_one) is not None
     yield "ops", "attention", lambda: any(len(shares) >= MIN_BATCHES for shares in ops.shares.values())
+    yield "ops", "calls in eval mode", lambda: ops.has_evaluated
     yield "tokens", "indices of embeddings", lambda: tokens.has_indices
     yield "tables", "sums in the graph", lambda: probes.tables.is_known
     yield "tokens", "tokens beside targets", lambda: tokens.has_compared
@@ -274,7 +275,7 @@ def _late_observations(probes: Probes) -> Iterator[tuple[str, Callable[[], Itera
     yield "norms", lambda: probes.norms.observations(probes.n_batches)
     yield "ops", lambda: observe_attention(probes.ops.shares)
     yield "ops", lambda: observe_blind(probes.ops.blind)
-    yield "ops", lambda: observe_dropout_in_eval(probes.ops.dropping)
+    yield "ops", lambda: observe_dropout_in_eval(probes.ops.dropping, probes.ops.n_alike())
     yield "tables", lambda: probes.tables.observations()
     yield "tokens", lambda: probes.tokens.observe_indices()
     tokens = probes.tokens.relations

@@ -10,6 +10,7 @@ from hookcb.core import orders
 from hookcb.core.callback import Callback
 from hookcb.core.events import BATCH_EVENTS, Event
 from hookcb.core.loop import label_of
+from hookcb.core.ranks import name_own_rank
 from hookcb.core.time_split import TimeSplit
 from hookcb.diagnosis.attached import Attached, AttachedHealth, AttachedNotes, AttachedStats, AttachedTimer
 from hookcb.diagnosis.evidence import Evidence, Spent
@@ -62,6 +63,7 @@ class EvidenceRecorder(Callback):
 
     def before_fit(self) -> None:
         self._evidence, self._guard = None, Guard()
+        self._of_rank = name_own_rank()  # the group may be gone at the end
         self._schedule, self._is_new_step = Schedule(self.budget), True
         # whether the batch is inspected, and whether events are left out
         self._rest: tuple[bool, bool] | None = (True, False)
@@ -310,7 +312,7 @@ class EvidenceRecorder(Callback):
         if self._is_external:
             guard.always("unseen", note_unseen, probed, self.learn)
             probed.notes += [note] if (note := self.learn.facts.of_rank) else []
-        probed.looks = self._schedule.rule
+        probed.looks, probed.of_rank = self._schedule.rule, self._of_rank
         if self._spent is not None:
             probed.spent = guard.always("spent", self._spent.spent) or Spent()
             guard.always("lines", self._spent.add_lines, probed.spent)

@@ -14,6 +14,7 @@ from rich.text import Text
 from hookcb.core.console import printable, spelled
 from hookcb.core.ranks import name_ranks
 from hookcb.core.text import as_layer
+from hookcb.diagnosis.reader import ADVICE
 from hookcb.records.printing import Printed
 
 Severity = Literal["error", "warning", "info"]
@@ -21,6 +22,7 @@ Status = Literal["healthy", "suspect", "sick", "unknown"]
 
 WIDTH = 100  # columns that text is wrapped to
 MAX_LINES = 15
+UNFINISHED = "train.unfinished"  # the code of a note that stands last
 MIN_WIDTH, MAX_NAME_WIDTH = 20, 60  # columns
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "cyan"}
 STATUS_STYLES = {
@@ -50,6 +52,7 @@ class Finding:
         last_step: number of the training batch at which it was last seen.
         ranks: ranks that found it, empty if all did.
         n_ranks: number of ranks; 0 in the verdict of one process.
+        recovered: number of the batch by which an error told during the training was over, else None.
 
     >>> from hookcb import Finding
     >>> print(Finding("loss.flat", "warning", step=0, last_step=99, message="The loss has not fallen."))
@@ -73,6 +76,7 @@ class Finding:
     last_step: int | None = None
     ranks: tuple[int, ...] = ()
     n_ranks: int = 0
+    recovered: int | None = None
 
     def __post_init__(self) -> None:
         # the same NaN object everywhere, so that copies of a finding compare equal
@@ -98,7 +102,8 @@ class Finding:
         kind = f" ({_plain_text(self.kind, 40)})" if self.kind else ""
         where = f"{_plain_text(as_layer(self.layer))}{kind}" if self.layer else _plain_text(self.param)
         on = f"on {self.on_ranks}" if self.ranks else ""
-        return "  ".join(part for part in (self.severity.upper(), self.code, where, self._when, on) if part)
+        when = f"{self._when}{self.past}".removeprefix(", ")
+        return "  ".join(part for part in (self.severity.upper(), self.code, where, when, on) if part)
 
     @property
     def on_ranks(self) -> str:
@@ -112,6 +117,16 @@ class Finding:
             return ""
         is_one = self.last_step is None or self.last_step == self.step
         return f"step {self.step}" if is_one else f"steps {self.step}–{self.last_step}"
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it is about time only, which leaves the model as it is."""
+        return self.code.startswith("time.")
+
+    @property
+    def past(self) -> str:
+        """When an error that was told during the training was over: ", recovered by 90"; "" if it was not."""
+        return "" if self.recovered is None else f", recovered by {self.recovered}"
 
     def lines(self, ruled_out: Sequence[str] = (), width: int = WIDTH) -> Iterator[str]:
         """The finding as text, with `ruled_out` beside the likely causes."""
@@ -151,7 +166,7 @@ class Verdict(Printed):
     Attributes:
         status: "sick" if there is an error, "suspect" if there is a warning, "unknown" if nothing was seen
             that a verdict could rest on, else "healthy", as far as checked. `bool(verdict)` is True only if
-            it is healthy.
+            it is healthy, or slow and nothing else.
         primary: the finding taken to be the cause, None if there is neither an error nor a warning.
         findings: all findings, causes first.
         ruled_out: faults that were ruled out, with the numbers that rule them out.
@@ -160,7 +175,9 @@ class Verdict(Printed):
         n_checked, n_checks: number of checks that could run, and of checks that apply to this training:
             without a GradScaler the check of its scale is not counted.
         gaps: checks that could not run, with the reason.
-        remarks: what limits it, for the headline: "after 200 steps".
+        of_rank: the only rank that it is of, if others train too: "rank 0"; "" if there is no other.
+        remarks: what else limits it, for the headline: "after 200 steps".
+        more: where to read the rest of what was inspected.
 
     >>> from hookcb import Diagnose, synth_learner
     >>> learn = synth_learner()
@@ -179,10 +196,17 @@ class Verdict(Printed):
     n_checked: int = 0
     n_checks: int = 0
     gaps: tuple[Gap, ...] = ()
+    of_rank: str = ""
     remarks: tuple[str, ...] = ()
+    more: str = ADVICE["coverage"]["learner"]
 
     def __bool__(self) -> bool:
-        return self.status == "healthy"
+        return self.status == "healthy" or self.is_slow
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the only thing wrong is the time that the training takes; the model is not worse for it."""
+        return self.status == "suspect" and self.primary is not None and self.primary.is_slow
 
     @property
     def coverage(self) -> tuple[str, ...]:
@@ -191,18 +215,20 @@ class Verdict(Printed):
 
     @property
     def headline(self) -> str:
-        """Status, cause, number of checks that ran, and what limits the verdict, in one line."""
+        """Status, or SLOW, cause, number of checks that ran, and what limits the verdict, in one line."""
         return "; ".join([self._found(), *self.remarks])
 
     def _found(self) -> str:
         looked = f"{self.n_checked} of {self.n_checks} checks ran"
-        if self.primary is not None:
-            return f"{self.status.upper()}  {_summary(self.primary)}{f' ({looked})' if self.n_checks else ''}"
+        of = f"of {self.of_rank} only, " if self.of_rank else ""
         if self.status == "unknown":
-            return f"UNKNOWN  nothing was seen: {self.reason}"
+            return f"UNKNOWN  {of}nothing was seen: {self.reason}"
+        if self.primary is not None:
+            word = "SLOW" if self.is_slow else self.status.upper()
+            return f"{word}  {of}{_summary(self.primary)}{f' ({looked})' if self.n_checks else ''}"
         if self.n_checked < self.n_checks:
-            return f"HEALTHY  as far as checked: {looked}"
-        return f"HEALTHY  nothing wrong was found{f': {looked}' if self.n_checks else ''}"
+            return f"HEALTHY  {of}as far as checked: {looked}"
+        return f"HEALTHY  {of}nothing wrong was found{f': {looked}' if self.n_checks else ''}"
 
     @property
     def consequences(self) -> tuple[Finding, ...]:
@@ -211,9 +237,10 @@ class Verdict(Printed):
 
     def lines(self, width: int = WIDTH) -> list[str]:
         """The verdict as text, in at most 15 lines of at most `width` columns."""
-        end = _filled(self._looked_at(), width, 3)
+        end = [*self._unfinished(width), *self._looked_at(width)]
         if self.primary is None:
-            notes = [line for finding in self.findings[:1] for line in finding.lines(width=width)]
+            noted = [f for f in self.findings if f.code != UNFINISHED][:1]
+            notes = [line for finding in noted for line in finding.lines(width=width)]
             absent = f"Looked for and not found: {', '.join(self.ruled_out)}." if self.ruled_out else ""
             body = [*_filled(self.headline, width, 3, indent=""), *notes][: MAX_LINES - len(end)]
             return [*body, *_filled(absent, width, min(5, MAX_LINES - len(body) - len(end))), *end]
@@ -228,16 +255,18 @@ class Verdict(Printed):
             lines += _filled(f"{other.head}: {other.message}", width, 2, indent="")
         return [*lines[: MAX_LINES - len(end)], *end]
 
-    def _looked_at(self) -> str:
-        """Sentence on what was inspected, and on why most of the other checks could not run."""
+    def _unfinished(self, width: int) -> list[str]:
+        """The note that a training could go on, in one line."""
+        found = [f for f in self.findings if f.code == UNFINISHED and f is not self.primary][:1]
+        return [line for f in found for line in _filled(f"{f.code}: {f.message}", width, 1)]
+
+    def _looked_at(self, width: int) -> list[str]:
+        """Numbers of what was inspected and where to read the rest, in one line below the first note."""
         if not self.coverage:
-            return ""
-        inspected = f"Inspected: {'; '.join(self.looked)}."
-        if not self.gaps:
-            return inspected
-        usual, others = max(self.gaps, key=lambda gap: len(gap.codes)), len(self.gaps) - 1
-        more = f", and {others} other reason{'s' * (others > 1)}" if others else ""
-        return f"{inspected} Some checks could not run: {usual.reason}{more}."
+            return []
+        numbers = "; ".join(text.partition(" (")[0] for text in self.looked[:2])
+        notes = _filled(f"Note: {self.looked[2]}." if len(self.looked) > 2 else "", width, 1)
+        return [*notes, *_filled(f"Inspected: {numbers}. More: {self.more}.", width, 1)]
 
     def __str__(self) -> str:
         return printable("\n".join(self.lines()))
@@ -246,7 +275,7 @@ class Verdict(Printed):
         for i, line in enumerate(self.lines(min(WIDTH, max(MIN_WIDTH, options.max_width)))):
             text = Text(spelled(line, options.encoding))
             if i == 0:
-                text.stylize(STATUS_STYLES[self.status], 0, len(self.status))
+                text.stylize(STATUS_STYLES[self.status], 0, line.find(" "))
             elif (word := line.split(" ", 1)[0].lower()) in STYLES:
                 text.stylize(STYLES[word], 0, len(word))
             elif line.startswith("  Next:"):
@@ -285,7 +314,7 @@ def _plain(record: dict[str, Any]) -> dict[str, Any]:
 def _summary(finding: Finding) -> str:
     where = _plain_text(as_layer(finding.layer) or finding.param)
     on = f" on {finding.on_ranks}" if finding.ranks else ""
-    return f"{finding.code}{f' in {where}' if where else ''}{on}"
+    return f"{finding.code}{f' in {where}' if where else ''}{on}{finding.past}"
 
 
 def _plain_text(text: str, limit: int = MAX_NAME_WIDTH) -> str:
@@ -302,7 +331,10 @@ def _filled(text: str, width: int, max_lines: int = 4, indent: str = "  ") -> li
     console = Console(width=width, color_system=None, file=io.StringIO())
     lines = [line.plain.rstrip() for line in Text(shown).wrap(console, width - len(indent))]
     if len(lines) > max_lines:
-        last = Text(lines[max_lines - 1])
-        last.truncate(max(1, width - len(indent) - 2))
-        lines = [*lines[: max_lines - 1], f"{last.plain.rstrip()} …"]
+        last = lines[max_lines - 1]
+        while cell_len(last) > width - len(indent) - 2 and " " in last:
+            last = last.rpartition(" ")[0].rstrip()  # no word is cut
+        whole = Text(last)
+        whole.truncate(max(1, width - len(indent) - 2))
+        lines = [*lines[: max_lines - 1], f"{whole.plain} …"]
     return [f"{indent}{line}" for line in lines]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
+from hookcb.diagnosis.reader import also, way_of
 from hookcb.distributed.callback import Distributed
 from hookcb.hooks.coverage import BY_CLOSURE
 from hookcb.nans.trace import NanTrace
@@ -143,7 +144,7 @@ def _why(event: str, seen: Mapping[str, int], facts: Facts) -> str:
     when, _, level = event.partition("_")
     if when == "after" and seen.get(f"before_{level}"):
         cut = "was cut short by an error or the end of the watch"
-        return cut if facts.has_ended else "has not ended yet; end an epoch with w.end_epoch() or close()"
+        return cut if facts.has_ended else f"has not ended yet{_also('epochs')}"
     if level == "validate":
         inside = " except in the middle of a training batch" if facts.n_eval_inside else ""
         return f"the model was not called in eval mode{inside}"
@@ -159,7 +160,12 @@ def _why(event: str, seen: Mapping[str, int], facts: Facts) -> str:
         return _why_no_step(facts)
     if facts.n_penalties:
         return "all gradients came with create_graph=True, which is taken for a penalty in the loss"
-    return "no gradient reached the output of the model; report the loss with w.report_loss(loss)"
+    return f"no gradient reached the output of the model, which shows the loss{_also('loss')}"
+
+
+def _also(what: str) -> str:
+    """Advice for the reader of a loop that hookcb does not control, after a semicolon."""
+    return also(what, way_of(is_external=True))
 
 
 def _why_no_batch(seen: Mapping[str, int], facts: Facts) -> str:
@@ -168,8 +174,8 @@ def _why_no_batch(seen: Mapping[str, int], facts: Facts) -> str:
     if facts.n_without_grad:
         return "the model was called in train mode only without gradients"
     if facts.n_elsewhere:
-        return "the model was called in other threads only; watch it in the one that trains"
-    return "the model was not called; watch the one that is, such as what torch.compile gave"
+        return f"the model was called in other threads only{_also('thread')}"
+    return f"the model was not called{_also('model')}"
 
 
 def _why_no_step(facts: Facts) -> str:
@@ -184,20 +190,20 @@ def _why_no_step(facts: Facts) -> str:
 
 def _why_no_loss(facts: Facts) -> str:
     if facts.n_losses_outside:
-        return "it was reported when no batch was open; call w.report_loss(loss) after the model is called"
+        return "it was reported when no batch was open; report it after the model is called"
     if facts.n_losses_of_others:
-        return "each backward went on to parameters of other optimizers; report it with w.report_loss(loss)"
+        return f"each backward went on to parameters of other optimizers{_also('loss')}"
     if facts.n_losses_unfound:
-        return "no backward was called on a loss of one element; report it with w.report_loss(loss)"
-    return "it is found when a backward begins, and none was seen; report it with w.report_loss(loss)"
+        return f"no backward was called on a loss of one element{_also('loss')}"
+    return f"it is found when a backward begins, and none was seen{_also('loss')}"
 
 
 def _why_no_pred(facts: Facts) -> str:
     if facts.n_calls:
         return "no call of the model has ended"
     if facts.n_elsewhere:
-        return "the model was called in other threads only; watch it in the one that trains"
-    return "the model itself was not called; watch the part that is, or what torch.compile gave"
+        return f"the model was called in other threads only{_also('thread')}"
+    return f"the model itself was not called{_also('model')}"
 
 
 def _notes(seen: Mapping[str, int], facts: Facts, n_epochs: int, n_optimizers: int) -> Iterator[str]:
@@ -232,6 +238,5 @@ def _notes(seen: Mapping[str, int], facts: Facts, n_epochs: int, n_optimizers: i
     if (n := facts.n_clipped) and not facts.reports_steps:
         yield (
             f"gradients of {n} step{'s' * (n != 1)} were written to after the backward, as clipping does, "
-            "and are read after clipping; "
-            "to read them unclipped, call w.begin_step(optimizer) before you clip"
+            f"and are read after clipping{_also('unclipped')}"
         )

@@ -83,7 +83,7 @@ def titles(out):
 def headings(out):
     """The line above each verdict."""
     lines = out.splitlines()
-    return [a for a, b in pairwise(lines) if b.startswith(("HEALTHY", "SUSPECT", "SICK", "UNKNOWN"))]
+    return [a for a, b in pairwise(lines) if b.startswith(("HEALTHY", "SLOW", "SUSPECT", "SICK", "UNKNOWN"))]
 
 
 # ---- verdicts and exit codes
@@ -110,6 +110,53 @@ def test_a_suspect_script_exits_with_1(run):
     code, out, _ = run("net, opt = make()\nnet.insert(2, nn.Dropout(0.95))\ntrain(net, opt)")
     assert code == 1
     assert "SUSPECT dropout.extreme" in out
+
+
+def test_a_script_that_is_only_slow_is_told_so_and_exits_with_0(run):
+    lines = """
+    import time
+    class Slow(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            for x, y in batches(20):
+                time.sleep(0.05)
+                yield x, y
+    net, opt = make()
+    for x, y in torch.utils.data.DataLoader(Slow(), batch_size=None):
+        loss = F.cross_entropy(net(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+    """
+    code, out, err = run(lines)
+    assert code == 0
+    assert "SLOW time.data_bound" in out
+    assert not err  # nothing that makes the model wrong was told
+
+
+def test_an_error_that_is_told_and_over_is_told_at_the_end(run):
+    lines = """
+    net, opt = make(lr=1e-3)
+    values = iter([0.02, *[3.0 * 0.9**i for i in range(60)]])
+    for x, y in batches(61):
+        loss = F.cross_entropy(net(x), y)
+        loss = loss * (next(values) / loss.detach())
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+    """
+    code, out, err = run(lines)
+    assert code == 1
+    assert err.startswith("hookcb diagnose: ERROR loss.diverging")
+    assert re.search(r"SUSPECT loss\.diverging, recovered by \d+ ", out)
+
+
+@pytest.mark.parametrize(
+    "lines", [HEALTHY, SICK, "net, opt = make()\nfor x, y in batches():\n    net(x)\nopt.step()"]
+)
+def test_no_advice_is_for_those_who_call_hookcb_in_their_code(run, lines):
+    _, out, _ = run(lines, "--coverage")
+    assert not re.search(r"\bw\.|cbs=|learn\.|Diagnose|GradientHealth|GradientClip", out)
+    assert "More: --coverage." in out
 
 
 def test_each_model_has_a_verdict_and_one_that_is_sick_decides(run):

@@ -369,7 +369,7 @@ def test_a_function_is_called_once_in_a_fit_with_the_verdict_instead_of_a_warnin
 def test_after_its_reaction_it_judges_no_more_until_the_end(on_sick, n, monkeypatch):
     judged = []
     monkeypatch.setattr(
-        "hookcb.diagnosis.callback.judge", lambda evidence: judged.append(1) or judge(evidence)
+        "hookcb.diagnosis.callback.judge", lambda *args, **kwargs: judged.append(1) or judge(*args, **kwargs)
     )
     learn = fit(sick_learner(60), 4, cbs=Diagnose(on_sick, show=False))  # checked after batches 20 and 200
     assert learn.diagnosis.verdict.status == "sick"
@@ -710,3 +710,81 @@ def test_a_scaler_whose_scale_has_not_settled_is_no_divergence():
             scaler.update()
     codes = {f.code for f in w.diagnose().findings}
     assert codes <= {"amp.scale_collapse", "param.not_stepped", "train.unfinished"}
+
+
+# ---- the last word includes the first
+
+
+def losses_of(values):
+    """A loss function that gives these values, batch by batch, with the gradient of a squared error."""
+    left = iter(values)
+    return lambda pred, y: (loss := F.mse_loss(pred, y)) * (next(left) / loss.detach())
+
+
+HEALED = [0.02, *[3.0 * 0.9**i for i in range(60)]]  # as of a run resumed without its optimizer
+
+
+def trained_in(way, diagnose, values=HEALED, loss_func=None):
+    """The verdict of `diagnose` on a training with these losses."""
+    loss_func, model, batches = loss_func or losses_of(values), make_model(), make_batches(len(values))
+    if way == "learner":
+        return fit(Learner(batches, model, loss_func, torch.optim.SGD, lr=0.01), cbs=diagnose).diagnose()
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watch(model, opt, diagnose) as w:
+        for x, y in batches:
+            w.report_loss(loss := loss_func(model(x), y))
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+    return w.diagnose()
+
+
+@pytest.mark.parametrize("way", ["learner", "watch"])
+@pytest.mark.parametrize("on_sick", ["warn", "function"])
+def test_an_error_that_was_told_and_is_over_is_in_the_verdict_as_past(way, on_sick):
+    told = []
+    given = Diagnose("warn" if on_sick == "warn" else told.append, show=False)
+    with pytest.warns(UserWarning, match=r"loss\.diverging") if on_sick == "warn" else nullcontext():
+        verdict = trained_in(way, given)
+    (past,) = [f for f in verdict.findings if f.code == "loss.diverging"]
+    assert verdict.status == "suspect"
+    assert not verdict
+    assert (past.severity, past.step) == ("warning", 1)
+    assert past.last_step < past.recovered < len(HEALED) - 1  # as the loss shows
+    assert f"steps 1–{past.last_step}, recovered by {past.recovered}" in str(verdict)
+    assert all(v.primary.code == "loss.diverging" for v in told)
+
+
+def test_what_nobody_was_told_is_not_kept():
+    assert "loss.diverging" not in [f.code for f in trained_in("learner", Diagnose("ignore")).findings]
+
+
+def test_a_second_fit_keeps_nothing_that_was_told_in_the_first():
+    learn = Learner(make_batches(61), make_model(), losses_of(HEALED), torch.optim.SGD, lr=0.01)
+    fit(learn, cbs=(diagnose := Diagnose(lambda verdict: None, show=False)))
+    learn.loss_func = losses_of([1.0 - i / 100 for i in range(61)])
+    fit(learn, cbs=diagnose)
+    assert "loss.diverging" not in [f.code for f in diagnose.verdict.findings]
+
+
+def test_what_was_told_is_in_the_verdict_of_a_fit_that_ends_by_an_error():
+    n, given = iter(range(99)), losses_of(HEALED)
+
+    def fails(pred, y):
+        if next(n) == 55:
+            raise ValueError("the loop's own")
+        return given(pred, y)
+
+    diagnose = Diagnose(lambda verdict: None, show=False)
+    with pytest.raises(ValueError, match="the loop's own"):
+        trained_in("learner", diagnose, loss_func=fails)
+    assert "loss.diverging" in [f.code for f in diagnose.verdict.findings]
+
+
+def test_what_was_told_is_in_the_verdict_if_no_other_can_be_made(monkeypatch):
+    def breaks(verdict):
+        monkeypatch.setattr("hookcb.diagnosis.callback.judge", None)
+
+    verdict = trained_in("learner", Diagnose(breaks, show=False))
+    assert (verdict.status, verdict.primary.code) == ("sick", "loss.diverging")
+    assert "a part of Diagnose" in verdict.reason

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hookcb.diagnosis import guard, probes
 from hookcb.diagnosis.guard import COSTS, Guard
-from hookcb.diagnosis.judge import SOURCES
+from hookcb.diagnosis.reader import SOURCES
 from hookcb.diagnosis.registry import CHECKS
 from hookcb.hooks.modules import ModelGoneError
 

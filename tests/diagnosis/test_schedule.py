@@ -125,9 +125,9 @@ def test_the_verdict_says_by_which_rule_later_batches_were_looked_at():
     learn = make_learner(30, 0, lr=0.01)
     verdict = fit(learn, 1, cbs=Diagnose(show=False, budget=0.5)).diagnose()
     rule = "from batch 20 on about 50% of them"
-    assert verdict.coverage[0] == f"30 batches, 11 of them closely ({rule})"
+    assert verdict.coverage[0] == f"30 batches, 11 closely ({rule})"
     short = fit(make_learner(12, 0, lr=0.01), 1, cbs=Diagnose(show=False)).diagnose()
-    assert short.coverage[0] == "12 batches, 8 of them closely"
+    assert short.coverage[0] == "12 batches, 8 closely"
 
 
 def test_a_watch_looks_at_the_same_batches_as_a_learner():

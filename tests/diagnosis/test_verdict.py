@@ -18,8 +18,8 @@ from torch import nn
 
 import hookcb
 from hookcb import Diagnose, Finding, Learner, Verdict
-from hookcb.diagnosis.evidence import Evidence
-from hookcb.diagnosis.judge import explained, judge
+from hookcb.diagnosis.evidence import Evidence, Observation, Series
+from hookcb.diagnosis.judge import _status, explained, judge
 from hookcb.diagnosis.registry import CHECKS
 from hookcb.diagnosis.verdict import Gap
 from tests.support import fit, make_batches, make_model
@@ -256,7 +256,7 @@ def test_gaps_are_a_field_and_stay_in_the_coverage_and_the_dict():
     assert list(verdict.coverage) == verdict.to_dict()["coverage"] == lines
     assert verdict.to_dict()["gaps"][0] == {"codes": ["loss.flat", "loss.spike"], "reason": "too few batches"}
     assert json.loads(verdict.to_json()) == verdict.to_dict()
-    assert "3 batches. Some checks could not run: too few batches, and 1 other reason." in str(verdict)
+    assert "3 batches. More: verdict.coverage." in str(verdict)
     assert pickle.loads(pickle.dumps(verdict)) == verdict
 
 
@@ -500,3 +500,45 @@ def test_so_is_it_in_the_sentences_about_it():
     assert verdict.primary.layer == "2"
     assert verdict.primary.message.startswith("Layer 2: 100% of its units")
     assert verdict.primary.next_steps[0] == "Look at the bias of layer 2, and at the inputs of the layer"
+
+
+# ---- what a verdict is worth
+
+
+def test_a_note_that_a_training_is_unfinished_stands_last_in_one_line():
+    note = Finding("train.unfinished", "info", message="The loss falls. " * 9, next_steps=("Train on",))
+    spike = Finding("loss.spike", "info", message="The loss jumps.")
+    lines = verdict_of(note, spike, coverage=("9 batches",)).lines()
+    assert lines[1].startswith("INFO  loss.spike")
+    assert [line[:20] for line in lines[-2:]] == ["  train.unfinished: ", "  Inspected: 9 batch"]
+    assert "Train on" not in "".join(lines)
+
+
+def test_a_slow_training_is_no_fault_of_the_model():
+    slow = Finding("time.data_bound", "error", message="It waits.")
+    seen = Evidence(n_batches=9, observations=[])
+    assert _status([slow], "") == "suspect"
+    verdict = verdict_of(slow, status="suspect")
+    assert verdict
+    assert verdict.headline == "SLOW  time.data_bound"
+    both = explained([slow, Finding("loss.flat", "warning", step=3)], seen)
+    assert [f.code for f in both] == ["loss.flat", "time.data_bound"]
+    assert not verdict_of(*both, status=_status(both, ""))
+
+
+@pytest.mark.parametrize("status", ["healthy", "suspect", "unknown"])
+def test_a_verdict_of_one_of_several_ranks_says_so_first(status):
+    given = Evidence(n_batches=0 if status == "unknown" else 9, of_rank="rank 0", sources={"loss"})
+    given.loss = Series.of(range(9), [1.0] * 9)
+    observed = Observation("data.same_order", text="The order is the same.")
+    given.observations += [observed] if status == "suspect" else []
+    given.sources |= {"batches"}
+    assert judge(given).headline.startswith(f"{status.upper()}  of rank 0 only, ")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100])
+def test_no_line_ends_inside_a_word(width):
+    words = [f"word{i}{'x' * (i % 11)}" for i in range(200)]
+    shown = verdict_of(Finding("loss.flat", "error", message=" ".join(words)), coverage=("9 batches", *words))
+    for line in shown.lines(width):
+        assert set(re.findall(r"word\S*", line)) <= {*words, *(f"{word}." for word in words)}

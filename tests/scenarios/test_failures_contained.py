@@ -22,9 +22,10 @@ from hookcb.cli.main import main
 from hookcb.core.torch_private import DataLoaderIter
 from hookcb.diagnosis import attached, probes
 from hookcb.diagnosis.guard import COSTS, Guard
-from hookcb.diagnosis.judge import SOURCES, _run, judge
+from hookcb.diagnosis.judge import _run, judge
 from hookcb.diagnosis.probes.lines import LineSamples
 from hookcb.diagnosis.probes.suite import Probes
+from hookcb.diagnosis.reader import SOURCES
 from hookcb.diagnosis.recorder import EvidenceRecorder
 from hookcb.diagnosis.registry import CHECKS, Passed
 from tests.support import covering, each, fit, make_batches, make_learner, make_model, same, weights

@@ -59,7 +59,11 @@ def dead_units(evidence: Evidence) -> Iterator[Result]:
         return
     worst = max(share for _, share in shares.values())
     if worst < MAX_DEAD and all(math.isnan(p.dead) for p, _ in shares.values()):
-        yield Skipped("dead units are counted by Diagnose, which knows the number of examples")
+        yield Skipped(
+            "units are counted in linear and convolutional layers with 8 of them or more, and there are none"
+            if "batches" in evidence.sources
+            else "dead units are counted by Diagnose, which knows the number of examples"
+        )
         return
     if worst < MAX_DEAD:
         yield Passed(f"dead units ({worst:.0%})", worst, MAX_DEAD)

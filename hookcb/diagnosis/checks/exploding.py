@@ -60,7 +60,7 @@ def exploding_gradients(evidence: Evidence) -> Iterator[Result]:
     excesses = [(*_excess(sizes), span) for span, sizes in _windows(layers, n)]
     above = next((excess for excess in excesses if excess[1] > MAX_EXCESS), None)
     if above is not None:
-        yield _exploding([p for p, _ in layers], *above)
+        yield _exploding(evidence, [p for p, _ in layers], *above)
     elif jump := _jump(evidence, norms):
         yield _jumping(evidence, *jump)
     elif known := [x for _, x, _ in excesses if x > 0]:
@@ -112,11 +112,11 @@ def _passed_on(sizes: list[float]) -> Iterator[int]:
             previous = size
 
 
-def _exploding(params: Sequence[Param], i: int, excess: float, span: Span) -> Finding:
+def _exploding(evidence: Evidence, params: Sequence[Param], i: int, excess: float, span: Span) -> Finding:
     param = params[i]
     is_recurrent = param.kind in RECURRENT
     cause = "a recurrent layer that multiplies the gradient at each time step" if is_recurrent else ""
-    clip = "Clip the norm of the gradients: GradientClip(1.0)"
+    clip = evidence.advise("clip")
     is_large = begins_large(params)
     scale = "Initialize with smaller weights, or add normalization" if is_large else "Add normalization"
     return finding(
@@ -168,7 +168,7 @@ def _jumping(evidence: Evidence, step: int, jump: float) -> Finding:
         f"that (limit {MAX_JUMP:.0f}), and the loss is higher afterwards.{most}",
         causes=("a learning rate that is too high", "a batch with unusual samples"),
         next_steps=(
-            "Clip the norm of the gradients: GradientClip(1.0)",
+            evidence.advise("clip"),
             f"Look at the batch of step {step}",
             *lower_rate(evidence),
         ),

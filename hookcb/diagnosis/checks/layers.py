@@ -8,7 +8,7 @@ from hookcb.diagnosis.checks.attenuated import attenuated_gradients
 from hookcb.diagnosis.checks.finding import finding, findings_of
 from hookcb.diagnosis.checks.updates import begins_large, init_advice, is_trained, lower_rate
 from hookcb.diagnosis.evidence import SPARSE_KINDS, Evidence, Layer, Series
-from hookcb.diagnosis.falling import is_trivial
+from hookcb.diagnosis.falling import MIN_BATCHES, has_learned, is_trivial
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import (
     LATEST,
@@ -58,8 +58,9 @@ def saturated_units(evidence: Evidence) -> Iterator[Result]:
     """Saturated units of tanh and sigmoid, which pass almost no gradient.
 
     Formula: median over five records, up to the last one before convergence, of the share of outputs with
-    |tanh| above 0.97 or a sigmoid outside (0.03, 0.97). Limit: half of the units; an error above 0.9. A note
-    if they were not saturated in the first five records, as they have then learned it. Layers after the last
+    |tanh| above 0.97 or a sigmoid outside (0.03, 0.97). Limit: half of the units; an error above 0.9 after
+    50 batches, unless the loss has fallen by a fifth, as a model may do well despite them. A note if they
+    were not saturated in the first five records, as they have then learned it. Layers after the last
     weights are left out, as the output of a confident classifier should saturate. No finding if the loss
     reaches a fifth of that of the best constant, an R² of 0.8: the model does well despite them.
 
@@ -88,7 +89,8 @@ def saturated_units(evidence: Evidence) -> Iterator[Result]:
 def _saturated(evidence: Evidence, layer: Layer, share: float, span: Span, began: bool) -> Finding:
     feeds = [p for p in weights(evidence) if p.place_of_layer is not None and p.place_of_layer < layer.place]
     is_large = begins_large(feeds[-1:])
-    severity: Severity = "error" if share > MAX_SATURATED_WARNING else "warning"
+    is_harmful = evidence.n_batches >= MIN_BATCHES and not has_learned(evidence, evidence.first_loss)
+    severity: Severity = "error" if share > MAX_SATURATED_WARNING and is_harmful else "warning"
     return finding(
         "unit.saturated",
         severity if began else "info",

@@ -3,6 +3,7 @@
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import (
@@ -41,6 +42,7 @@ MAX_INIT, MAX_INIT_ABOVE = 2.0, 2.0  # cross-entropy: times the loss of guessing
 MAX_INIT_MSE, MAX_INIT_NOTE = 3.0, 5.0  # times the loss of guessing
 MAX_RISE_UNKNOWN = 4.0  # like MAX_RISE, for a loss that may be one side of a game
 SOLVED = 0.01  # share of the loss of guessing below which a loss does not diverge
+NOISE = 3.0  # standard deviations of the losses of single batches
 MAX_OF_MINIMUM, MIN_SMOOTHED = 2.0, 20  # times the smallest moving average; number of averages
 INFLATED = 5.0  # times the first batch: the first ten already diverge
 BELOW_ZERO = -1e-6  # leaves room for rounding
@@ -133,7 +135,7 @@ def flat_loss(evidence: Evidence) -> Iterator[Result]:
         causes=("a learning rate that is too low or too high", "targets that do not belong to the inputs"),
         next_steps=(
             "Overfit a single batch: if that fails, the model or the loss is at fault, else the data",
-            "Find a learning rate: learn.lr_find()",
+            evidence.advise("rate"),
         ),
     )
 
@@ -149,15 +151,17 @@ def flat_loss(evidence: Evidence) -> Iterator[Result]:
 def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     """A loss that is higher than at the beginning and stays there.
 
-    Formula: the moving average is above the beginning by 50 % of its size, above twice its minimum if that is
-    positive, and above a hundredth of the loss of guessing, as what is solved has only rounding to rise by;
-    for the last 50 batches, or the last third of a shorter run of 20 or more, unless by LBFGS. If the kind
-    of the loss is not known, or over fewer than 50 batches, by 400 %: one side of a game (a GAN's generator)
-    rises as the other learns. A loss of unknown kind is an error only if five of eight steps change a weight
-    by more than 0.05 of its size, or one before the rise by 0.2; else it is a note, as a part of it may have
-    growing targets. Squared and Huber errors are not reported if, since the rise, the RMS of the outputs
-    exceeds that of the errors by more than the RMS of the first outputs plus that of the first errors. By the
-    triangle inequality the targets have then grown, as values in reinforcement learning do.
+    Formula: the moving average is above the beginning by 50 % of its size, above twice its minimum if that
+    is positive, and above a hundredth of the loss of guessing, as what is solved has only rounding to rise
+    by; for the last 50 batches, or the last third of a shorter run of 20 or more, unless by LBFGS. If the
+    kind of the loss is not known, or over fewer than 50 batches, by 400 %: one side of a game (a GAN's
+    generator) rises as the other learns. Over fewer than 50 also by three standard deviations of the noise
+    between batches, as one batch may have a small loss by chance. A loss of unknown kind is an error only if
+    five of eight steps change a weight by more than 0.05 of its size, or one before the rise by 0.2; else it
+    is a note, as a part of it may have growing targets. Squared and Huber errors are not reported if, since
+    the rise, the RMS of the outputs exceeds that of the errors by more than the RMS of the first outputs
+    plus that of the first errors. By the triangle inequality the targets have then grown, as values in
+    reinforcement learning do.
 
     Source: Ben Braiek & Khomh, "Testing Feedforward Neural Networks Training Programs", 2023, who look for a
     loss that rises repeatedly; the limits are ours.
@@ -176,6 +180,9 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     limit = limit if math.isnan(evidence.guess) else max(limit, SOLVED * evidence.guess)
     span = trailing(smooth, lambda x: x > limit, 1)
     last = smooth.values[-1]
+    if span is not None and len(smooth) < MIN_BATCHES and _may_be_chance(evidence.loss, first):
+        yield Skipped(f"fewer than {MIN_BATCHES} batches, with losses that vary too much between them")
+        return
     # LBFGS tries points that it leaves at once
     least = MIN_BATCHES if evidence.is_by_closure else min(MIN_BATCHES, len(smooth) // 3)
     if span is None or span.n < least:
@@ -194,10 +201,22 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
         f"{limit:.3g} for {span.n:,} batches.",
         causes=("the learning rate is too high", "a loss with the wrong sign", "growing targets"),
         next_steps=(
-            *(lower_rate(evidence) or ("Find a learning rate: learn.lr_find()",)),
+            *(lower_rate(evidence) or (evidence.advise("rate"),)),
             "Look for a minus sign in the loss, and check whether its targets grow",
         ),
     )
+
+
+def _may_be_chance(loss: Series, first: float) -> bool:
+    """Whether `first` may be below the median of later losses because losses of batches vary.
+
+    The noise of a loss above 0 is that of its logarithm; it is read from differences, which a trend shifts.
+    """
+    later = finite(loss.values[1:])
+    is_positive = first > 0 and min(later) > 0
+    values = [math.log(x) for x in later] if is_positive else later
+    noise = spread(b - a for a, b in pairwise(values))[1] / math.sqrt(2)
+    return median(values) - (math.log(first) if is_positive else first) < NOISE * noise
 
 
 def _has_large_steps(evidence: Evidence) -> bool:
@@ -313,7 +332,7 @@ def loss_spikes(evidence: Evidence) -> Iterator[Result]:
         message=f"The loss jumps in {len(spikes):,} batches, most at step {step}: to {value:.3g}, while up "
         f"to {limit:.3g} is noise.",
         causes=("unusual samples", "a learning rate that is slightly too high"),
-        next_steps=(f"Look at the batch of step {step}", "Clip the norm of the gradients: GradientClip(1.0)"),
+        next_steps=(f"Look at the batch of step {step}", evidence.advise("clip")),
     )
 
 

@@ -7,6 +7,7 @@ from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.observed import EVERYTHING, passed_on
 from hookcb.diagnosis.evidence import Evidence, Series
+from hookcb.diagnosis.reader import why_unseen
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.verdict import Finding
 
@@ -39,7 +40,7 @@ def nonfinite_first(evidence: Evidence) -> Iterator[Result]:
     elif "batch" in evidence.sources:
         yield from passed_on(evidence, "nonfinite.first", "error", "NaN and infinities", requires="backward")
     else:
-        yield Skipped("needs Diagnose, or a Learner with a batch to look at")
+        yield Skipped(why_unseen(["batch"], evidence.reader))
 
 
 def _nonfinite_gradients(evidence: Evidence) -> dict[str, int]:
@@ -70,7 +71,7 @@ def _nonfinite(evidence: Evidence, bad: dict[str, int]) -> Finding:
         message=f"The gradient of {first.name} has {number}NaN or infinite element{'s' * (n != 1)} at step "
         f"{step}{more}.",
         causes=("an operation in the forward or backward that is not defined for its input, such as 0/0",),
-        next_steps=("Find the module that made it: train with cbs=NanTrace()",),
+        next_steps=(evidence.advise("NaN"),),
     )
 
 
@@ -90,7 +91,11 @@ def nonfinite_contained(evidence: Evidence) -> Iterator[Result]:
     """
     known = [layer for layer in evidence.layers.values() if "grad_nonfinite" in layer.stats]
     if not known:
-        yield Skipped("needs gradients of outputs, from GradientHealth(activations=True)")
+        yield Skipped(
+            "gradients of the outputs of layers were not recorded"
+            if evidence.reader == "command"
+            else "needs gradients of outputs, from GradientHealth(activations=True)"
+        )
         return
     bad = {step for p in evidence.params.values() for step, n in p.series("nonfinite") if n > 0}
     records = [(step, n, x) for x in known for step, n in x.series("grad_nonfinite") if n > 0]

@@ -221,8 +221,7 @@ _row("mode.mismatch", Site.MODULES, ("batches", "model"), EVERYTHING, "error", "
     Formula: in a training batch, `training` is False and one of its parameters has `requires_grad`; or there
     is one value per channel, an error, or one sample in nine of ten batches, a warning. A batch norm with
     frozen parameters may be in eval mode, as in fine-tuning. A note if a watched loop calls a model with
-    dropout or batch norm in train mode without gradients, at least three times, and never in eval mode; or
-    if the first call in eval mode without gradients applies dropout.
+    dropout or batch norm in train mode without gradients, at least three times, and never in eval mode.
 
     Source: torch.nn.BatchNorm2d.
     """)  # fmt: skip
@@ -265,6 +264,17 @@ _row("dropout.scores", Site.LOSS, ("batch", "graph"), ("loss.*", "update.*", "he
     or a product with a mask of 0 and 1 / (1 - p).
 
     Source: Srivastava et al., "Dropout", 2014, who drop inputs and hidden units, not outputs.
+    """)  # fmt: skip
+
+_row("dropout.in_eval", Site.MODULES, ("batches",), (), "warning", "dropout in eval mode",
+    requires="calls in eval mode", doc="""
+    Dropout that stays on in eval mode, so that the same input gets another answer each time.
+
+    Exact: the first call in eval mode without gradients draws a mask of dropout. A note if three calls or
+    more with the same inputs follow each other without a training batch between them, as Monte Carlo dropout
+    makes on purpose.
+
+    Source: Gal & Ghahramani, "Dropout as a Bayesian Approximation", 2016, for dropout that is meant.
     """)  # fmt: skip
 
 _row("model.linear_stack", Site.MODULES, ("model",), (), "info", "linear layers in a row",

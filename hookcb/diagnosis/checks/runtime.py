@@ -166,7 +166,7 @@ def waiting_for_a_rank(evidence: Evidence) -> Iterator[Result]:
         f"{found.phase} takes {1e3 * found.extra:.1f} ms more (limit {MAX_EXCESS:.0%}).",
         causes=_causes_of_lag(found.phase),
         next_steps=(
-            "Print learn.step_timer.report(), and look at that machine: other processes, clock rates, disk",
+            evidence.advise("straggler"),
             "Give its shard as much work as the others have",
         ),
     )

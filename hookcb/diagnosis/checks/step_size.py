@@ -93,13 +93,13 @@ def large_updates(evidence: Evidence) -> Iterator[Result]:
     left = loss_left(evidence, start)
     is_idle = not (math.isnan(left) or has_learned(evidence, start) or need_not_fall(evidence))
     huge = [x for x in (_huge(p, series) for p, series in sizes) if x]
-    large = [x for x in (_large(p, series) for p, series in sizes) if x]
-    if is_idle and not large:
+    large = [x for x in (_large(p, series) for p, series in sizes) if x and is_idle]
+    if not large:
         death = _death(evidence)
         large = [x for x in (_large_before(p, series, death) for p, series in sizes) if x]
     if huge and not has_learned(evidence, start, LEARNED_WELL):
         yield _too_large(evidence, max(huge, key=lambda x: x[1]), is_error=True)
-    elif large and is_idle:  # large steps that are not known to do harm may be intended
+    elif large:  # large steps that are not known to do harm may be intended
         yield _too_large(evidence, max(large, key=lambda x: x[1]), is_error=left > 1)
     else:
         worst = max(median(series.values) for _, series in sizes)
@@ -136,6 +136,8 @@ def _large_before(param: Param, series: Series, death: int) -> _Large | None:
     early = before(series, death)
     if span := persistent(early, lambda x: x > MAX_UPDATE, N_LARGE_FIRST, N_FIRST):
         return param, median(early.between(span.first, span.last).values), span, MAX_UPDATE
+    if span := persistent(early, lambda x: x > MAX_FIRST_UPDATE, 1, N_FIRST):  # one or two steps may do
+        return param, max(early.values), span, MAX_FIRST_UPDATE
     return None
 
 
@@ -166,7 +168,7 @@ def _too_large(evidence: Evidence, large: _Large, is_error: bool) -> Finding:
         f"{USUAL_UPDATE:g} is usual.",
         causes=("the learning rate is too high", "no warmup"),
         next_steps=(
-            *(lower_rate(evidence) or ("Find a learning rate: learn.lr_find()",)),
+            *(lower_rate(evidence) or (evidence.advise("rate"),)),
             "Add a learning rate warmup, or clip gradients",
         ),
     )
@@ -242,7 +244,8 @@ def _why_small(evidence: Evidence, size: float) -> tuple[tuple[str, ...], tuple[
             "Find out why gradients vanish: the learning rate is already large enough for some weights",
         )
     return ("the learning rate is too low", "gradients that are very small, or clipped"), (
-        f"Multiply the learning rate by {n:,}, or find one: learn.lr_find()",
+        f"Multiply the learning rate by {n:,}",
+        evidence.advise("rate"),
     )
 
 

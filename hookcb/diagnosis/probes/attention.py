@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
@@ -15,12 +16,14 @@ from hookcb.core.torch_private import DispatchMode
 from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.probes.dropout import DropoutProbe
+from hookcb.diagnosis.probes.samples import hash_of
 from hookcb.diagnosis.probes.sequence_axis import SequenceAxis
 from hookcb.diagnosis.probes.tokens import Tokens
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import contains_compiled, is_compiled, named_modules
 
 MIN_KEYS = 4
+MAX_EVALUATED = 64  # calls in eval mode whose inputs are compared
 MAX_QUERIES = 32  # inspected for each head
 LOW_ENTROPY = 0.05  # mean entropy / ln T
 MIN_BATCHES = 3
@@ -231,7 +234,8 @@ class OpHooks:
         }
         self.dropping: dict[str, int] = {}
         self._is_wanted = False  # whether the call that begins is to be measured
-        self._n_eval = 0  # calls in eval mode that were measured
+        self._n_eval, self._eval_step = 0, -1  # calls in eval mode that were measured, and before which batch
+        self._evaluated: list[Tensor | None] = []  # hashes of inputs of calls with dropout before that batch
         self._names = {id(m): name for name, m in named_modules(model).items()}
         self._open: list[OpProbe | DropoutProbe] = []
         self.has_looked = False
@@ -256,7 +260,8 @@ class OpHooks:
         if torch.compiler.is_compiling():
             return True
         self._is_wanted = self._acts()
-        is_new = not (self._n_eval or torch.is_grad_enabled())
+        is_same = self.step == self._eval_step and len(self._evaluated) < MAX_EVALUATED
+        is_new = not torch.is_grad_enabled() and (not self._n_eval or (is_same and bool(self.dropping)))
         return (self._is_wanted or is_new) and self._in_loop_thread()
 
     def _may_leave(self) -> bool:
@@ -264,7 +269,7 @@ class OpHooks:
 
     def _enter(self, m: nn.Module, args: Any) -> None:
         if not (m.training or torch.is_grad_enabled() or torch.compiler.is_compiling()):
-            self._enter_eval(m)
+            self._enter_eval(m, args)
             return
         # without attention, measuring would cost as much as the forward, for nothing
         is_done = self.has_looked and not self.shares and not self._tokens.is_under_way
@@ -278,15 +283,27 @@ class OpHooks:
             probe.__enter__()  # type: ignore[no-untyped-call]
             self._open.append(probe)
 
-    def _enter_eval(self, m: nn.Module) -> None:
-        """Looks for dropout in the first call in eval mode."""
+    def _enter_eval(self, m: nn.Module, args: Any) -> None:
+        """Looks for dropout in the first call in eval mode, and for the same inputs in those that follow."""
         self._close()
+        if not self._n_eval or self.dropping:
+            self._evaluated.append(hash_of(args))
         modules = list(m.modules())
         if self._n_eval == 0 and not any(x.training or is_compiled(x) for x in modules):
-            self._n_eval += 1
+            self._n_eval, self._eval_step = 1, self.step
             probe = DropoutProbe(self._note_dropout, self._guard)
             probe.__enter__()  # type: ignore[no-untyped-call]
             self._open.append(probe)
+
+    @property
+    def has_evaluated(self) -> bool:
+        """Whether a call in eval mode was measured."""
+        return self._n_eval > 0
+
+    def n_alike(self) -> int:
+        """How often calls of the first validation had the same inputs; waits for the device."""
+        counts = Counter(int(x) for x in self._evaluated if x is not None)
+        return max(counts.values(), default=0)
 
     def _note_dropout(self) -> None:
         self.dropping.setdefault(self._layer(), self.step)

@@ -13,6 +13,7 @@ from hookcb.diagnosis.probes.loss_graph import HEADS, main_term
 from hookcb.diagnosis.probes.loss_terms import FREED, behind, node_name, read_saved, read_terms
 
 MAX_ELEMENTS = 65_536  # of a mask that are read
+N_MEANT = 3  # evaluations of a batch in a row of validations, as for a mean over masks of dropout
 HALF = 0.5  # p that torch leaves out where it is the default
 SURE = 5.0  # standard deviations
 
@@ -104,23 +105,26 @@ def _first_number(args: tuple[Any, ...]) -> float:
     return next((x for x in args if isinstance(x, float)), 0.0)
 
 
-def observe_dropout_in_eval(layers: dict[str, int]) -> Iterator[Observation]:
+def observe_dropout_in_eval(layers: dict[str, int], n_alike: int) -> Iterator[Observation]:
     """Dropout in eval mode.
 
     Args:
         layers: step of the first validation in which a layer dropped, by layer.
+        n_alike: how often that validation evaluated the same inputs.
     """
+    is_meant = n_alike >= N_MEANT
+    often = f" It evaluates the same batch {n_alike} times, as Monte Carlo dropout does." if is_meant else ""
     for layer, step in layers.items():
         yield Observation(
-            "mode.mismatch",
+            "dropout.in_eval",
             layer,
             step=step,
-            text=f"{f'Layer {layer}' if layer else 'The model'} applies dropout in eval mode, so a "
-            "validation is noisier and worse than the model is.",
+            text=f"{f'Layer {layer}' if layer else 'The model'} applies dropout in eval mode, so it gives "
+            f"different answers for one input, and validations are noisier and worse than it is.{often}",
             causes=("F.dropout(x, p), or dropout_p of an attention, without training=self.training",),
             next_steps=(
                 "Pass training=self.training to F.dropout, and dropout_p=p if self.training else 0.0 to an "
-                "attention; Monte Carlo dropout drops on purpose",
+                "attention",
             ),
-            severity="info",
+            severity="info" if is_meant else "warning",
         )

@@ -13,15 +13,13 @@ from hookcb.core.restore import preserve_modes
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.batch import nonfinite_input
+from hookcb.diagnosis.reader import ADVICE, way_of
 from hookcb.hooks.modules import named_modules
 from hookcb.nans.nonfinite import tensors_in
 from hookcb.nans.replay import Autocast, BatchStarts
 from hookcb.nans.report import BATCH, LOSS, MODEL, NanReport
 from hookcb.nans.search import search
 
-USE_TRACE = "Train with cbs=NanTrace() and read learn.nan_trace.report"
-IN_A_WATCH = "Watch the loop with cbs=DetectAnomaly(), which names the operation"
-STOP_BEFORE = "Train with cbs=NanTrace(), which stops before the step and names the operation"
 FROM_WEIGHTS = "a gradient that was not finite, or a step that was too large"
 
 
@@ -65,19 +63,21 @@ def find_origin(
         step: number of the batch.
         autocast: state of autocast in the forward, if known.
     """
+    is_external = isinstance(learn, ExternalBatch)
+    advice = ADVICE["NaN"][way_of(is_external)]
     if layers := _nonfinite_layers(learn.model):
-        return _from_weights(layers, noticed, step, isinstance(learn, ExternalBatch))
+        return _from_weights(layers, noticed, step, advice)
     if is_sharded(learn.model):
         text = (
             f"{noticed} at step {step}. To find where it began, all ranks would have to run the batch again."
         )
-        return Observation("nonfinite.first", step=step, text=text, next_steps=(USE_TRACE,))
+        return Observation("nonfinite.first", step=step, text=text, next_steps=(advice,))
     start = BatchStarts().note(learn)
     start.autocasts = list(autocast or start.autocasts)
     report = search(learn, start, noticed, gradient)
     if report.where == BATCH:
         return nonfinite_input(step, _n_bad(learn.xb))
-    return _from_report(report, isinstance(learn, ExternalBatch), noticed, step)
+    return _from_report(report, is_external, noticed, step, advice)
 
 
 def _n_bad(xb: Any) -> int:
@@ -93,7 +93,7 @@ def _nonfinite_layers(model: nn.Module) -> list[str]:
     ]
 
 
-def _from_weights(layers: list[str], noticed: str, step: int, is_external: bool) -> Observation:
+def _from_weights(layers: list[str], noticed: str, step: int, advice: str) -> Observation:
     """Observation of non-finite weights; the gradient that caused them came from behind the last layer."""
     last = layers[-1]
     return Observation(
@@ -104,7 +104,7 @@ def _from_weights(layers: list[str], noticed: str, step: int, is_external: bool)
         text=f"{noticed} at step {step}: weights of {len(layers)} layer{'s' * (len(layers) != 1)} became NaN "
         f"or infinite in an earlier step; {as_layer(last)} is the last of them before the loss.",
         causes=(FROM_WEIGHTS,),
-        next_steps=(IN_A_WATCH if is_external else STOP_BEFORE,),
+        next_steps=(advice,),
     )
 
 
@@ -113,7 +113,7 @@ def is_from_weights(observation: Observation) -> bool:
     return observation.code == "nonfinite.first" and FROM_WEIGHTS in observation.causes
 
 
-def _from_report(report: NanReport, is_external: bool, noticed: str, step: int) -> Observation:
+def _from_report(report: NanReport, is_external: bool, noticed: str, step: int, advice: str) -> Observation:
     is_layer = report.where not in ("", MODEL, LOSS)
     layer = report.where.partition("#")[0].partition("[")[0] if is_layer else ""
     by = f"{report.op} in " if report.op else ""
@@ -133,5 +133,5 @@ def _from_report(report: NanReport, is_external: bool, noticed: str, step: int) 
         step=step,
         text=f"{noticed} at step {step}. {how}.",
         causes=(hint[0],) if hint[0] else (),
-        next_steps=(hint[2] or (IN_A_WATCH if is_external else USE_TRACE),),
+        next_steps=(hint[2] or advice,),
     )

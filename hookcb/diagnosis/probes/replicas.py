@@ -50,7 +50,7 @@ def observe_replicas(loop: Any) -> Iterator[Observation]:
         next_steps=(
             "Look for code that runs on one rank only, and for parameters that DDP does not manage"
             if name
-            else "Have the schedule follow numbers that are the same on all ranks, such as learn.recorder's",
+            else "Have the schedule follow numbers that are the same on all ranks, such as means over them",
         ),
         ranks=tuple(apart),
     )

@@ -41,7 +41,7 @@ class BatchHashes:
             if self._is_open:
                 self._epochs.append([])
         if self._is_open and len(self._epochs[-1]) == i < N_BATCHES:
-            self._epochs[-1].append((_hash(xb), _hash(yb)))
+            self._epochs[-1].append((hash_of(xb), hash_of(yb)))
 
     def epochs(self) -> list[list[BatchHash]]:
         """The hashes of each epoch."""
@@ -111,7 +111,7 @@ def _are_alike(epochs: Sequence[Sequence[BatchHash]]) -> bool:
     return False
 
 
-def _hash(item: Any) -> Tensor | None:
+def hash_of(item: Any) -> Tensor | None:
     """Hash of all real tensors in a batch, those on the device of the first."""
     tensors = [x.detach() for _, x in parts(item) if isinstance(x, Tensor) and has_stats(x) and x.numel()]
     total: Tensor | None = None

@@ -73,7 +73,7 @@ class LostUpdates:
                     f"{usual:.0%} of the weights of {name} that have a gradient are bit-identical after a "
                     f"step (limit {MAX_LOST:.0%}): the update is lost to rounding in {dtype}.",
                     (f"weights are stored in {dtype}, and the learning rate is small relative to them",),
-                    ("Keep weights in float32 and use autocast for the forward, MixedPrecision('bf16')",),
+                    ("Keep weights in float32, and use autocast with bfloat16 for the forward",),
                 )
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from hookcb.diagnosis.checks.step_size import large_updates, small_updates
 from hookcb.diagnosis.evidence import Layer
+from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.registry import Passed, Skipped
 from tests.diagnosis.checks.support import FALLS, RISES, STAYS, evidence, only, series, weight
 
@@ -85,6 +86,19 @@ def test_smaller_steps_are_too_large_if_units_die_after_them(dead_since, ratio, 
     )
     found = only(large_updates, evidence(param, loss=STAYS))
     assert (found.limit, found.step) == (0.05, 0) if is_cause else isinstance(found, Passed)
+
+
+def test_the_first_steps_stand_above_the_units_that_die_of_them_though_the_loss_falls():
+    """One step may do, as may three; what the loss does later changes nothing about the cause."""
+    for first in ([0.69], [0.69, 0.5, 0.3]):
+        ratios = first + [0.01] * (40 - len(first))
+        param = weight(update_ratio=ratios, dead=0.9, n_looked=8, n_examples=512, dead_since=len(first))
+        verdict = judge(
+            evidence(param, loss=[2.3 - 0.03 * i for i in range(40)], sources={"gradients", "loss"})
+        )
+        assert (verdict.primary.code, verdict.primary.step) == ("update.too_large", 0)
+        dead = next(f for f in verdict.findings if f.code == "unit.dead")
+        assert dead.consequence_of == "update.too_large"
 
 
 def test_outputs_that_become_the_same_for_all_samples_count_as_well():

@@ -131,13 +131,36 @@ def modes_noted(drop, with_watch):
                 with torch.no_grad():
                     model.eval()(x)
         verdict = w.diagnose()
-    return [(x.code, x.severity) for x in verdict.findings if x.code == "mode.mismatch"]
+    return [(x.code, x.severity) for x in verdict.findings if x.code == "dropout.in_eval"]
 
 
 @pytest.mark.parametrize("with_watch", [False, True])
 @pytest.mark.parametrize("drop", DROPPING)
-def test_dropout_in_eval_mode_gets_a_note(drop, with_watch):
-    assert modes_noted(drop, with_watch) == [("mode.mismatch", "info")]
+def test_dropout_in_eval_mode_is_a_warning(drop, with_watch):
+    assert modes_noted(drop, with_watch) == [("dropout.in_eval", "warning")]
+
+
+@pytest.mark.parametrize(
+    ("n", "n_batches", "severity"), [(3, 1, "info"), (1, 4, "warning"), (2, 2, "warning")]
+)
+def test_dropout_of_a_batch_that_is_evaluated_several_times_is_meant(n, n_batches, severity):
+    """As for Monte Carlo dropout; a loader that reuses the memory of its batches evaluates others."""
+    model, batches = Drops(DROPPING[0]), [(torch.randn(16, 4), torch.randint(2, (16,))) for _ in range(6)]
+    opt, x_val = torch.optim.SGD(model.parameters(), 0.1), torch.empty(16, 4)
+    with watch(model, opt, Diagnose("ignore", show=False)) as w:
+        for x, y in batches:
+            opt.zero_grad()
+            F.cross_entropy(model.train()(x), y).backward()
+            opt.step()
+            with torch.no_grad():
+                for other, _ in batches[:n_batches]:
+                    x_val.copy_(other)
+                    for _ in range(n):
+                        model.eval()(x_val)
+    (found,) = [f for f in w.diagnose().findings if f.code == "dropout.in_eval"]
+    assert found.severity == severity
+    assert ("Monte Carlo" in found.message) == (severity == "info")
+    assert not found.consequence_of
 
 
 @pytest.mark.parametrize("with_watch", [False, True])

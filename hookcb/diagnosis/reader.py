@@ -1,0 +1,95 @@
+"""Advice in the words of how the reader runs hookcb: with a Learner, a watch, or the command."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+Way = Literal["learner", "watch", "command"]
+
+SHORT_RUNS = "Find a learning rate: short runs with a tenth of it and with ten times as much"
+TORCH_CLIPS = "Clip the norm of the gradients: torch.nn.utils.clip_grad_norm_(parameters, 1.0)"
+MACHINE = "look at that machine: other processes, clock rates, disk"
+ADVICE: Mapping[str, Mapping[Way, str]] = {  # what to do, by how the reader runs hookcb
+    "rate": {"learner": "Find a learning rate: learn.lr_find()", "watch": SHORT_RUNS, "command": SHORT_RUNS},
+    "clip": {
+        "learner": "Clip the norm of the gradients: GradientClip(1.0)",
+        "watch": TORCH_CLIPS,
+        "command": TORCH_CLIPS,
+    },
+    "NaN": {
+        "learner": "Train with cbs=NanTrace(), which stops before the step and names the operation",
+        "watch": "Watch the loop with cbs=DetectAnomaly(), which names the operation",
+        "command": "Begin the script with torch.autograd.set_detect_anomaly(True), which names the operation",
+    },
+    "straggler": {
+        "learner": f"Print learn.step_timer.report(), and {MACHINE}",
+        "watch": f"Print w.step_timer.report(), and {MACHINE}",
+        "command": f"L{MACHINE[1:]}",
+    },
+    "coverage": {"learner": "verdict.coverage", "watch": "verdict.coverage", "command": "--coverage"},
+    # what only a watch can be told
+    "unclipped": {"watch": "call w.begin_step(optimizer) before you clip"},
+    "loss": {"watch": "report it with w.report_loss(loss)"},
+    "epochs": {"watch": "end an epoch with w.end_epoch() or close()"},
+    "model": {"watch": "watch the one that is, such as what torch.compile gave"},
+    "thread": {"watch": "watch it in the one that trains"},
+}
+SOURCES = {  # how to get each source of evidence
+    "activations": "ActivationStats",
+    "gradients": "GradientHealth",
+    "loss": "a known loss",
+    "batches": "Diagnose",
+    "batch": "Diagnose, or a Learner with a batch to look at",
+    "model": "Diagnose, or a Learner with a batch to look at",
+    "graph": "Diagnose, or a Learner with a batch to look at",
+    "optimizers": "an optimizer",
+    "steps": "Diagnose",
+    "time": "Diagnose",
+    "memory": "Diagnose",
+    "ranks": "StepTimer",
+}
+NOT_SEEN = {  # what is missing without it, for a reader who gives no callbacks
+    "activations": "no output of a layer was recorded",
+    "gradients": "no gradient was recorded at a step",
+    "loss": "the loss is not known",
+    "batches": "no batch was inspected",
+    "batch": "no batch was inspected",
+    "model": "the model was not inspected before training",
+    "graph": "the graph of the loss was not seen",
+    "optimizers": "no optimizer is known",
+    "steps": "no step of an optimizer was inspected",
+    "time": "no batch was timed",
+    "memory": "memory in use is unknown",
+    "ranks": "there are no ranks to compare",
+}
+_runs_command = False
+
+
+@contextmanager
+def by_command() -> Iterator[None]:
+    """Whoever reads what is written in this block has run the command."""
+    global _runs_command
+    before, _runs_command = _runs_command, True
+    try:
+        yield
+    finally:
+        _runs_command = before
+
+
+def way_of(is_external: bool) -> Way:
+    """How the reader runs hookcb, if hookcb does not control the loop (`is_external`), or does."""
+    return "command" if _runs_command else "watch" if is_external else "learner"
+
+
+def why_unseen(needs: Sequence[str], way: Way) -> str:
+    """Reason why checks that need these sources of evidence could not run, and how to get them."""
+    texts = NOT_SEEN if way == "command" else SOURCES
+    why = " and ".join(dict.fromkeys(texts[need] for need in needs))
+    if way == "command":
+        return why
+    return f"needs {why}{also('loss', way) if 'loss' in needs else ''}"
+
+
+def also(what: str, way: Way) -> str:
+    """An advice that ends a sentence, after a semicolon; "" if there is none for this reader."""
+    return f"; {ADVICE[what][way]}" if way in ADVICE[what] else ""
