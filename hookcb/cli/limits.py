@@ -222,7 +222,7 @@ def _existing() -> list[Any]:
     return [
         x
         for x in gc.get_objects()
-        if (issubclass(type(x), nn.Module) and {"training", "_modules"} <= vars(x).keys())
+        if (issubclass(type(x), nn.Module) and "training" in vars(x))
         or (issubclass(type(x), Optimizer) and "param_groups" in vars(x) and not isinstance(x, StepByHand))
     ]
 

@@ -20,6 +20,7 @@ from hookcb.cli.ignored import without
 from hookcb.cli.limits import EndAtLimit, Limit, LimitReached
 from hookcb.cli.optimizer_names import OptimizerNames, foreign_optimizers
 from hookcb.cli.ownership import (
+    gives_to_loss,
     has_part,
     kept_by_script,
     models_behind,
@@ -450,7 +451,8 @@ class ModelTracker:
             if model is concerned[-1] and not takes_turns:
                 watch.tell(loss)
             else:
-                watch.follow(loss)
+                gives = not watch.optimizers and gives_to_loss(model, loss, self._open)
+                watch.follow(loss, gives)
 
     def _guarded(self, act: Callable[..., Any], *args: Any) -> Any:
         """Calls `act`; an error in it becomes a note, and is not raised into the script."""

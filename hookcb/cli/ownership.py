@@ -10,10 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from hookcb.cli.tracked_model import TrackedModel
+from hookcb.core.batch import parts
 from hookcb.core.graph import leaves_behind
 from hookcb.hooks.modules import has_params, without_wrappers
 
 MAX_ITEMS = 100  # of a list or dict of the script, when looking for a model in it
+MAX_VIEWS = 4  # operations between a parameter and the one that uses it
 MAX_NODES = 50_000  # in the graph of a loss, when looking for the models that it depends on
 
 
@@ -130,6 +132,37 @@ def _attributes(x: object) -> dict[str, Any]:
         return dict(object.__getattribute__(x, "__dict__"))
     except AttributeError:
         return {}
+
+
+def gives_to_loss(model: TrackedModel, loss: Tensor, models: list[TrackedModel]) -> bool:
+    """Whether a loss takes outputs of a model as they are, as targets or features, not through another."""
+    if model.model is None or model.watch is None:
+        return False
+    own = {id(p) for p in model.model.parameters()}
+    others = {id(p) for other in models if other.model for p in other.model.parameters()} - own
+    outputs = {x.grad_fn for _, x in parts(model.watch.pred) if isinstance(x, Tensor)} - {None}
+    waiting, seen = [loss.grad_fn], set[Any]()
+    while waiting and len(seen) < MAX_NODES:
+        if (node := waiting.pop()) is None or node in seen:
+            continue
+        if node in outputs:
+            return True
+        seen.add(node)
+        behind = [x for x, _ in node.next_functions]
+        if others.isdisjoint(map(_leaf_id, behind)):
+            waiting += behind
+    return False
+
+
+def _leaf_id(node: Any) -> int:
+    """Id of the parameter that an operation gets from `node`, perhaps transposed or cast; 0 if it is none."""
+    for _ in range(MAX_VIEWS):
+        if (leaf := getattr(node, "variable", None)) is not None:
+            return id(leaf)
+        if node is None or len(node.next_functions) != 1:
+            break
+        node = node.next_functions[0][0]
+    return 0
 
 
 def models_behind(loss: Tensor, models: list[TrackedModel]) -> list[TrackedModel]:

@@ -71,9 +71,15 @@ class ScriptWatch(Watch):
         """Reports the loss of the batch, also one without a graph, which `Watch` could not recognize."""
         ExternalLoop.report_loss(self, loss)
 
-    def follow(self, loss: Tensor) -> None:
-        """Marks the beginning of the backward at this loss, which belongs to another model too."""
+    def follow(self, loss: Tensor, gives: bool) -> None:
+        """Marks the beginning of the backward at this loss, which belongs to another model too.
+
+        Args:
+            loss: the loss.
+            gives: whether the model has no optimizer, and gives targets or features to it.
+        """
         self.facts.n_losses_of_others += 1
+        self.facts.n_given += gives
         self._follow_backward(loss)
 
 

@@ -164,7 +164,7 @@ def _numpy_bits(x: Any) -> Any:
 def _of_python(generator: Any) -> tuple[int, Tensor, float | None]:
     """State of a generator of Python, with its 625 numbers in a tensor, as lists are slow to save."""
     version, numbers, rest = generator.getstate()
-    return version, torch.tensor(numbers), rest
+    return version, torch.tensor(numbers, device="cpu"), rest
 
 
 def _as_python_has_it(state: Any) -> Any:

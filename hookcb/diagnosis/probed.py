@@ -284,7 +284,8 @@ def _late_observations(probes: Probes) -> Iterator[tuple[str, Callable[[], Itera
     if len(probes.optimizers) == 1:  # several may clear each other's gradients unseen
         yield "stale", lambda: probes.stale.observations()
     yield "cleared", lambda: probes.cleared.observations()
-    yield "motion", lambda: probes.motion.observations(probes.n_steps, probes.n_backward, probes.n_shared)
+    n_steps = probes.n_steps - probes.n_alone
+    yield "motion", lambda: probes.motion.observations(n_steps, probes.n_backward, probes.n_given)
     yield "outside", lambda: probes.outside.observations(probes.n_steps)
     yield "sequences", lambda: probes.sequences.observations()
     yield "retained", lambda: probes.retained.observations()

@@ -257,6 +257,7 @@ class Watch(ExternalLoop):
         if found is None or self._is_from_others:
             self.facts.n_losses_unfound += 1
             self.facts.n_losses_of_others += self._is_from_others
+            self.facts.n_given += self._is_from_others
         else:
             self.facts.n_losses_found += 1
             self._set_loss(found.value, found.node)

@@ -58,17 +58,12 @@ def make(names, world):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return shared(tmp_path_factory, "activations", make([*CASES, *TWO, LAST], 2))
+    return shared(tmp_path_factory, "activations", make([*TWO, LAST], 2))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
     return shared(tmp_path_factory, "activations-of-4", make([*CASES, FOUR, LAST], 4))
-
-
-@pytest.fixture(params=["two", pytest.param("four", marks=pytest.mark.slow)])
-def ranks(request):
-    return request.getfixturevalue(request.param)
 
 
 def each(ranks, name):
@@ -98,29 +93,33 @@ def exact(numbers, std=1e-9):
 # ---- data parallel
 
 
-def test_records_are_those_of_all_samples_even_far_from_zero(ranks):
-    found = each(ranks, "all_samples")
+@pytest.mark.slow
+def test_records_are_those_of_all_samples_even_far_from_zero(four):
+    found = each(four, "all_samples")
     agree(found)
     assert all(exact(result["train"]) and result["counted"] and result["report"] for result in found)
     assert all(result["edges"] == found[0]["edges"] for result in found)
 
 
-def test_the_validation_is_merged_if_ranks_have_other_numbers_of_batches(ranks):
-    found = each(ranks, "all_samples")
+@pytest.mark.slow
+def test_the_validation_is_merged_if_ranks_have_other_numbers_of_batches(four):
+    found = each(four, "all_samples")
     assert all(exact(result["valid"]) for result in found)
-    assert {result["n_valid"] for result in found} == {2 * len(ranks)}  # the last rank has the most
+    assert {result["n_valid"] for result in found} == {2 * len(four)}  # the last rank has the most
 
 
-def test_outputs_of_which_a_sample_is_kept_have_exact_moments(ranks):
-    mean, std, low, high, size, counted = of_all(ranks, "large_outputs")
+@pytest.mark.slow
+def test_outputs_of_which_a_sample_is_kept_have_exact_moments(four):
+    mean, std, low, high, size, counted = of_all(four, "large_outputs")
     assert mean < 1e-9
     assert std < 1e-9
     assert (low, high, size) == (0, 0, 0)
-    assert counted == 4096 * len(ranks)
+    assert counted == 4096 * len(four)
 
 
-def test_layers_that_only_some_ranks_call_are_recorded_on_all(ranks):
-    found = each(ranks, "odd_layers")
+@pytest.mark.slow
+def test_layers_that_only_some_ranks_call_are_recorded_on_all(four):
+    found = each(four, "odd_layers")
     agree(found)
     for result in found:
         assert exact(result["extra"])
@@ -130,11 +129,13 @@ def test_layers_that_only_some_ranks_call_are_recorded_on_all(ranks):
         assert result["coverage"] == "3 of 3 layers seen in 4 batches"
 
 
-def test_nan_and_inf_of_any_rank_show_and_an_empty_output_adds_nothing(ranks):
-    for result in each(ranks, "odd_layers"):
-        assert result["nonfinite"] == [len(ranks) - 1, "inf"]
+@pytest.mark.slow
+def test_nan_and_inf_of_any_rank_show_and_an_empty_output_adds_nothing(four):
+    for result in each(four, "odd_layers"):
+        assert result["nonfinite"] == [len(four) - 1, "inf"]
 
 
+@pytest.mark.slow
 def test_a_record_costs_two_collectives_and_a_fit_five_more(two):
     found = of_all(two, "collectives")
     none, every, second = found["n"]
@@ -142,8 +143,9 @@ def test_a_record_costs_two_collectives_and_a_fit_five_more(two):
     assert second - none == 2 * 6 + 5
 
 
-def test_arguments_that_differ_are_an_error_on_all_ranks(ranks):
-    for rank in ranks:
+@pytest.mark.slow
+def test_arguments_that_differ_are_an_error_on_all_ranks(four):
+    for rank in four:
         assert rank["arguments_that_differ"]["error"] == "RankError"
         assert (
             "all ranks need the same arguments of activation_stats" in rank["arguments_that_differ"]["text"]
@@ -151,27 +153,31 @@ def test_arguments_that_differ_are_an_error_on_all_ranks(ranks):
         assert "rank 0 has {'every': 1" in rank["arguments_that_differ"]["text"]
 
 
-def test_a_subclass_with_its_own_schedule_records_its_rank_and_says_so(ranks):
-    for result in each(ranks, "own_schedule"):
+@pytest.mark.slow
+def test_a_subclass_with_its_own_schedule_records_its_rank_and_says_so(four):
+    for result in each(four, "own_schedule"):
         assert result["off"] < 1e-12
         assert result["report"]
 
 
-def test_hooks_of_users_are_of_their_rank(ranks):
-    for result in each(ranks, "own_hooks"):
+@pytest.mark.slow
+def test_hooks_of_users_are_of_their_rank(four):
+    for result in each(four, "own_hooks"):
         assert result["mean"] == 0
         assert result["doubled"] < 1e-9
 
 
-def test_cancels_of_one_rank_leave_the_same_records_on_all(ranks):
-    train, batch, epoch = of_all(ranks, "cancels")
+@pytest.mark.slow
+def test_cancels_of_one_rank_leave_the_same_records_on_all(four):
+    train, batch, epoch = of_all(four, "cancels")
     assert train[:2] == [7, 8]
     assert batch[:2] == [8, 8]
     assert epoch[0] == 8
 
 
-def test_a_resumed_fit_has_the_records_of_one_that_never_ended(ranks):
-    found = of_all(ranks, "resumed")
+@pytest.mark.slow
+def test_a_resumed_fit_has_the_records_of_one_that_never_ended(four):
+    found = of_all(four, "resumed")
     assert found["same"]
     assert found["loaded"]
 
@@ -187,15 +193,18 @@ def is_as_one_process(found):
     assert all(apart < 1e-3 for apart in found["counts"].values()), found["counts"]
 
 
-def test_shards_of_parameters_make_no_difference(ranks):
-    is_as_one_process(of_all(ranks, "fsdp2"))
+@pytest.mark.slow
+def test_shards_of_parameters_make_no_difference(four):
+    is_as_one_process(of_all(four, "fsdp2"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["tensor_parallel", "tensor_parallel_dtensors", "sequence_parallel"])
 def test_slices_are_merged_and_copies_count_once(two, case):
     is_as_one_process(of_all(two, case))
 
 
+@pytest.mark.slow
 def test_summands_have_no_record_and_the_layer_is_not_seen(two):
     found = of_all(two, "summands")
     assert found["left_out"] == {"w2": "summands of the ranks"}
@@ -205,6 +214,7 @@ def test_summands_have_no_record_and_the_layer_is_not_seen(two):
     assert "w2" not in found["names"]
 
 
+@pytest.mark.slow
 def test_an_output_that_changed_before_it_had_arrived_has_no_record(two):
     found = of_all(two, "changed_in_place")
     assert found["n"] == 3
@@ -217,11 +227,13 @@ def test_slices_and_shards_together_are_merged(four):
     is_as_one_process(of_all(four, FOUR))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["fsdp1", "fsdp1_flat"])
 def test_flattened_parameters_make_no_difference(two, case):
     is_as_one_process(of_all(two, case))
 
 
+@pytest.mark.slow
 def test_under_watch_a_slice_is_told_as_such(two):
     found, nothing = each(two, "watched")
     assert nothing == {}

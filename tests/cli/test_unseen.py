@@ -159,7 +159,8 @@ def test_checks_of_a_loss_that_is_that_of_another_player_too_do_not_apply(run, c
 
 
 def test_an_optimizer_that_is_none_of_torch_is_named(run):
-    _, out = run("""
+    _, out = run(
+        """
         class Own:
             def __init__(self, params):
                 self.param_lists = [list(params)]
@@ -170,7 +171,9 @@ def test_an_optimizer_that_is_none_of_torch_is_named(run):
                 for p in self.param_lists[0]:
                     p.grad = None
         train(net, Own(net.parameters()))
-        """)
+        """,
+        "--coverage",
+    )
     assert "Sequential, trained by Own of __main__" in out
     assert "without a torch.optim.Optimizer, at an unknown learning rate" in out
 
@@ -190,3 +193,21 @@ def test_layers_that_are_no_submodules_are_told(run):
         """)
     assert "Outer, trained by Adam" in out
     assert "no layer of the model is one of its submodules" in out
+
+
+def test_a_network_that_gives_targets_is_not_said_to_be_trained_wrongly(run):
+    """A target network, computed with gradients and copied now and then; no optimizer has it."""
+    code, out = run("""
+        import copy
+        target = copy.deepcopy(net)
+        opt = torch.optim.Adam(net.parameters(), lr=1e-3)
+        for i in range(30):
+            x, y = torch.randn(16, 8), torch.randn(16, 8)
+            loss = (net(x).mean(1) - target(y).mean(1)).pow(2).mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+        """)
+    assert "INFO param.not_stepped" in out
+    assert "nothing uses them" in out
+    assert code == 0

@@ -167,7 +167,7 @@ def test_a_model_is_without_hooks_in_most_batches_and_its_validation_is_still_in
     fit(learn, 1, cbs=[Diagnose(show=False), look])
     assert counts[0] > 0
     assert counts.count(0) > n / 3
-    assert "mode.mismatch" in {finding.code for finding in learn.diagnose().findings}
+    assert "dropout.in_eval" in {finding.code for finding in learn.diagnose().findings}
     stats = learn.activation_stats
     assert stats.n_batches + stats.n_skipped == n
     assert stats.n_batches == len(stats.stats)

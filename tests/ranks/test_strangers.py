@@ -4,6 +4,8 @@ import pytest
 
 from tests.ranks.support import data, launched, shared
 
+pytestmark = pytest.mark.slow  # a launch of two ranks
+
 NUMBERS = ["uneven_stop", "uneven_without_length", "uneven_lr_find", "uneven_validation"]
 NUMBERS += [
     "preds_without_sampler",

@@ -47,13 +47,13 @@ class Motion:
         """Whether any copied element has changed, by name of the parameter."""
         return {name: not torch.equal(sketch_copy(p), begin) for name, (p, begin) in self._begins.items()}
 
-    def observations(self, n_steps: int, n_backward: int, n_shared: int = 0) -> Iterator[Observation]:
+    def observations(self, n_steps: int, n_backward: int, n_given: int = 0) -> Iterator[Observation]:
         """An optimizer without steps, or without a backward, and constant matrices with rows that stay equal.
 
         Args:
             n_steps: number of steps.
             n_backward: number of backwards.
-            n_shared: number of those that went on to parameters of other models.
+            n_given: number of those of losses of other models, to which it gives features or targets.
         """
         trained = {name for name, (p, _) in self._begins.items() if p.requires_grad}
         moved = self.moved()
@@ -68,7 +68,7 @@ class Motion:
                 causes=("loss.backward() is missing, or is in a branch that is never taken",),
                 next_steps=("Call loss.backward() before optimizer.step()",),
             )
-        if is_still and n_backward >= MIN_BATCHES and n_steps == 0 and 2 * n_shared > n_backward:
+        if is_still and n_backward >= MIN_BATCHES and n_steps == 0 and 2 * n_given > n_backward:
             yield Observation(
                 "param.not_stepped",
                 step=0,

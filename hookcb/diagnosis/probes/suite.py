@@ -110,7 +110,8 @@ class Probes:
         self.dead = made("dead", DeadUnits, model)
         self.lost_updates = made("lost_updates", LostUpdates, model)
         self.motion, self.n_backward = made("motion", Motion, model), 0
-        self.n_shared = 0  # backwards that went on to parameters of other models
+        self.n_alone = 0  # steps before which the model was not called
+        self.n_given = 0  # backwards of losses of others, to which it gives features or targets
         self.outside = made("outside", OutsideParameters, model)
         self.backwards: set[int] = set()  # numbers of backwards before a step
         self._n_before = 0  # backwards before the last step
@@ -386,7 +387,7 @@ class Probes:
             if loop.facts.n_closures and loop.opt is not None:  # steps of LBFGS are no events
                 self.optimizers[id(loop.opt)] = loop.opt
             self.guard.call("added", self.added.after_backward, self.first_param)
-            self.n_shared = loop.facts.n_losses_of_others
+            self.n_given = loop.facts.n_given
         if looking and self.is_clipping_unseen:
             self.guard.call("clipping", self.clipping.after_backward, self.first_param, loop.train_iter)
         if self.n_steps < N_DENSE:
@@ -478,6 +479,7 @@ class Probes:
             self.guard.call("added", self.added.end_step)
             self.backwards.add(self.n_backward - self._n_before)
             self._n_before = self.n_backward
+            self.n_alone = loop.facts.n_steps_alone
         self.observed.add("steps")
         if looking:
             self.guard.call("lost_updates", self.lost_updates.after_step, loop.train_iter)

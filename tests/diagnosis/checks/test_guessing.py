@@ -194,7 +194,10 @@ def test_a_rate_that_is_too_low_and_a_training_that_is_too_short_get_the_same_ad
         learn.fit(1, cbs=Diagnose("ignore", show=False))
     verdict = learn.diagnose()
     rates = {
-        step.split(":")[0].split(",")[0] for f in verdict.findings for step in f.next_steps if "rate" in step
+        step.split(":")[0].split(",")[0]
+        for f in verdict.findings
+        for step in f.next_steps
+        if "the learning rate" in step
     }
     assert verdict.primary.code == "update.too_small"
     assert len(rates) == 1

@@ -164,8 +164,8 @@ def test_steps_without_any_backward_are_told_as_that():
 def test_gradients_of_another_models_loss_need_no_step():
     """As those that reach a target network, or one that gives features."""
     motion = Motion(net())
-    assert [x.severity for x in motion.observations(0, 30, n_shared=30)] == ["info"]
-    assert [x.severity for x in motion.observations(0, 30, n_shared=15)] == [""]
+    assert [x.severity for x in motion.observations(0, 30, n_given=30)] == ["info"]
+    assert [x.severity for x in motion.observations(0, 30, n_given=15)] == [""]
 
 
 # ---- matrices that stay one unit
