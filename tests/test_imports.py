@@ -24,7 +24,7 @@ def seed():
 
 def state():
     own = numpy.random.get_state()
-    return random.getstate(), own[1].tobytes(), own[2:], torch.get_rng_state().tolist()
+    return random.getstate(), own[1].tobytes(), own[2:], torch.get_rng_state().numpy().tobytes()
 
 def check(use, *args):
     before = state()

@@ -7,7 +7,7 @@ import pytest
 from hookcb.cli.demo import train_digits
 from hookcb.cli.faults import FAULTS, find_fault
 from hookcb.cli.main import main
-from tests.support import covering
+from tests.support import covering, each
 
 MODELS = ("mlp", "cnn")
 
@@ -32,7 +32,7 @@ def test_a_planted_fault_is_taken_for_the_cause(name, model, capsys):
     assert verdict.primary.code == FAULTS[name].code, str(verdict)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", each(2, MODELS))
 def test_the_demo_as_it_is_is_healthy_and_ends_in_saying_so(model, capsys, monkeypatch):
     monkeypatch.setattr("hookcb.cli.main.find_spec", lambda name: None)  # saves drawing the picture
     assert main(["demo", "--model", model, "--epochs", "4"]) == 0

@@ -114,7 +114,7 @@ def test_batches_that_are_cut_short_in_its_sleep_are_counted_as_when_it_is_awake
     assert facts(asleep) == facts(awake)
 
 
-@pytest.mark.parametrize("event", each(3, [*IN_BATCH, "after_step", "after_batch"]))
+@pytest.mark.parametrize("event", each(8, [*IN_BATCH, "after_step", "after_batch"]))
 def test_a_fit_that_ends_in_its_sleep_is_known_up_to_the_batch_before(monkeypatch, event):
     def end(cb):
         if cb.learn.train_iter == 140:
@@ -169,7 +169,7 @@ def spoil(what):
     return partial(Spoiling, name="spoiling", **given)
 
 
-@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("what", each(2, ["loss", "gradient"]))
 def test_a_number_that_is_not_finite_wakes_it_at_once(monkeypatch, what):
     _, asleep, n_asleep = diagnosed(monkeypatch, True, spoil(what))
     _, awake, _ = diagnosed(monkeypatch, False, spoil(what))

@@ -10,7 +10,7 @@ from torch import nn
 
 from hookcb import Callback, Diagnose, GradientAccumulation, watch
 from hookcb.diagnosis.schedule import Schedule
-from tests.support import fit, make_learner, make_model
+from tests.support import each, fit, make_learner, make_model
 
 GROWING = [0, 1, 2, 3, 4, 5, 7, 10, 14, 19, 26, 36, 49, 67, 91, 123, 167, 226, 306, 414, 559, 755]
 DOUBLING = [0, 1, 2, 3, 4, 5, 7, 10, 14, 19, 38, 76, 152, 304, 608]
@@ -102,7 +102,7 @@ def trained(name, monkeypatch, *cbs, n=180):
 
 
 @pytest.mark.filterwarnings("ignore:ERROR  :UserWarning")
-@pytest.mark.parametrize("accumulates", [False, True], ids=["", "accumulation"])
+@pytest.mark.parametrize("accumulates", each(2, [False, True]), ids=["", "accumulation"])
 def test_the_verdict_is_the_same_whatever_the_clock_says(monkeypatch, accumulates):
     found = []
     for name in CLOCKS:

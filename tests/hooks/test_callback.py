@@ -509,7 +509,7 @@ def test_prepend_and_always_call_are_taken():
 TRAINED = [name for name in zoo.MODELS if name != "frozen_all_but_the_input"]  # which has nothing to train
 
 
-@pytest.mark.parametrize("name", each(2, TRAINED))
+@pytest.mark.parametrize("name", each(4, TRAINED))
 def test_every_model_of_the_zoo_trains_to_the_same_bits(name):
     def trained(*cbs):
         torch.manual_seed(5)

@@ -747,6 +747,7 @@ def test_a_model_that_is_compiled_inside_the_window_leaves_a_whole_trace(fresh_d
     profiler.layers(), profiler.report()
 
 
+@pytest.mark.slow
 @silence
 def test_the_report_says_that_a_graph_was_compiled_again(fresh_dynamo):
     torch.manual_seed(0)

@@ -111,7 +111,7 @@ def test_a_training_is_to_the_bit_what_it_is_without(name, options):
     assert len(stats.names) >= 3
 
 
-@pytest.mark.parametrize("name", each(3, [x for x in zoo.MODELS if x != "frozen_all_but_the_input"]))
+@pytest.mark.parametrize("name", each(6, [x for x in zoo.MODELS if x != "frozen_all_but_the_input"]))
 def test_no_output_raises_or_is_changed(name):
     def run(*cbs):
         model, outs = zoo.make(name), []

@@ -108,6 +108,7 @@ def test_validation_is_recorded_from_one_graph_more():
         assert [one["mean"] for one in a] == pytest.approx([one["mean"] for one in b], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_every_third_batch_adds_one_graph_and_breaks_none():
     assert graphs(ActivationStats(every=3)) <= 2
     stats, eager = ActivationStats(every=3), ActivationStats(every=3)
@@ -136,6 +137,7 @@ def test_reading_in_mid_fit_compiles_nothing_anew():
     assert len({mean for _, _, mean in seen}) == 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 7, 3, 9, 5, 4, 8)])
 def test_a_batch_of_another_size_compiles_no_more_than_without(sizes):
     stats, eager = ActivationStats(include_paramless=True), ActivationStats(include_paramless=True)
@@ -195,6 +197,7 @@ OUTPUTS = {
 }
 
 
+@pytest.mark.slow
 def test_whatever_compiled_layers_put_out_is_measured_in_one_graph():
     def around(s, x):
         for name in OUTPUTS:
@@ -249,6 +252,7 @@ def test_a_compiled_model_of_any_structure_is_measured_as_without_compile(name):
     assert_same_values(stats, eager, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_compiled_part_of_a_model_is_measured_too():
     for build in (compiled, lambda m: compiled(m, "model.compile")):
         torch._dynamo.reset()

@@ -78,6 +78,7 @@ def count_frames(way, *cbs, **kwargs):
     return counter.frame_count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [WAYS[0], pytest.param(WAYS[1], marks=pytest.mark.slow)])
 def test_attaching_before_the_first_call_leaves_the_number_of_frames_as_it_is(way):
     size = {"n_epoch": 3, "n_train": 4, "n_valid": 2}
@@ -123,6 +124,7 @@ def test_a_compiled_shared_layer_has_one_result_for_each_call(way):
     assert all(torch.allclose(v, expected.results[k]) for k, v in without_prefix(cb.results).items())
 
 
+@pytest.mark.slow
 def test_every_is_right_on_a_compiled_model():
     model, plain = three_layers(), three_layers()
     size = {"n_train": 5, "n_valid": 0, "n_epoch": 2}
@@ -136,6 +138,7 @@ def test_every_is_right_on_a_compiled_model():
     assert numbers(without_prefix(cb.results)) == numbers(expected.results)
 
 
+@pytest.mark.slow
 def test_a_second_fit_sees_a_compiled_model_again():
     model = compiled(three_layers(), "torch.compile", "eager")
     learn = learner(model, n_valid=0, cbs=means())
@@ -203,6 +206,7 @@ def gradients_by_hand(model, x):
     return [g[0] for g in grads.stored], outputs, inputs[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "look"), covering(WAYS_AND_BACKENDS, [outputs_by_hand, gradients_by_hand], of=1)
 )
@@ -226,6 +230,7 @@ def test_parameter_hooks_see_a_compiled_model():
     assert all(torch.equal(g, p.grad) for g, p in zip(pre.stored, params, strict=True))
 
 
+@pytest.mark.slow
 def test_graphs_are_not_recompiled_batch_after_batch():
     counter = CompileCounterWithBackend("eager")
     model = compiled(three_layers(), "torch.compile", counter)

@@ -208,7 +208,7 @@ def net(name, n=None):
     return make(), [(inputs(6), torch.randint(3, (6,))) for _ in range(n)]
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", each(2, NETS))
 def test_usual_networks_train_to_the_bit_as_without(name):
     options = {"make_opt": torch.optim.AdamW, "loss_func": F.cross_entropy}
     alone = train(*net(name), **options)
@@ -216,7 +216,7 @@ def test_usual_networks_train_to_the_bit_as_without(name):
         assert differing(alone, train(*net(name), with_watch=True, **options)) == []
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", each(2, NETS))
 def test_usual_networks_are_fitted_to_the_bit_as_without(name):
     def fitted(diagnose):
         model, batches = net(name)

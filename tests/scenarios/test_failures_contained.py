@@ -251,7 +251,7 @@ ENDS += ["recorder.Frame.of", "recorder.EvidenceRecorder._read_notes", "callback
 ENDS += ["recorder.EvidenceRecorder.evidence", "recorder.EvidenceRecorder.finish"]
 
 
-@pytest.mark.parametrize("place", each(3, [f"probes.suite.Probes.{name}" for name in HANDLERS] + ENDS))
+@pytest.mark.parametrize("place", each(6, [f"probes.suite.Probes.{name}" for name in HANDLERS] + ENDS))
 def test_the_training_goes_on_and_the_failure_is_told(place, monkeypatch):
     usual(by_watch)
     called = []

@@ -53,7 +53,7 @@ def test_a_healthy_training_gives_no_alarm(name, opt, seed):
     assert learn.diagnose().status == "healthy", str(learn.diagnose())
 
 
-@pytest.mark.parametrize("name", each(2, OTHER_HEALTHY))
+@pytest.mark.parametrize("name", each(5, OTHER_HEALTHY))
 @pytest.mark.parametrize("seed", [0, *more_seeds(1)])
 def test_what_looks_odd_and_is_not_gives_no_alarm(name, seed):
     health = GradientHealth()

@@ -84,7 +84,7 @@ def differences(plain, watched, equal=zoo.alike):
     return wrong + ["rng"] * (not torch.equal(plain["rng"], watched["rng"]))
 
 
-@pytest.mark.parametrize("name", each(2, zoo.MODELS))
+@pytest.mark.parametrize("name", each(4, zoo.MODELS))
 def test_outputs_and_gradients_are_bit_identical_under_observers(name):
     plain, n_hooks = expected(name), count_hooks(zoo.make(name))
     for kind, options in IN_ALL_MODELS.items():

@@ -7,6 +7,8 @@ import torch
 
 from tests.support import run_ranks
 
+pytestmark = pytest.mark.slow  # a launch of two ranks
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):

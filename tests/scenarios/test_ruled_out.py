@@ -71,6 +71,7 @@ def compiled_head(model):
 HOW = {"outside": compiled_outside, "in place": compiled_in_place, "a layer": compiled_head}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", ["in place", *(pytest.param(x, marks=pytest.mark.slow) for x in ("outside", "a layer"))]
 )

@@ -50,6 +50,7 @@ def test_it_compiles_once_for_training_and_once_for_validation_and_trains_as_by_
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # torch's own, at inductor's import
 @pytest.mark.parametrize(
     "options", [{"backend": "aot_eager"}, pytest.param({}, marks=[NEEDS_COMPILER, pytest.mark.slow])]

@@ -1,5 +1,6 @@
 """The loss of a compiled model is read from a run of its original, of which nothing is left."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -36,6 +37,7 @@ def test_the_original_of_a_compiled_model_tells_what_the_graph_hides(monkeypatch
     assert compiled[1] == plain[1]
 
 
+@pytest.mark.slow
 def test_the_run_leaves_no_trace_in_the_training(monkeypatch):
     weights = []
     for model in (net(), torch.compile(net(), backend="aot_eager")):

@@ -203,7 +203,7 @@ def test_a_mask_that_hides_all_other_tokens_is_named(train, fused):
     assert seen(verdict) == {"mask.blind": "warning"}
 
 
-@pytest.mark.parametrize("train", [trained, watched])
+@pytest.mark.parametrize("train", each(2, [trained, watched]))
 def test_padding_that_counts_is_named(train):
     verdict = train(Gpt(padding=0), data(of=padded))
     assert seen(verdict) == {"label.padding": "warning"}
@@ -234,7 +234,7 @@ def test_padding_that_does_not_count_is_fine_however_it_is_left_out(train, loss_
     assert seen(train(Gpt(padding=0), data(of=padded), loss_func)) == {}
 
 
-@pytest.mark.parametrize("train", [trained, watched])
+@pytest.mark.parametrize("train", each(2, [trained, watched]))
 def test_positions_that_are_all_0_are_named(train):
     verdict = train(Gpt(positions=0), data())
     assert seen(verdict) == {"embed.single_index": "warning"}

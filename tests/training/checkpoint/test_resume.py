@@ -38,7 +38,7 @@ from hookcb.training.schedules.one_cycle import OneCycle
 from hookcb.training.schedules.plateau import ReduceLROnPlateau
 from hookcb.training.schedules.schedule import Schedule
 from hookcb.training.schedules.warmup_cosine import WarmupCosine
-from tests.support import EVENTS, covering, fit, same, weights
+from tests.support import EVENTS, covering, each, fit, same, weights
 from tests.training.checkpoint.support import (
     Net,
     Stop,
@@ -128,7 +128,7 @@ def test_a_resumed_fit_ends_as_an_uninterrupted_one_with(name, tmp_path):
     check_resumes(lambda: learner(opt_func=OPTIMIZERS[name]), tmp_path)
 
 
-@pytest.mark.parametrize("name", CALLBACKS)
+@pytest.mark.parametrize("name", each(2, CALLBACKS))
 def test_a_resumed_fit_ends_as_an_uninterrupted_one_under(name, tmp_path):
     momentum = partial(sgd, momentum=0.9)
 

@@ -426,7 +426,7 @@ def test_a_fit_without_validation_goes_on_as_it_was(tmp_path):
 # ---- workers
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["own generator", "no generator"])
+@pytest.mark.parametrize("own", each(2, [True, False]), ids=["own generator", "no generator"])
 def test_random_changes_in_workers_go_on_as_they_were(tmp_path, own):
     def make():
         options = {"generator": generator()} if own else {}
