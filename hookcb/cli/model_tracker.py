@@ -441,6 +441,8 @@ class ModelTracker:
         if len(waiting) > 1 or (waiting and not is_last_called):
             behind = models_behind(loss, self._open) or waiting[: len(waiting) == 1]
             concerned = [model for model in waiting if model in behind]
+            for model in waiting:
+                model.watch.facts.n_beside += model not in concerned  # type: ignore[union-attr]
         optimizers = {frozenset(model.watch.optimizers) for model in behind if model.watch}
         is_common = len(behind) < 2 or (len(optimizers) == 1 and optimizers != {frozenset()})
         for model in concerned:

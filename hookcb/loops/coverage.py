@@ -73,6 +73,7 @@ class Facts:
         n_losses_unfound: backwards whose loss was neither reported nor found.
         n_losses_of_others: those among them that went on to parameters of other models.
         n_given: those to which the model gives features or targets, without an optimizer of its own.
+        n_beside: backwards that did not reach the model, between its call and its step; known of scripts.
         n_cut: training batches ended by a call in eval mode before their backward.
         n_closures: steps of LBFGS.
         n_steps_alone: steps without a training call of the model before them.
@@ -97,6 +98,7 @@ class Facts:
     n_losses_unfound: int = 0
     n_losses_of_others: int = 0
     n_given: int = 0
+    n_beside: int = 0
     n_cut: int = 0
     n_closures: int = 0
     n_steps_alone: int = 0

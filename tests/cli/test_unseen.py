@@ -211,3 +211,18 @@ def test_a_network_that_gives_targets_is_not_said_to_be_trained_wrongly(run):
     assert "INFO param.not_stepped" in out
     assert "nothing uses them" in out
     assert code == 0
+
+
+def test_a_loss_behind_a_detach_is_no_backward_that_is_missing(run):
+    """As the loss of a generator, computed from its detached output by another network."""
+    _, out = run("""
+        judge = nn.Linear(1, 1)
+        opt = torch.optim.Adam([*net.parameters(), *judge.parameters()], lr=1e-3)
+        for i in range(30):
+            loss = judge(net(torch.randn(16, 8)).detach()).mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+        """)
+    assert "SICK param.unreachable" in out
+    assert "param.not_stepped" not in out

@@ -39,8 +39,8 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
         yield Skipped("gradients were cleared between the backward and the step")
         return
     is_watched = "batches" in evidence.sources  # so that a backward would have been seen
-    has_gradients = "backward" in evidence.observed or any(p.stats for p in evidence.params.values())
-    if is_watched and not has_gradients:
+    has_backward = not evidence.observed.isdisjoint(("backward", "backward beside the model"))
+    if is_watched and not has_backward and not any(p.stats for p in evidence.params.values()):
         yield Skipped("no backward was seen")
         return
     ungraded = [p for p in evidence.params.values() if not p.stats and p.n_without >= needed]

@@ -47,27 +47,37 @@ class Motion:
         """Whether any copied element has changed, by name of the parameter."""
         return {name: not torch.equal(sketch_copy(p), begin) for name, (p, begin) in self._begins.items()}
 
+    def observe_no_backward(self, n_steps: int) -> Iterator[Observation]:
+        """Steps of an optimizer, before which the model was called, without any backward."""
+        if n_steps >= MIN_BATCHES and self._is_still(self.moved()):
+            yield Observation(
+                "param.not_stepped",
+                step=0,
+                value=0.0,
+                text=f"No backward was seen to reach the model before any of {n_steps} optimizer steps, and "
+                "all weights are bit-identical.",
+                causes=(
+                    "loss.backward() is missing, or is in a branch that is never taken",
+                    "the loss does not depend on the model, as after a .detach()",
+                ),
+                next_steps=("Call loss.backward() before optimizer.step()",),
+            )
+
+    def _is_still(self, moved: dict[str, bool]) -> bool:
+        """Whether parameters are trained, and none of them has moved."""
+        trained = [name for name, (p, _) in self._begins.items() if p.requires_grad]
+        return bool(trained) and not any(moved[name] for name in trained)
+
     def observations(self, n_steps: int, n_backward: int, n_given: int = 0) -> Iterator[Observation]:
-        """An optimizer without steps, or without a backward, and constant matrices with rows that stay equal.
+        """An optimizer without steps, and constant matrices with rows that stay equal.
 
         Args:
             n_steps: number of steps.
             n_backward: number of backwards.
             n_given: number of those of losses of other models, to which it gives features or targets.
         """
-        trained = {name for name, (p, _) in self._begins.items() if p.requires_grad}
         moved = self.moved()
-        is_still = trained and not any(moved[name] for name in trained)
-        if is_still and n_backward == 0 and n_steps >= MIN_BATCHES:
-            yield Observation(
-                "param.not_stepped",
-                step=0,
-                value=0.0,
-                text=f"No backward was seen before any of {n_steps} optimizer steps, and all weights are "
-                "bit-identical.",
-                causes=("loss.backward() is missing, or is in a branch that is never taken",),
-                next_steps=("Call loss.backward() before optimizer.step()",),
-            )
+        is_still = self._is_still(moved)
         if is_still and n_backward >= MIN_BATCHES and n_steps == 0 and 2 * n_given > n_backward:
             yield Observation(
                 "param.not_stepped",

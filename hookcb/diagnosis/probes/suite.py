@@ -480,6 +480,8 @@ class Probes:
             self.backwards.add(self.n_backward - self._n_before)
             self._n_before = self.n_backward
             self.n_alone = loop.facts.n_steps_alone
+            if loop.facts.n_beside:
+                self.observed.add("backward beside the model")
         self.observed.add("steps")
         if looking:
             self.guard.call("lost_updates", self.lost_updates.after_step, loop.train_iter)

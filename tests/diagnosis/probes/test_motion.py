@@ -148,9 +148,9 @@ def test_a_loop_that_is_only_looked_at_has_none_either():
 def test_steps_without_any_backward_are_told_as_that():
     model = net()
     motion = Motion(model)
-    assert codes(motion, n_steps=19, n_backward=0) == []
-    (found,) = motion.observations(20, 0)
-    assert (found.code, "No backward was seen before any of 20" in found.text) == ("param.not_stepped", True)
+    assert list(motion.observe_no_backward(19)) == []
+    (found,) = motion.observe_no_backward(20)
+    assert (found.code, "reach the model before any of 20" in found.text) == ("param.not_stepped", True)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     with watch(model, opt, Diagnose(on_sick="ignore")) as w:
         for _ in range(24):
