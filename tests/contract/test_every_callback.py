@@ -68,7 +68,7 @@ ALTERING = {
 }
 ALTERING |= {"Schedule", "OneCycle", "WarmupCosine", "ReduceLROnPlateau"}
 IDLE = [{"n": 1}, {"max_norm": math.inf}, {"every_epoch": True}]  # so do those, with these arguments
-FEW = ["before_fit", "before_step", "after_validate"]
+FEW = ["before_step", "after_validate"]
 
 
 def each_callback(of_all):
