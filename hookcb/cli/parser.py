@@ -66,8 +66,8 @@ def make_parser() -> Parser:
         help="run a training script, and report whether its models train well",
         description="Run a training script as `python SCRIPT ARGS...` does, watch each model that it trains, "
         "and print the verdicts: sick, suspect, healthy or unknown, the cause, and what to do. The exit code "
-        "is 0 if all models are healthy, 1 if not, or the script's own if that is not 0; after --steps or "
-        "--minutes only the verdicts decide. Options stand before SCRIPT.",
+        "is 0 if all models are healthy, or only slow, 1 if not, or the script's own if that is not 0; after "
+        "--steps or --minutes only the verdicts decide. Options stand before SCRIPT.",
     )
     script.add_argument(
         "--steps",
