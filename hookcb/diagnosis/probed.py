@@ -284,11 +284,9 @@ def _late_observations(probes: Probes) -> Iterator[tuple[str, Callable[[], Itera
     if len(probes.optimizers) == 1:  # several may clear each other's gradients unseen
         yield "stale", lambda: probes.stale.observations()
     yield "cleared", lambda: probes.cleared.observations()
-    n_steps = probes.n_steps - probes.n_alone
-    has_backward = bool(probes.n_backward) or "backward beside the model" in probes.observed
-    if not has_backward:
-        yield "motion", lambda: probes.motion.observe_no_backward(n_steps)
-    yield "motion", lambda: probes.motion.observations(n_steps, probes.n_backward, probes.n_given)
+    if probes.observed.isdisjoint(("backward", "backward beside the model")):
+        yield "motion", lambda: probes.motion.observe_no_backward(probes.n_steps - probes.n_alone)
+    yield "motion", lambda: probes.motion.observations(probes.n_steps, probes.n_backward, probes.n_given)
     yield "outside", lambda: probes.outside.observations(probes.n_steps)
     yield "sequences", lambda: probes.sequences.observations()
     yield "retained", lambda: probes.retained.observations()

@@ -203,7 +203,9 @@ class StaleGradients:
     def observations(self) -> Iterator[Observation]:
         """One for each optimizer that used stale gradients in all steps after the first."""
         for _, n_steps, n_stale, *_ in list(self._tracks.values()):
-            if n_steps >= MIN_STEPS and float(n_stale) >= n_steps - 1 and self.is_idle:
+            if n_steps < MIN_STEPS or float(n_stale) < n_steps - 1:
+                continue
+            if self.is_idle:
                 yield Observation(
                     "grad.stale",
                     step=1,
@@ -217,7 +219,7 @@ class StaleGradients:
                     ),
                     severity="info",
                 )
-            elif n_steps >= MIN_STEPS and float(n_stale) >= n_steps - 1:
+            else:
                 yield Observation(
                     "grad.stale",
                     step=1,
