@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from hookcb.diagnosis.judge import RANK
-from hookcb.diagnosis.verdict import Status, Verdict
+from hookcb.diagnosis.judge import RANK, primary_of, status_of
+from hookcb.diagnosis.verdict import Verdict
 
 
 def without(verdict: Verdict, patterns: Sequence[str]) -> Verdict:
@@ -23,18 +23,16 @@ def without(verdict: Verdict, patterns: Sequence[str]) -> Verdict:
         (replace(f, consequence_of=_cause(f.consequence_of, codes, causes)) for f in kept),
         key=lambda f: (bool(f.consequence_of), RANK[f.severity]),
     )
-    primary = next((f for f in findings if f.severity != "info" and not f.consequence_of), None)
-    is_seen = bool(verdict.ruled_out or findings)
-    status: Status = "unknown" if verdict.status == "unknown" or not is_seen else "healthy"
-    if primary is not None:
-        status = "sick" if primary.severity == "error" else "suspect"
+    is_seen = verdict.status != "unknown" and bool(verdict.ruled_out or findings)
+    reason = "" if is_seen else verdict.reason or "all that was found is ignored"
+    status = status_of(findings, reason)
     n = len({f.code for f in ignored})
     return replace(
         verdict,
         status=status,
-        primary=primary,
+        primary=primary_of(findings),
         findings=tuple(findings),
-        reason=(verdict.reason or "all that was found is ignored") if status == "unknown" else "",
+        reason=reason if status == "unknown" else "",
         n_checked=max(0, verdict.n_checked - n),
         n_checks=max(0, verdict.n_checks - n),
     )

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
+from rich.text import Text
+
 from hookcb.cli import INTERRUPTED
 from hookcb.cli.limits import Limit
 from hookcb.cli.model_tracker import ModelTracker
@@ -124,10 +126,9 @@ def _tell(tracker: ModelTracker, code: int, has_failed: bool, path: str | Path, 
             continue  # rank 0 shows the same, or is healthy too
         of = f", on rank {own_rank()} of {n_processes()}" if n_processes() > 1 and not is_shared else ""
         until = ", until the script failed" if has_failed else ""
-        show(f"\n{title}{of}{until}", style="bold", highlight=False, markup=False, soft_wrap=True)
-        show(verdict, soft_wrap=True)
-        if options.coverage:
-            show("\n".join(verdict.coverage), soft_wrap=True, highlight=False, markup=False)
+        heading = Text(f"\n{title}{of}{until}", style="bold")
+        coverage = [Text("\n".join(verdict.coverage))] if options.coverage else []
+        show(heading, verdict, *coverage, soft_wrap=True)  # at once, as ranks write to one terminal
     if own_rank():
         return code  # if it were not 0, torchrun would end rank 0 before that has shown its verdicts
     for note in _notes(shown, tracker, path, options.html):

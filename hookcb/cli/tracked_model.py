@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hookcb.cli.ranks import own_rank
 from hookcb.core.console import show_error
 from hookcb.diagnosis.verdict import Verdict
+from hookcb.distributed.process_group import n_processes
 from hookcb.loops.external import ExternalLoop
 from hookcb.loops.watcher import Watch
 from hookcb.report.collect import collect
@@ -18,7 +20,8 @@ from hookcb.report.data import PageData
 def say_sick(verdict: Verdict) -> None:
     """Prints at once that a training is sick; not a warning, which the script could turn into an error."""
     if verdict.primary is not None:
-        show_error(f"hookcb diagnose: {verdict.primary.head}: {verdict.primary.message}")
+        rank = f" on rank {own_rank()} of {n_processes()}" if n_processes() > 1 else ""
+        show_error(f"hookcb diagnose{rank}: {verdict.primary.head}: {verdict.primary.message}")
 
 
 def _contained(method: Callable[..., Any]) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hookcb.core.arguments import check_number
+from hookcb.core.torch_private import version_of
 
 # one learning rate for all parameter groups, or one for each, or a range that is spread over them
 Rates = float | Sequence[float] | slice
@@ -19,6 +20,13 @@ Settings = list[dict[str, Any]]
 def gradients(opt: Optimizer) -> list[Tensor]:
     """Gradients that are not None, in the order of the optimizer's parameters."""
     return [p.grad for group in opt.param_groups for p in group["params"] if p.grad is not None]
+
+
+def mark_of(grad: Tensor | None) -> tuple[int, int] | None:
+    """Changes when the gradient is written to or replaced; None for no gradient, or a sparse one."""
+    if grad is None or grad.layout is not torch.strided:
+        return None
+    return grad.data_ptr(), version_of(grad)
 
 
 def scale_gradients(opt: Optimizer, factor: float) -> None:

@@ -47,8 +47,7 @@ def judge(
     if reason:
         passed = []  # nothing is ruled out by a training that was not seen
     findings = _in_order_of_causes(_without_idle_advice(found, bool(reason)), evidence)
-    primary = next((f for f in findings if f.severity != "info" and not f.consequence_of), None)
-    status = _status(findings, reason)
+    primary, status = primary_of(findings), status_of(findings, reason)
     verdict = Verdict(
         status,
         primary,
@@ -163,7 +162,13 @@ def _weight(finding: Finding) -> tuple[bool, bool, int, bool]:
     return is_note, finding.is_slow, RANK[finding.severity], not CHECKS[finding.code].exact
 
 
-def _status(findings: Sequence[Finding], why_unseen: str) -> Status:
+def primary_of(findings: Sequence[Finding]) -> Finding | None:
+    """The first finding that is an error or a warning and follows from no other."""
+    return next((f for f in findings if f.severity != "info" and not f.consequence_of), None)
+
+
+def status_of(findings: Sequence[Finding], why_unseen: str) -> Status:
+    """The status of a verdict with these findings; `why_unseen` is the reason if nothing could be seen."""
     alarms = [finding for finding in findings if not finding.consequence_of and finding.severity != "info"]
     severities = {finding.severity for finding in alarms if not finding.is_slow}
     if not severities and why_unseen:

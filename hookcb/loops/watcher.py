@@ -11,6 +11,7 @@ from torch.optim import LBFGS, Optimizer
 
 from hookcb.core.batch import parts
 from hookcb.core.callback import Callback
+from hookcb.core.optim import mark_of
 from hookcb.core.torch_private import (
     CALL_NAME,
     compiled_call,
@@ -19,7 +20,6 @@ from hookcb.core.torch_private import (
     in_transform,
     is_jit_tracing,
 )
-from hookcb.diagnosis.probes.step import mark_of
 from hookcb.gradients.hand_steps import StepByHand, WeightMark
 from hookcb.hooks.compiled import CompiledTap
 from hookcb.hooks.hook import Hook, detached

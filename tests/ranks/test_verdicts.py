@@ -92,6 +92,17 @@ def test_one_rank_may_watch(two):
     assert any("rank 0 of 2" in line for line in coverage)
 
 
+def test_an_error_that_was_told_and_is_over_is_in_the_verdict_of_all_ranks(two):
+    result = verdict(two, "healed_in_a_fit")
+    assert len(result["warnings"]) == 1
+    assert result["headline"].startswith("SUSPECT  loss.diverging, recovered by ")
+
+
+def test_it_is_in_the_verdict_of_each_rank_that_watches_its_own_loop(two):
+    for rank, headline in enumerate(each(two, "healed_in_own_loops")):
+        assert headline.startswith(f"SUSPECT  of rank {rank} only, loss.diverging, recovered by ")
+
+
 def test_after_an_error_each_rank_tells_what_it_has_seen(two):
     a, b = each(two, "an_error_on_one_rank")
     assert (a["error"], b["error"]) == ("RankError", "ValueError")

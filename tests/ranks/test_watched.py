@@ -50,12 +50,13 @@ def test_without_a_request_none_stops(ranks):
 
 
 def test_a_diagnosed_script_ends_on_all_ranks_after_the_steps_that_were_asked_for(ranks):
-    (code, n, weights), *others = each(ranks, "steps")
+    (code, n, weights, shown), *others = each(ranks, "steps")
     assert (code, n) == (0, 9)
-    assert all(other == [0, 9, weights] for other in others)
+    assert all(other == [0, 9, weights, ""] for other in others)
+    assert "HEALTHY  of rank 0 only, " in shown
 
 
 def test_if_the_minutes_of_a_rank_are_over_all_end_after_the_same_step(ranks):
-    (_, n, weights), *others = each(ranks, "minutes")
+    (_, n, weights, _), *others = each(ranks, "minutes")
     assert 5 < n < 12
-    assert all(other == [0, n, weights] for other in others)
+    assert all(other == [0, n, weights, ""] for other in others)

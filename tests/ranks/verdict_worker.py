@@ -188,6 +188,34 @@ def watched_by_one_rank():
     return train()
 
 
+HEALED = [0.02, *[3.0 * 0.9**i for i in range(79)]]  # losses of a run resumed without its optimizer
+
+
+def healed_loss():
+    """A loss function with these losses, and the gradient of a cross-entropy."""
+    left = iter(HEALED)
+    return lambda pred, y: (loss := cross_entropy(pred, y)) * (next(left) / loss.detach())
+
+
+@case
+def healed_in_a_fit():
+    learn = make(lr=0.001)
+    learn.loss_func = healed_loss()
+    return judged(learn, 2)
+
+
+@case
+def healed_in_own_loops():
+    wrapped, loss_func = DistributedDataParallel(model()), healed_loss()
+    opt, loader = torch.optim.SGD(wrapped.parameters(), lr=0.01), make().dls.train
+    with warnings.catch_warnings(action="ignore"), watch(wrapped, opt, cbs=Diagnose(show=False)) as w:
+        for (x, y), _ in zip([*loader, *loader], HEALED, strict=False):
+            loss_func(wrapped(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+    return w.diagnose().headline
+
+
 @case
 def an_error_on_one_rank():
     class Fail(Callback):

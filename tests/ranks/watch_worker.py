@@ -1,9 +1,10 @@
 """One of several ranks; its own loop is watched, and asked to stop by one rank: `watch_worker.py FOLDER`."""
 
+import io
 import json
 import sys
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,9 +109,10 @@ def diagnosed(*options):
         clock = SimpleNamespace(monotonic=lambda: 100.0 * (RANK == 1 and next(looks) > 5))
         script, made = Path(sys.argv[1], f"script-{RANK}.py"), Path(sys.argv[1], f"made-{RANK}.json")
         script.write_text(DIAGNOSED)
-        with mock.patch("hookcb.cli.limits.time", clock):
+        out = io.StringIO()
+        with mock.patch("hookcb.cli.limits.time", clock), redirect_stdout(out):
             code = main_of_hookcb(["diagnose", *options, str(script), str(made)])
-        return [code, *json.loads(made.read_text())]
+        return [code, *json.loads(made.read_text()), out.getvalue()]
 
     return case
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.batch import nonfinite_input
 from hookcb.diagnosis.reader import ADVICE, way_of
 from hookcb.hooks.modules import named_modules
+from hookcb.nans.loss_operation import operation_in_loss
 from hookcb.nans.nonfinite import tensors_in
 from hookcb.nans.replay import Autocast, BatchStarts
 from hookcb.nans.report import BATCH, LOSS, MODEL, NanReport
@@ -52,9 +54,16 @@ class ExternalBatch:
 
 
 def find_origin(
-    learn: Any, noticed: str, gradient: bool, step: int, autocast: Sequence[Autocast] | None
+    learn: Any,
+    noticed: str,
+    gradient: bool,
+    step: int,
+    autocast: Sequence[Autocast] | None,
+    loss_node: Any = None,
 ) -> Observation:
     """Runs the batch again to find the operation that produced the first non-finite number.
+
+    Of a loss function that is unknown, it reads the graph instead.
 
     Args:
         learn: learner in the middle of a training batch, which is left as it was, or an `ExternalBatch`.
@@ -62,6 +71,7 @@ def find_origin(
         gradient: whether that was a gradient.
         step: number of the batch.
         autocast: state of autocast in the forward, if known.
+        loss_node: autograd node of the loss, if its graph may still be read.
     """
     is_external = isinstance(learn, ExternalBatch)
     advice = ADVICE["NaN"][way_of(is_external)]
@@ -77,6 +87,10 @@ def find_origin(
     report = search(learn, start, noticed, gradient)
     if report.where == BATCH:
         return nonfinite_input(step, _n_bad(learn.xb))
+    is_behind = report.repeated and report.where != LOSS
+    if is_external and not is_behind:
+        outputs = {x.grad_fn for _, x in parts(learn.pred) if isinstance(x, Tensor)}
+        report = replace(report, op=operation_in_loss(loss_node, outputs))
     return _from_report(report, is_external, noticed, step, advice)
 
 
@@ -122,6 +136,8 @@ def _from_report(report: NanReport, is_external: bool, noticed: str, step: int, 
         kind = f" ({report.type})" if report.type else ""
         origin = f"{by}the {report.direction} of {as_layer(report.where)}{kind}"
         how = f"The first NaN or infinity comes from {origin}, with finite inputs{line}"
+    elif is_external and report.op:
+        how = f"The model's output is finite; the first NaN or infinity comes from {report.op} in the loss"
     elif is_external:
         how = "The model's output is finite, so it comes from the loss, or from code between the two"
     else:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookcb.core.optim import detached_scalar
-from hookcb.core.torch_private import version_of
+from hookcb.core.optim import detached_scalar, mark_of
 from hookcb.diagnosis.evidence import Observation
 from hookcb.gradients.hand_steps import StepByHand
 from hookcb.gradients.stats import sketch_copy
@@ -291,13 +290,6 @@ class AddedBackwards:
         """Ends the count."""
         self.counts.add(self._n if self._is_known else 0)
         self._n, self._is_known, self._mark = 0, True, None
-
-
-def mark_of(grad: Tensor | None) -> tuple[int, int] | None:
-    """Changes when the gradient is written to or replaced; None for no gradient, or a sparse one."""
-    if grad is None or grad.layout is not torch.strided:
-        return None
-    return grad.data_ptr(), version_of(grad)
 
 
 def observe_accumulation(n_backward: set[int], scale: float) -> Iterator[Observation]:

@@ -284,7 +284,7 @@ class Probes:
         if is_first or looking:
             self.observed |= {"loss", "labels"} if len(loop.yb) else {"loss"}
         if isinstance(number, float) and not math.isfinite(number):
-            self._find_origin(loop, f"The loss is {number}", gradient=False)
+            self._find_origin(loop, f"The loss is {number}", gradient=False, loss_node=node)
 
     def _add_factor(self, grads: tuple[Tensor, ...]) -> None:
         """Records the gradient of a loss: what it is multiplied by before backward is called."""
@@ -354,12 +354,12 @@ class Probes:
         """Name of the last layer measured in this batch, "" if there is none."""
         return self.guard.call("layers", lambda: self.layers.last) or ""
 
-    def _find_origin(self, loop: Any, noticed: str, gradient: bool) -> None:
+    def _find_origin(self, loop: Any, noticed: str, gradient: bool, loss_node: Any = None) -> None:
         """Finds the origin of the first non-finite number, once."""
         if not self.has_origin:
             self.has_origin = self.is_alarmed = True
             batch = ExternalBatch(loop) if self.is_external else loop
-            given = batch, noticed, gradient, loop.train_iter, self._autocasts
+            given = batch, noticed, gradient, loop.train_iter, self._autocasts, loss_node
             self.observe("origin", lambda: [find_origin(*given)])
 
     def begin_backward(self, loop: Any, looking: bool) -> None:

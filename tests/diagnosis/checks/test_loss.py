@@ -19,6 +19,7 @@ from hookcb.diagnosis.evidence import Evidence, Layer, Series
 from hookcb.diagnosis.falling import falls_slowly
 from hookcb.diagnosis.registry import Passed, Skipped
 from hookcb.diagnosis.verdict import Finding
+from hookcb.hooks.coverage import BY_CLOSURE
 
 NAN, INF = math.nan, math.inf
 CE = "cross-entropy"
@@ -214,6 +215,15 @@ def test_a_loss_that_began_at_zero_and_rises_by_rounding_does_not_diverge():
     assert isinstance(only(diverging_loss, evidence(values, guess=2.3)), Passed)
     assert isinstance(only(diverging_loss, evidence(values)), Skipped)
     assert only(diverging_loss, evidence([0.0] * 20 + [0.5] * 80, guess=2.3)).severity == "error"
+
+
+def test_points_that_lbfgs_tries_and_leaves_do_not_diverge():
+    values = [1.0] * 30 + [50.0] * 25
+    assert only(diverging_loss, evidence(values)).severity == "error"
+    by_closure = evidence(values, unseen={"before_step": BY_CLOSURE})
+    assert isinstance(only(diverging_loss, by_closure), Passed)
+    by_closure.loss = Series.of(range(90), [1.0] * 30 + [50.0] * 60)
+    assert only(diverging_loss, by_closure).severity == "error"
 
 
 def test_nineteen_batches_are_too_few_to_diverge():

@@ -88,3 +88,25 @@ def test_frozen_weights_of_one_byte_do_not_hide_a_nan(kind):
     verdict = w.diagnose()
     assert [x.code for x in verdict.findings if x.severity == "error"] == ["nonfinite.first"]
     assert "failed" not in str(verdict)
+
+
+@pytest.mark.filterwarnings("ignore:ERROR  nonfinite.first:UserWarning")
+@pytest.mark.parametrize(
+    ("spoil", "text", "advice"),
+    [
+        (torch.log, "comes from log in the loss", "clamp its input, x.clamp(min=1e-8)"),
+        (lambda x: x * torch.nan, "it comes from the loss, or from code between the two", "DetectAnomaly"),
+    ],
+)
+def test_in_a_loop_whose_loss_is_reported_the_operation_of_the_loss_is_named(spoil, text, advice):
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watch(model, opt, Diagnose(show=False)) as w:
+        for x, y in data():
+            w.report_loss(loss := spoil(-nn.functional.mse_loss(model(x), y)))
+            loss.backward()
+            opt.step()
+    finding = w.diagnose().primary
+    assert (finding.code, finding.step) == ("nonfinite.first", 0)
+    assert text in finding.message
+    assert advice in finding.next_steps[0]

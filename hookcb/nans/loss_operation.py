@@ -1,0 +1,53 @@
+"""The operation between a model and its loss that makes the first NaN or infinity, found in the graph."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookcb.core.graph import nodes_behind
+from hookcb.core.torch_private import saved
+from hookcb.nans.nonfinite import kinds
+
+OF_ONE_INPUT = "acos", "asin", "atanh", "log", "log10", "log1p", "log2"  # and their nodes save that
+
+
+def operation_in_loss(node: Any, outputs: Any) -> str:
+    """Name of the operation, such as `log`, that gives NaN or infinity from finite inputs; "" if unknown.
+
+    Only roots, logarithms, exponentials, quotients, powers and the like save enough to tell, and only until
+    the backward frees it.
+
+    Args:
+        node: autograd node of the loss.
+        outputs: autograd nodes of the model's outputs, which are finite.
+    """
+    bad = [at for at in nodes_behind([node], outputs) if _gives_nonfinite(at)]
+    first = (at for at in bad if not any(x in bad and x is not at for x in nodes_behind([at], outputs)))
+    return next(map(_operation, first), "")
+
+
+def _operation(node: Any) -> str:
+    return str(node.name()).partition("Backward")[0].lower()
+
+
+def _gives_nonfinite(node: Any) -> bool:
+    try:
+        with torch.no_grad():
+            return not kinds(_result(_operation(node), node)).clean
+    except RuntimeError:  # what it has saved was freed, or changed in place
+        return False
+
+
+def _result(operation: str, node: Any) -> Any:
+    """Result of an operation, as saved or computed again from its inputs; None if neither can be had."""
+    if isinstance(result := saved(node, "result"), Tensor):
+        return result
+    given = saved(node, "self")
+    if operation == "div" and isinstance(by := saved(node, "other"), Tensor):
+        return (1.0 if given is None else given) / by  # only a division by 0 shows without the dividend
+    if not isinstance(given, Tensor):
+        return None
+    if operation == "pow":
+        return given ** saved(node, "exponent")
+    return getattr(torch, operation)(given) if operation in OF_ONE_INPUT else None
