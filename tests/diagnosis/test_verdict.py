@@ -19,7 +19,7 @@ from torch import nn
 import hookcb
 from hookcb import Diagnose, Finding, Learner, Verdict
 from hookcb.diagnosis.evidence import Evidence, Observation, Series
-from hookcb.diagnosis.judge import _status, explained, judge
+from hookcb.diagnosis.judge import explained, judge, status_of
 from hookcb.diagnosis.registry import CHECKS
 from hookcb.diagnosis.verdict import Gap
 from tests.support import each, fit, make_batches, make_model
@@ -517,13 +517,13 @@ def test_a_note_that_a_training_is_unfinished_stands_last_in_one_line():
 def test_a_slow_training_is_no_fault_of_the_model():
     slow = Finding("time.data_bound", "error", message="It waits.")
     seen = Evidence(n_batches=9, observations=[])
-    assert _status([slow], "") == "suspect"
+    assert status_of([slow], "") == "suspect"
     verdict = verdict_of(slow, status="suspect")
     assert verdict
     assert verdict.headline == "SLOW  time.data_bound"
     both = explained([slow, Finding("loss.flat", "warning", step=3)], seen)
     assert [f.code for f in both] == ["loss.flat", "time.data_bound"]
-    assert not verdict_of(*both, status=_status(both, ""))
+    assert not verdict_of(*both, status=status_of(both, ""))
 
 
 @pytest.mark.parametrize("status", ["healthy", "suspect", "unknown"])
