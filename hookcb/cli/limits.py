@@ -113,7 +113,7 @@ class Limit:
             f"--{name} {n:g}" for name, n in [("steps", self.steps), ("minutes", self.minutes)] if n
         )
         elsewhere = f"; {self.n_elsewhere:,} in other threads do not count" if self.n_elsewhere else ""
-        return f"the script ended before {asked}: it made {_steps(self.n_steps)}{elsewhere}"
+        return f"the script ended before {asked}: its optimizers made {_steps(self.n_steps)}{elsewhere}"
 
     # ---- counting
 

@@ -63,6 +63,7 @@ class ModelTracker:
         limit: the limit of the script.
         notes: sentences for the user about what could not be watched, and why.
         unseen: what an optimizer trains and why it was not seen, by its name; "" if a model was seen.
+        n_losses_of_none: number of backwards of losses while no model was watched.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class ModelTracker:
         self._unscaled: Any = WeakIdKeyDictionary()  # from scaled losses to the loss, and its GradScaler
         self._optimizers = OptimizerNames()
         self.unseen: dict[str, str] = {}
+        self.n_losses_of_none = 0
         self._called_aside: Any = WeakIdKeyDictionary()  # how modules are called that are not trained by it
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._in_call = self._in_backward = self._is_closed = False
@@ -432,6 +434,7 @@ class ModelTracker:
         """
         if loss.numel() != 1:
             return
+        self.n_losses_of_none += not self._open
         loss, scaler = self._unscaled.get(loss, (loss, None))
         waiting = [model for model in self._open if model.watch is not None and model.watch.is_waiting]
         behind = concerned = waiting

@@ -119,7 +119,7 @@ def _tell(tracker: ModelTracker, code: int, has_failed: bool, path: str | Path, 
     """Prints the verdicts; returns the exit code."""
     shown = tracker.verdicts()
     if options.json:
-        return _write_json(shown, tracker, code, path, options)
+        return _write_json(shown, tracker, code, path, options, has_failed)
     for title, verdict, _ in shown:
         is_shared = f"{n_processes()} ranks" in verdict.looked
         if own_rank() and (is_shared or verdict):
@@ -131,7 +131,7 @@ def _tell(tracker: ModelTracker, code: int, has_failed: bool, path: str | Path, 
         show(heading, verdict, *coverage, soft_wrap=True)  # at once, as ranks write to one terminal
     if own_rank():
         return code  # if it were not 0, torchrun would end rank 0 before that has shown its verdicts
-    for note in _notes(shown, tracker, path, options.html):
+    for note in _notes(shown, tracker, path, options.html, has_failed):
         show(f"hookcb diagnose: {note}", soft_wrap=True, highlight=False, markup=False)
     return _exit_code(code, shown, options.strict)
 
@@ -153,20 +153,24 @@ def _exit_code(code: int, shown: Shown, is_strict: bool = False) -> int:
     return code or (0 if is_well else 1)
 
 
-def _notes(shown: Shown, tracker: ModelTracker, path: str | Path, html: Path | None) -> list[str]:
+def _notes(
+    shown: Shown, tracker: ModelTracker, path: str | Path, html: Path | None, has_failed: bool
+) -> list[str]:
     """Sentences below the verdicts, the last of them about pages, which this writes."""
     return [
-        *([] if shown else [_no_training_in(path, any(tracker.unseen.values()))]),
+        *([] if shown else [f"no training was seen in {os.fspath(path)}{_why_none(tracker, has_failed)}"]),
         *tracker.notes,
         *_write_pages(html, tracker),
     ]
 
 
-def _write_json(shown: Shown, tracker: ModelTracker, code: int, path: str | Path, options: Options) -> int:
+def _write_json(
+    shown: Shown, tracker: ModelTracker, code: int, path: str | Path, options: Options, has_failed: bool
+) -> int:
     """Writes the verdicts of rank 0 to stdout as JSON; returns the exit code."""
     if own_rank():
         return code
-    notes = _notes(shown, tracker, path, options.html)
+    notes = _notes(shown, tracker, path, options.html, has_failed)
     exit_code = _exit_code(code, shown, options.strict)
     models = [
         {"title": title, "counts": counts, "verdict": verdict.to_dict()} for title, verdict, counts in shown
@@ -206,13 +210,20 @@ def _write_pages(html: Path | None, tracker: ModelTracker) -> Iterator[str]:
             yield f"the page of {title} cannot be written: {error}"
 
 
-def _no_training_in(path: str | Path, is_explained: bool) -> str:
-    seen = f"no training was seen in {os.fspath(path)}"
-    if is_explained:
-        return seen
+def _why_none(tracker: ModelTracker, has_failed: bool) -> str:
+    """Why no training was seen, as the end of a sentence; "" if the notes of the tracker say it."""
+    if has_failed:
+        return ", until it failed"
+    if any(tracker.unseen.values()):
+        return ""
+    if n := tracker.n_losses_of_none:
+        return (
+            f": backward was run {n:,} time{'s' * (n != 1)}, but on parameters of no nn.Module that is "
+            "called; put them in a module, as only modules are watched"
+        )
     return (
-        f"{seen}; a model counts as trained if it is called in the main thread of this process with "
-        "gradients enabled, and an optimizer or the script itself updates its parameters"
+        "; a model counts as trained if it is called in the main thread of this process with gradients "
+        "enabled, and an optimizer or the script itself updates its parameters"
     )
 
 

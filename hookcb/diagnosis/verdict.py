@@ -264,9 +264,11 @@ class Verdict(Printed):
         """Numbers of what was inspected and where to read the rest, in one line below the first note."""
         if not self.coverage:
             return []
-        numbers = "; ".join(text.partition(" (")[0] for text in self.looked[:2])
+        numbers = [text.partition(" (")[0] for text in self.looked[:2]]
         notes = _filled(f"Note: {self.looked[2]}." if len(self.looked) > 2 else "", width, 1)
-        return [*notes, *_filled(f"Inspected: {numbers}. More: {self.more}.", width, 1)]
+        texts = [*(f"Inspected: {'; '.join(numbers[:n])}. " for n in (2, 1)), ""]
+        lines = (_filled(f"{text}More: {self.more}.", width, 1) for text in texts)
+        return [*notes, *next((line for line in lines if not line[0].endswith("…")), [])]
 
     def __str__(self) -> str:
         return printable("\n".join(self.lines()))

@@ -72,7 +72,7 @@ def test_a_limit_that_is_not_reached_is_told(ended):
     code, out, _ = ended("--steps 100 --minutes 9", "train(*make())")
     assert code == 0
     assert "; after" not in out
-    assert "the script ended before --steps 100 and --minutes 9: it made 40 steps" in out
+    assert "the script ended before --steps 100 and --minutes 9: its optimizers made 40 steps" in out
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_steps_in_another_thread_do_not_count_and_are_told():
     thread.start()
     thread.join()
     assert not limit.is_over
-    assert limit.note_of_end().endswith("it made 0 steps; 9 in other threads do not count")
+    assert limit.note_of_end().endswith("made 0 steps; 9 in other threads do not count")
 
 
 def test_time_begins_with_the_first_step_of_the_largest_model(monkeypatch):

@@ -171,12 +171,21 @@ def test_more_models_than_are_watched_at_a_time_all_have_verdicts(run):
     assert len(titles(out)) == MAX_MODELS + 2
 
 
-@pytest.mark.parametrize("lines", ["print('no model here')", "with torch.no_grad():\n    make()[0](W.T)"])
-def test_a_script_that_trains_nothing_is_told_so(run, lines):
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ("print('no model here')", "; a model counts as trained if "),
+        ("with torch.no_grad():\n    make()[0](W.T)", "; a model counts as trained if "),
+        ("W.requires_grad_().sum().backward()", ": backward was run 1 time, but on parameters of no nn.Module"),
+        ("raise ValueError", ", until it failed\n"),
+    ],
+)
+def test_a_script_that_trains_nothing_is_told_so_and_why(run, lines, why):
     code, out, _ = run(lines)
     assert code == 1
     assert not titles(out)
     assert "no training was seen in" in out
+    assert why in out
 
 
 @pytest.mark.parametrize("write", ["p.data.add_(p.grad, alpha=-lr)", "p.sub_(lr * p.grad)"])

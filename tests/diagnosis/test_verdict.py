@@ -514,6 +514,19 @@ def test_a_note_that_a_training_is_unfinished_stands_last_in_one_line():
     assert "Train on" not in "".join(lines)
 
 
+@pytest.mark.parametrize(
+    ("width", "last"),
+    [
+        (100, "  Inspected: 150 batches, 12 closely; 35 layers, 41 parameters. More: verdict.coverage."),
+        (80, "  Inspected: 150 batches, 12 closely. More: verdict.coverage."),
+        (50, "  More: verdict.coverage."),
+    ],
+)
+def test_where_to_read_the_rest_is_never_cut(width, last):
+    verdict = verdict_of(coverage=("150 batches, 12 closely (from batch 20 on)", "35 layers, 41 parameters"))
+    assert verdict.lines(width)[-1] == last
+
+
 def test_a_slow_training_is_no_fault_of_the_model():
     slow = Finding("time.data_bound", "error", message="It waits.")
     seen = Evidence(n_batches=9, observations=[])
