@@ -1,6 +1,7 @@
 """Imports point to lower floors only, and no files of a room import each other in a circle."""
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 import hookcb
 
 PACKAGE = Path(hookcb.__file__).parent
+PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
+MAX_SPARE = 100  # lines that a room may be below its number before the number has to follow
 FLOORS = [
     {"core"},
     {"records"},
@@ -147,3 +150,46 @@ def test_rooms_on_one_floor_do_not_import_each_other(planted):
     planted("testing.py", "")
     found = planted("adapters/base.py", "from hookcb.testing import check_callback")
     assert arrows_upward(found) == ["adapters/base.py imports testing.py"]
+
+
+# ---- lines
+
+
+def n_lines(room):
+    """Number of lines of Python of a room, a folder or a file."""
+    files = room.rglob("*.py") if room.is_dir() else [room]
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+def numbers(page):
+    """Rooms and their numbers of lines in the table of rooms of `page`."""
+    found = re.findall(r"^\| \d+ \| `([^`]+)` \| ([\d,]+) \|", page, re.MULTILINE)
+    return [(name, int(number.replace(",", ""))) for name, number in found]
+
+
+def wrong_numbers(page, package):
+    """What is wrong with the numbers of lines in the table of rooms of `page`."""
+    for name, most in numbers(page):
+        n = n_lines(package / name)
+        if n > most:
+            yield f"{name} has {n:,} lines, more than the {most:,} of the table; what can go?"
+        elif n < most - MAX_SPARE:
+            yield f"{name} has shrunk to {n:,} lines; put that in the table in place of {most:,}"
+
+
+def test_no_room_has_more_lines_than_the_table_allows():
+    page = PAGE.read_text(encoding="utf-8")
+    assert {room for rooms in FLOORS for room in rooms} == {name.strip("/") for name, _ in numbers(page)}
+    assert list(wrong_numbers(page, PACKAGE)) == []
+
+
+def test_a_room_that_has_grown_or_shrunk_is_told(tmp_path):
+    (tmp_path / "core" / "deep").mkdir(parents=True)
+    (tmp_path / "core" / "a.py").write_text("a\n" * 200)
+    (tmp_path / "core" / "deep" / "b.py").write_text("b\n" * 5)
+    (tmp_path / "public.py").write_text("c\n")
+    row = "| 1 | `core/` | {} | what all need |\n| 2 | `public.py` | 1 | names |\n"
+    assert list(wrong_numbers(row.format(205), tmp_path)) == []
+    assert list(wrong_numbers(row.format(305), tmp_path)) == []
+    assert "more than the 204" in "".join(wrong_numbers(row.format(204), tmp_path))
+    assert "put that in the table in place of 1,306" in "".join(wrong_numbers(row.format("1,306"), tmp_path))
