@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, fields
 from fnmatch import fnmatch
@@ -139,13 +138,16 @@ def run_all(args: argparse.Namespace) -> int:
     return int(any(entry["runs"][args.label]["result"] == RESULTS[3] for entry in matching(kept, args.only)))
 
 
-def matching(kept: dict[str, Any], only: str) -> Iterator[Entry]:
-    return (entry for entry in kept["mutants"] if fnmatch(mutant_of(entry).name, only))
+def matching(kept: dict[str, Any], only: str) -> list[Entry]:
+    found = [entry for entry in kept["mutants"] if fnmatch(mutant_of(entry).name, only)]
+    if not found:
+        raise ValueError(f"no mutant of the list matches {only!r}; try 'core/*'")
+    return found
 
 
 def show(kept: dict[str, Any], only: str, only_label: str = "*") -> None:
     """Print, for each run, a table by room, and the mutants that no test noticed."""
-    entries = list(matching(kept, only))
+    entries = matching(kept, only)
     to = Console()
     if not to.is_terminal:
         to.width = 160
