@@ -10,7 +10,7 @@ CHROMIUM ?= /usr/bin/chromium
 
 NOTEBOOKS = $(patsubst nbs/%,build/notebooks/%,$(wildcard nbs/*.ipynb))
 
-.PHONY: demo test test-all interop pages lint notebooks docs release bench gpu planted real clean $(NOTEBOOKS)
+.PHONY: demo test test-all interop pages lint notebooks docs release bench gpu planted real mutants clean $(NOTEBOOKS)
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/hookcb demo
@@ -75,6 +75,11 @@ planted: $(VENV)/.installed-dev
 # faulty programs of the kinds that people ask about, and the same programs repaired
 real: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/real
+
+# small faults in the package, one at a time: how many do the tests notice? For an hour or two; goes on if interrupted
+mutants: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/mutants record
+	$(BIN)/python benchmarks/mutants run
 
 # wheel and sdist in dist, checked and tried in an environment of their own; uploads nothing
 release: $(VENV)/.installed-release
