@@ -187,6 +187,7 @@ class Evidence:
             inspected batch.
         losses: loss before each step of an optimizer, by index of the optimizer.
         loss_kind: "cross-entropy", "binary cross-entropy", "mse", "nll" …, "" if unknown.
+        loss_kinds: kinds of the losses that it adds up, () if one of them is unknown.
         is_loss_of_others: whether the last layer before the loss is not the model's, as of a discriminator.
         n_in_loss: number of operations from the model's output to the loss, 0 if unknown.
         guess: loss of guessing: ln C for cross-entropy over C classes, the mean square of the targets for
@@ -248,6 +249,7 @@ class Evidence:
     stuck: Series = field(default_factory=Series)
     losses: dict[int, Series] = field(default_factory=dict)
     loss_kind: str = ""
+    loss_kinds: tuple[str, ...] = ()
     is_loss_of_others: bool = False
     n_in_loss: int = 0
     guess: float = math.nan

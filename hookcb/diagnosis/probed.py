@@ -68,7 +68,8 @@ def _add_curves(probes: Probes, evidence: Evidence) -> None:
 
 
 def _add_graph(probes: Probes, evidence: Evidence) -> None:
-    evidence.loss_kind = probes.graph.sure_kind if probes.graph else ""
+    if probes.graph is not None:
+        evidence.loss_kind, evidence.loss_kinds = probes.graph.sure_kind, probes.graph.kinds
     evidence.is_loss_of_others, evidence.n_in_loss = probes.is_loss_of_others, probes.n_in_loss
     evidence.guess = probes.guess
 

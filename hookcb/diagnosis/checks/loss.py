@@ -23,6 +23,7 @@ from hookcb.diagnosis.falling import (
     limit_of_flat,
     lowest_loss,
     need_not_fall,
+    why_unknown,
 )
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import (
@@ -64,7 +65,7 @@ def first_loss(evidence: Evidence) -> Iterator[Result]:
     first = evidence.loss.values[0] if len(evidence.loss) else math.nan
     guess, kind = evidence.guess, evidence.loss_kind
     if not (math.isfinite(first) and 0 < guess < math.inf and kind in NEVER_NEGATIVE):
-        yield Skipped("the loss of guessing is not known")
+        yield Skipped(why_unknown(evidence, "the loss of guessing is not known"))
         return
     is_entropy = kind in ENTROPIES
     limit = max(MAX_INIT * guess, guess + MAX_INIT_ABOVE) if is_entropy else MAX_INIT_MSE * guess
@@ -112,7 +113,8 @@ def flat_loss(evidence: Evidence) -> Iterator[Result]:
         yield Skipped(f"fewer than {MIN_BATCHES} batches, or the learning rate is still rising")
         return
     if need_not_fall(evidence):
-        yield Skipped("the kind of the loss is not known, and an objective need not fall")
+        why = why_unknown(evidence, "the kind of the loss is not known")
+        yield Skipped(f"{why}, and an objective need not fall")
         return
     lowest, limit = lowest_loss(evidence), limit_of_flat(first)
     smallest_fall, largest_fall = falls_by(loss)
@@ -261,7 +263,7 @@ def _beginning(evidence: Evidence) -> float:
     leads_to=("loss.diverging", "update.*", "act.*", "grad.*", "nonfinite.*", "unit.*"),
 )
 def unbounded_loss(evidence: Evidence) -> Iterator[Result]:
-    """A negative loss of a kind that is never negative, such as cross-entropy or MSE.
+    """A negative loss of a kind that is never negative, such as cross-entropy or MSE, or of a sum of such.
 
     Formula: the smallest loss. Limit: -1e-6, which leaves room for rounding. A negated loss has no minimum,
     and training makes the model as wrong as it can; `nll_loss` is negative, too, if it gets probabilities
@@ -271,9 +273,10 @@ def unbounded_loss(evidence: Evidence) -> Iterator[Result]:
     Source: Goodfellow, Bengio & Courville, Deep Learning, 2016, section 6.2: these are negative logarithms of
     probabilities, or squares and distances.
     """
-    kind = evidence.loss_kind
+    kinds = evidence.loss_kinds or (evidence.loss_kind,)
+    kind = " + ".join(kinds)
     values = finite(evidence.loss.values)
-    if kind not in NEVER_NEGATIVE or not values:
+    if not set(kinds).issubset(NEVER_NEGATIVE) or not values:
         yield Skipped("the kind of the loss is not known")
         return
     if evidence.is_loss_of_others:
@@ -286,7 +289,7 @@ def unbounded_loss(evidence: Evidence) -> Iterator[Result]:
         return
     step, value = below[0]
     negated = ("an extra minus sign: the loss is maximized",)
-    targets = ("targets outside 0 to 1",) if kind == "binary cross-entropy" else ()
+    targets = ("targets outside 0 to 1",) if "binary cross-entropy" in kinds else ()
     is_nll = kind == "nll"
     yield finding(
         "loss.unbounded",

@@ -229,6 +229,17 @@ def test_a_loss_below_what_it_can_be_is_told_at_the_first_step():
     assert "log_softmax" in only(unbounded_loss, evidence([-0.5], "nll")).next_steps[0]
 
 
+def test_a_sum_of_losses_is_not_below_zero_and_need_not_fall():
+    of_two = evidence([0.5] * 60 + [-0.2], "", loss_kinds=("mse", "huber"))
+    assert (
+        only(unbounded_loss, of_two).message
+        == "The loss is -0.2 at step 60, but mse + huber is never below 0."
+    )
+    reason = "the loss is a sum of 2: mse, huber"
+    assert only(first_loss, of_two).reason == reason
+    assert only(flat_loss, of_two).reason == f"{reason}, and an objective need not fall"
+
+
 def test_rounding_below_zero_is_no_finding():
     assert isinstance(only(unbounded_loss, evidence([0.5, -1e-8])), Passed)
 
