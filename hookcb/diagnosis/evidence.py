@@ -59,6 +59,7 @@ class Param:
         maximizes: whether it ascends rather than descends.
         dead: share of the weight's units without a gradient in the latest `n_looked` measurements of
             `n_examples` examples, since step `dead_since`; NaN and None if not measured.
+        n_units: number of these units, the rows or the columns of a weight; 0 if not measured.
         never_alive: share of units that never had a gradient.
         has_moved: whether any of 1,024 elements differs between the beginning and the end.
         n_without: number of inspected steps in which it required a gradient and had none.
@@ -83,6 +84,7 @@ class Param:
     dead: float = math.nan
     n_looked: int = 0
     n_examples: int = 0
+    n_units: int = 0
     never_alive: float = math.nan
     dead_since: int | None = None
     n_without: int = 0

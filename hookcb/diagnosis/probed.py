@@ -109,6 +109,7 @@ def _add_dead(probes: Probes, evidence: Evidence) -> None:
             param = evidence.params[name]
             param.dead, param.never_alive, param.dead_since = dead.lately, dead.never, dead.since
             param.n_looked, param.n_examples = dead.n_looked, dead.n_examples
+            param.n_units = dead.n_units
 
 
 def _add_motion(probes: Probes, evidence: Evidence) -> None:
