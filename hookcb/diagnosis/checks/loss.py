@@ -159,8 +159,9 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     kind of the loss is not known, or over fewer than 50 batches, by 400 %: one side of a game (a GAN's
     generator) rises as the other learns. Over fewer than 50 also by three standard deviations of the noise
     between batches, as one batch may have a small loss by chance. A loss of unknown kind is an error only if
-    five of eight steps change a weight by more than 0.05 of its size, or one before the rise by 0.2; else it
-    is a note, as a part of it may have growing targets. Squared and Huber errors are not reported if, since
+    five of eight steps change a weight by more than 0.05 of its size, or one before the rise by 0.2, or if
+    LBFGS trains the model, whose steps are not seen; else it is a note, as a part of it may have growing
+    targets. Squared and Huber errors are not reported if, since
     the rise, the RMS of the outputs exceeds that of the errors by more than the RMS of the first outputs
     plus that of the first errors. By the triangle inequality the targets have then grown, as values in
     reinforcement learning do.
@@ -195,7 +196,7 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
         return
     yield finding(
         "loss.diverging",
-        "error" if evidence.loss_kind or _has_large_steps(evidence) else "info",
+        "error" if evidence.loss_kind or evidence.is_by_closure or _has_large_steps(evidence) else "info",
         when=span,
         value=last,
         limit=limit,

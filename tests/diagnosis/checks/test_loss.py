@@ -19,6 +19,7 @@ from hookcb.diagnosis.evidence import Evidence, Layer, Series
 from hookcb.diagnosis.falling import falls_slowly
 from hookcb.diagnosis.registry import Passed, Skipped
 from hookcb.diagnosis.verdict import Finding
+from hookcb.hooks.coverage import BY_CLOSURE
 
 NAN, INF = math.nan, math.inf
 CE = "cross-entropy"
@@ -207,6 +208,12 @@ def test_a_squared_error_that_outputs_explain_by_themselves_diverges():
 def test_a_loss_of_unknown_kind_may_be_one_side_of_a_game():
     assert isinstance(only(diverging_loss, evidence([0.7] * 10 + [2.5] * 90, kind="")), Passed)
     assert only(diverging_loss, evidence([0.7] * 10 + [9.0] * 90, kind="")).severity == "info"
+
+
+def test_a_loss_of_any_kind_that_lbfgs_minimizes_does_not_rise_on_purpose():
+    unseen = {"before_step": BY_CLOSURE}
+    found = only(diverging_loss, evidence([0.7] * 10 + [9.0] * 90, kind="", unseen=unseen))
+    assert found.severity == "error"
 
 
 def test_a_loss_that_began_at_zero_and_rises_by_rounding_does_not_diverge():
