@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+METHODS = ("step", "zero_grad"), ("apply_gradients",)  # of an optimizer that is not torch's
+
 
 def numbered(kind: str, titles: list[str]) -> str:
     """Title of one more `kind`: the kind itself, or "Adam (2)" if the titles have one already."""
@@ -19,7 +21,7 @@ def numbered(kind: str, titles: list[str]) -> str:
 def foreign_optimizers(model: nn.Module) -> tuple[str, ...]:
     """Optimizers of a model that are not a torch.optim.Optimizer: "Lion of package.module".
 
-    They have step(), zero_grad(), and lists of parameters.
+    They have step() and zero_grad(), or apply_gradients() as those of Keras, and lists of parameters.
     """
     params = {id(p) for p in model.parameters()}
     kinds: dict[type, bool] = {}
@@ -27,8 +29,8 @@ def foreign_optimizers(model: nn.Module) -> tuple[str, ...]:
     for x in gc.get_objects():
         kind = type(x)
         if kind not in kinds:
-            kinds[kind] = not issubclass(kind, type | nn.Module | Optimizer) and all(
-                callable(getattr(kind, name, None)) for name in ("step", "zero_grad")
+            kinds[kind] = not issubclass(kind, type | nn.Module | Optimizer) and any(
+                all(callable(getattr(kind, name, None)) for name in names) for names in METHODS
             )
         if kinds[kind] and any(id(p) in params for p in _params_in(x)):
             found.append(f"{kind.__name__} of {kind.__module__}")
@@ -42,6 +44,7 @@ def _params_in(x: Any) -> Iterator[Any]:
         for group in own.get(name) or ():
             group = group.get("params", ()) if isinstance(group, dict) else group
             yield from [group] if isinstance(group, Tensor) else group
+    yield from (getattr(variable, "_value", None) for variable in own.get("_trainable_variables") or ())
 
 
 class OptimizerNames:

@@ -59,6 +59,7 @@ class Param:
         maximizes: whether it ascends rather than descends.
         dead: share of the weight's units without a gradient in the latest `n_looked` measurements of
             `n_examples` examples, since step `dead_since`; NaN and None if not measured.
+        n_units: number of these units, the rows or the columns of a weight; 0 if not measured.
         never_alive: share of units that never had a gradient.
         has_moved: whether any of 1,024 elements differs between the beginning and the end.
         n_without: number of inspected steps in which it required a gradient and had none.
@@ -83,6 +84,7 @@ class Param:
     dead: float = math.nan
     n_looked: int = 0
     n_examples: int = 0
+    n_units: int = 0
     never_alive: float = math.nan
     dead_since: int | None = None
     n_without: int = 0
@@ -187,6 +189,7 @@ class Evidence:
             inspected batch.
         losses: loss before each step of an optimizer, by index of the optimizer.
         loss_kind: "cross-entropy", "binary cross-entropy", "mse", "nll" …, "" if unknown.
+        loss_kinds: kinds of the losses that it adds up, () if one of them is unknown.
         is_loss_of_others: whether the last layer before the loss is not the model's, as of a discriminator.
         n_in_loss: number of operations from the model's output to the loss, 0 if unknown.
         guess: loss of guessing: ln C for cross-entropy over C classes, the mean square of the targets for
@@ -248,6 +251,7 @@ class Evidence:
     stuck: Series = field(default_factory=Series)
     losses: dict[int, Series] = field(default_factory=dict)
     loss_kind: str = ""
+    loss_kinds: tuple[str, ...] = ()
     is_loss_of_others: bool = False
     n_in_loss: int = 0
     guess: float = math.nan

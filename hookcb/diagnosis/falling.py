@@ -3,6 +3,7 @@
 import math
 from statistics import fmean
 
+from hookcb.core.text import join_names
 from hookcb.diagnosis.evidence import WINDOW, Evidence, Series
 from hookcb.diagnosis.trends import LEARNED, before, finite, loss_left, median, rates, slope
 
@@ -97,6 +98,12 @@ def has_learned(evidence: Evidence, first: float, share: float = LEARNED) -> boo
 def need_not_fall(evidence: Evidence) -> bool:
     """Whether the loss is of no known kind: an objective, as of a policy, need not fall."""
     return not evidence.loss_kind and math.isnan(evidence.guess)
+
+
+def why_unknown(evidence: Evidence, otherwise: str) -> str:
+    """Why a loss cannot be compared with that of guessing."""
+    kinds = evidence.loss_kinds
+    return f"the loss is a sum of {len(kinds)}: {join_names(kinds, 4)}" if len(kinds) > 1 else otherwise
 
 
 def is_noisy(evidence: Evidence) -> bool:

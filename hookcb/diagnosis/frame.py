@@ -73,7 +73,8 @@ class Frame:
         for place, (name, p, kind) in enumerate(find_params(model)):
             if not p.requires_grad or isinstance(p, nn.parameter.UninitializedParameter):
                 continue
-            layer = name.rpartition(".")[0]
+            is_path = kind == "ParameterDict" and "/" in name  # as in Keras: dense/kernel
+            layer = name.rpartition("/" if is_path else ".")[0]
             param = Param(name, layer, kind, frame.about.get(layer, ""), place, tuple(p.shape))
             if p.dtype.is_floating_point:
                 param.resolution = torch.finfo(p.dtype).eps

@@ -103,9 +103,10 @@ def _add_activations(evidence: Evidence, stats: ActivationStats, frame: Frame) -
         for stat, values in zip(LAYER_STATS, columns, strict=False):
             layer.stats[stat] = Series.of(steps, values)
     if not stats.names and evidence.params:
-        evidence.notes.append(
-            "no layer of the model is one of its submodules, so layers are neither named nor inspected; "
-            "the gradients of its parameters are"
+        evidence.notes.insert(
+            0,
+            "no layer of the model is one of its submodules, so outputs of layers are not inspected; the "
+            "gradients of its parameters are",
         )
     for place, layer in enumerate(evidence.layers.values()):
         layer.place = place

@@ -68,7 +68,8 @@ def _add_curves(probes: Probes, evidence: Evidence) -> None:
 
 
 def _add_graph(probes: Probes, evidence: Evidence) -> None:
-    evidence.loss_kind = probes.graph.sure_kind if probes.graph else ""
+    if probes.graph is not None:
+        evidence.loss_kind, evidence.loss_kinds = probes.graph.sure_kind, probes.graph.kinds
     evidence.is_loss_of_others, evidence.n_in_loss = probes.is_loss_of_others, probes.n_in_loss
     evidence.guess = probes.guess
 
@@ -108,6 +109,7 @@ def _add_dead(probes: Probes, evidence: Evidence) -> None:
             param = evidence.params[name]
             param.dead, param.never_alive, param.dead_since = dead.lately, dead.never, dead.since
             param.n_looked, param.n_examples = dead.n_looked, dead.n_examples
+            param.n_units = dead.n_units
 
 
 def _add_motion(probes: Probes, evidence: Evidence) -> None:

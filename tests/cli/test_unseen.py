@@ -195,6 +195,46 @@ def test_layers_that_are_no_submodules_are_told(run):
     assert "no layer of the model is one of its submodules" in out
 
 
+def test_layers_and_the_optimizer_of_keras_have_their_names(run):
+    """Keras keeps parameters in a dictionary by path, and its optimizers have variables and no step()."""
+    _, out = run(
+        """
+        class Dense(nn.Module):
+            def __init__(self):
+                super().__init__()
+                kernels = {"dense/kernel": torch.randn(8, 32), "dense_1/kernel": torch.randn(32, 8)}
+                biases = {"dense/bias": torch.full((32,), -90.0), "dense_1/bias": torch.zeros(8)}
+                self._torch_params = nn.ParameterDict(kernels | biases)
+            def forward(self, x):
+                p = self._torch_params
+                x = (x @ p["dense/kernel"] + p["dense/bias"]).relu()
+                return x @ p["dense_1/kernel"] + p["dense_1/bias"]
+        class Variable:
+            def __init__(self, value):
+                self._value = value
+        class Descent:
+            def __init__(self, params):
+                self._trainable_variables = [Variable(p) for p in params]
+            def apply_gradients(self, pairs):
+                with torch.no_grad():
+                    for gradient, variable in pairs:
+                        variable._value -= 0.01 * gradient
+        net = Dense()
+        opt = Descent(net.parameters())
+        for _ in range(30):
+            x = torch.randn(64, 8)
+            net.zero_grad()
+            F.mse_loss(net(x), x).backward()
+            opt.apply_gradients([(v._value.grad, v) for v in opt._trainable_variables])
+        """,
+        "--coverage",
+    )
+    assert "Dense, trained by Descent of __main__ SICK unit.dead in _torch_params.dense (" in out
+    assert "Layer _torch_params.dense: 100% of its units (32 of 32) had no gradient" in out
+    assert "only one layer" not in out
+    assert "Note: no layer of the model is one of its submodules" in out
+
+
 def test_a_network_that_gives_targets_is_not_said_to_be_trained_wrongly(run):
     """A target network, computed with gradients and copied now and then; no optimizer has it."""
     code, out = run("""

@@ -142,7 +142,7 @@ def _dead_shares(evidence: Evidence, has_converged: bool) -> dict[str, tuple[Par
 
 def _dead_share(param: Param, has_converged: bool) -> float:
     is_zero = len(sizes := param.series("weight_norm")) > 0 and not any(sizes.values)  # see init.zero
-    if param.shape[0] < MIN_UNITS or is_zero:
+    if (param.n_units or param.shape[0]) < MIN_UNITS or is_zero:
         return math.nan
     if not math.isnan(param.dead):
         is_enough = param.n_looked >= MIN_LOOKS and param.n_examples >= MIN_EXAMPLES
@@ -186,7 +186,8 @@ def _dead(evidence: Evidence, param: Param, share: float, others: int) -> Findin
     rows = param.series("zero_rows")
     span = trailing(rows, lambda x: x >= min(share, MAX_DEAD_WARNING))
     more = f" The same is true of {others} more layer{'s' * (others > 1)}." if others else ""
-    name, n = param.layer or param.name, round(min(1.0, share) * param.shape[0])
+    n_units = param.n_units or param.shape[0]
+    name, n = param.layer or param.name, round(min(1.0, share) * n_units)
     looks = (
         f"{param.n_looked} steps with {param.n_examples:,} examples"
         if param.n_looked
@@ -202,7 +203,7 @@ def _dead(evidence: Evidence, param: Param, share: float, others: int) -> Findin
         ),
         value=share,
         limit=MAX_DEAD,
-        message=f"Layer {name}: {share:.0%} of its units ({n} of {param.shape[0]}) had no gradient in "
+        message=f"Layer {name}: {share:.0%} of its units ({n} of {n_units}) had no gradient in "
         f"{looks} (limit {MAX_DEAD:.0%}).{more}",
         causes=("a bias far below zero or weights that are too large", "a step that was too large"),
         next_steps=(

@@ -67,7 +67,7 @@ def exploding_gradients(evidence: Evidence) -> Iterator[Result]:
         text = f"exploding gradients (largest {format_factor(max(known))} times the usual)"
         yield Passed(text, max(known), MAX_EXCESS)
     else:
-        yield Skipped("there is only one layer with weights")
+        yield Skipped("fewer than two layers had a gradient other than 0")
 
 
 def _by_layer(evidence: Evidence, until: float) -> list[tuple[Param, Series]]:

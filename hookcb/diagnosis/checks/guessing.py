@@ -28,6 +28,7 @@ from hookcb.diagnosis.falling import (
     may_become_better,
     n_last,
     ratio_to_constant,
+    why_unknown,
 )
 from hookcb.diagnosis.registry import Absent, Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import before
@@ -68,7 +69,7 @@ def trivial_loss(evidence: Evidence) -> Iterator[Result]:
         yield Skipped(f"fewer than {batches_to_learn(evidence)} batches at the full learning rate")
         return
     if math.isnan(ratio):
-        yield Skipped("the loss of the best constant prediction is unknown")
+        yield Skipped(why_unknown(evidence, "the loss of the best constant prediction is unknown"))
         return
     new = math.nan if len(evidence.penalty) else ratio_to_constant(evidence, evidence.validation)
     if ratio <= MAX_OF_CONSTANT < new:

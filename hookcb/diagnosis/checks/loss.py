@@ -23,6 +23,7 @@ from hookcb.diagnosis.falling import (
     limit_of_flat,
     lowest_loss,
     need_not_fall,
+    why_unknown,
 )
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
 from hookcb.diagnosis.trends import (
@@ -64,7 +65,7 @@ def first_loss(evidence: Evidence) -> Iterator[Result]:
     first = evidence.loss.values[0] if len(evidence.loss) else math.nan
     guess, kind = evidence.guess, evidence.loss_kind
     if not (math.isfinite(first) and 0 < guess < math.inf and kind in NEVER_NEGATIVE):
-        yield Skipped("the loss of guessing is not known")
+        yield Skipped(why_unknown(evidence, "the loss of guessing is not known"))
         return
     is_entropy = kind in ENTROPIES
     limit = max(MAX_INIT * guess, guess + MAX_INIT_ABOVE) if is_entropy else MAX_INIT_MSE * guess
@@ -112,7 +113,8 @@ def flat_loss(evidence: Evidence) -> Iterator[Result]:
         yield Skipped(f"fewer than {MIN_BATCHES} batches, or the learning rate is still rising")
         return
     if need_not_fall(evidence):
-        yield Skipped("the kind of the loss is not known, and an objective need not fall")
+        why = why_unknown(evidence, "the kind of the loss is not known")
+        yield Skipped(f"{why}, and an objective need not fall")
         return
     lowest, limit = lowest_loss(evidence), limit_of_flat(first)
     smallest_fall, largest_fall = falls_by(loss)
@@ -157,8 +159,9 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     kind of the loss is not known, or over fewer than 50 batches, by 400 %: one side of a game (a GAN's
     generator) rises as the other learns. Over fewer than 50 also by three standard deviations of the noise
     between batches, as one batch may have a small loss by chance. A loss of unknown kind is an error only if
-    five of eight steps change a weight by more than 0.05 of its size, or one before the rise by 0.2; else it
-    is a note, as a part of it may have growing targets. Squared and Huber errors are not reported if, since
+    five of eight steps change a weight by more than 0.05 of its size, or one before the rise by 0.2, or if
+    LBFGS trains the model, whose steps are not seen; else it is a note, as a part of it may have growing
+    targets. Squared and Huber errors are not reported if, since
     the rise, the RMS of the outputs exceeds that of the errors by more than the RMS of the first outputs
     plus that of the first errors. By the triangle inequality the targets have then grown, as values in
     reinforcement learning do.
@@ -193,7 +196,7 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
         return
     yield finding(
         "loss.diverging",
-        "error" if evidence.loss_kind or _has_large_steps(evidence) else "info",
+        "error" if evidence.loss_kind or evidence.is_by_closure or _has_large_steps(evidence) else "info",
         when=span,
         value=last,
         limit=limit,
@@ -261,7 +264,7 @@ def _beginning(evidence: Evidence) -> float:
     leads_to=("loss.diverging", "update.*", "act.*", "grad.*", "nonfinite.*", "unit.*"),
 )
 def unbounded_loss(evidence: Evidence) -> Iterator[Result]:
-    """A negative loss of a kind that is never negative, such as cross-entropy or MSE.
+    """A negative loss of a kind that is never negative, such as cross-entropy or MSE, or of a sum of such.
 
     Formula: the smallest loss. Limit: -1e-6, which leaves room for rounding. A negated loss has no minimum,
     and training makes the model as wrong as it can; `nll_loss` is negative, too, if it gets probabilities
@@ -271,9 +274,10 @@ def unbounded_loss(evidence: Evidence) -> Iterator[Result]:
     Source: Goodfellow, Bengio & Courville, Deep Learning, 2016, section 6.2: these are negative logarithms of
     probabilities, or squares and distances.
     """
-    kind = evidence.loss_kind
+    kinds = evidence.loss_kinds or (evidence.loss_kind,)
+    kind = " + ".join(kinds)
     values = finite(evidence.loss.values)
-    if kind not in NEVER_NEGATIVE or not values:
+    if not set(kinds).issubset(NEVER_NEGATIVE) or not values:
         yield Skipped("the kind of the loss is not known")
         return
     if evidence.is_loss_of_others:
@@ -286,7 +290,7 @@ def unbounded_loss(evidence: Evidence) -> Iterator[Result]:
         return
     step, value = below[0]
     negated = ("an extra minus sign: the loss is maximized",)
-    targets = ("targets outside 0 to 1",) if kind == "binary cross-entropy" else ()
+    targets = ("targets outside 0 to 1",) if "binary cross-entropy" in kinds else ()
     is_nll = kind == "nll"
     yield finding(
         "loss.unbounded",

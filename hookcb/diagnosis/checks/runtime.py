@@ -192,11 +192,15 @@ def growing_memory(evidence: Evidence) -> Iterator[Result]:
     """Memory that grows from step to step until it runs out.
 
     Formula: slope by least squares over 50 steps or more after the first ten. Limit: 1 MB per step, with a
-    95 % confidence interval above zero, and growth in both halves of the run.
+    95 % confidence interval above zero, and growth in both halves of the run. Not judged if LBFGS alone
+    trains the model: its history of up to `history_size` steps grows at first.
 
     Source: Draper & Smith, "Applied Regression Analysis", 1998, for the standard error of a slope; the
     PyTorch FAQ, "My model reports cuda runtime error(2): out of memory", for losses that are kept.
     """
+    if evidence.is_by_closure:
+        yield Skipped("LBFGS keeps a history of its steps, which grows at first")
+        return
     memory = Series.of(evidence.memory.steps, evidence.memory.values)
     points = [(float(step), x) for step, x in list(memory)[N_MEMORY_WARM_UP:] if 0 <= x < MAX_BYTES]
     if len(points) < MIN_MEMORY_STEPS or points[0][0] >= points[-1][0]:

@@ -50,7 +50,8 @@ def dominating_decay(evidence: Evidence) -> Iterator[Result]:
     until, lr = evidence.converged_at(), dict(rates(evidence))
     params = [p for p in weights(evidence) if p.is_optimized and p.weight_decay > 0]
     if not params:
-        is_known = any(p.optimizer is not None for p in evidence.params.values())
+        has_optimizer = any(p.optimizer is not None for p in evidence.params.values())
+        is_known = has_optimizer and not evidence.is_by_hand
         unknown = Skipped("the optimizer of the parameters is not known")
         yield Passed("weight decay (none)") if is_known else unknown
         return

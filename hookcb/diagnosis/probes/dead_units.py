@@ -22,6 +22,7 @@ class Dead(NamedTuple):
         never: share that never had a gradient.
         since: step since which half of these units have had no gradient.
         n_looked, n_examples: number of steps and examples that `lately` covers, see `MIN_LOOKS`.
+        n_units: number of units.
     """
 
     lately: float
@@ -29,6 +30,7 @@ class Dead(NamedTuple):
     since: int
     n_looked: int
     n_examples: int
+    n_units: int
 
 
 class _Units(NamedTuple):
@@ -94,7 +96,7 @@ class DeadUnits:
         since = int(statistics.median(dead)) if dead else 0
         never = sum(x == 0 for x in last) / len(last)
         step = looks[min(since, len(looks) - 1)][0]
-        return Dead(len(dead) / len(last), never, step, n, n_examples)
+        return Dead(len(dead) / len(last), never, step, n, n_examples, len(last))
 
 
 def _alive(weight: nn.Parameter, bias: nn.Parameter | None, is_row: bool) -> Tensor | int | None:

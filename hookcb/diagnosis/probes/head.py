@@ -95,8 +95,13 @@ class Compared(NamedTuple):
 
     @property
     def is_broadcast(self) -> bool:
-        """Whether one output and one target per sample, of different shapes, are compared in all pairs."""
+        """Whether one output and one target per sample, of different shapes, are compared in all pairs.
+
+        Targets of shape (N, N) are such pairs already, as the sum of rewards (N) and values (N, 1).
+        """
         ours, theirs = self.shapes
+        if len(ours) == 2 and ours[0] > 1 == ours[1] and theirs == (ours[0], ours[0]):
+            return True
         is_on_purpose = len(ours) > self.output.ndim  # such as output[:, None]
         is_same = [n for n in ours if n > 1] == [n for n in theirs if n > 1]
         differs = is_same and len(ours) != len(theirs) and not is_on_purpose
@@ -129,11 +134,11 @@ def observe_output(
     if seen.is_broadcast:
         yield broadcast_targets(seen, step)
         return
-    if graph.kind in SQUARES and (head := read_head(seen.output)):
+    if seen.term.kind in SQUARES and (head := read_head(seen.output)):
         yield from observe_range(head, layer, seen.target, step)
     if graph.kind in SQUARES and graph.sure_kind:
         yield from observe_classes(graph, seen.target, layer, step)
-    if graph.kind == "binary cross-entropy":
+    if seen.term.kind == "binary cross-entropy":
         yield from observe_bits(seen.target, step)
 
 
@@ -169,13 +174,16 @@ def stuck_share(graph: LossGraph, node: Any, pred: Any, yb: Any) -> Tensor | Non
 def compared(node: Any, pred: Any, yb: Any) -> Compared | None:
     """Two tensors that the loss compares element by element; None if it does not, or if that is unknown.
 
-    The targets are those that a loss of torch has saved, else the only tensor of `yb`.
+    Of a sum of losses, one of which compares an output of the model, it is that one; another may compare that
+    of another model. The targets are those that a loss of torch has saved, else the only tensor of `yb`.
     """
-    main = main_term(read_terms(node))
+    terms = read_terms(node)
+    outputs = [x for _, x in parts(pred) if isinstance(x, Tensor) and x.grad_fn is not None]
+    ends = {behind_shapes(x.grad_fn): x for x in reversed(outputs)}
+    main = main_term([term for term in terms if term.given in ends]) or main_term(terms)
     if main is None or main.kind not in COMPARING:
         return None
-    outputs = [x for _, x in parts(pred) if isinstance(x, Tensor) and x.grad_fn is not None]
-    x = next((x for x in outputs if behind_shapes(x.grad_fn) is main.given), None)
+    x = ends.get(main.given)
     targets = [y for _, y in parts(yb) if isinstance(y, Tensor)] if main.target is None else [main.target]
     y = targets[0] if len(targets) == 1 else None
     if x is None or y is None or y.is_complex() or not _can_be_compared(x, y):

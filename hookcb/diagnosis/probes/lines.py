@@ -16,6 +16,8 @@ from types import CodeType, FrameType
 from typing import Any
 from weakref import WeakSet
 
+from torch.optim import LBFGS
+
 from hookcb.core.loop import Loop
 from hookcb.core.threads import in_each_fork
 from hookcb.core.whose import is_of_user, line_in
@@ -40,6 +42,7 @@ BREAKS = {
 }
 KINDS = "waits", "late", "python", "earlier"  # of samples
 EVENTS = Loop._call.__code__  # below it, callbacks act
+STEP_OF_LBFGS = inspect.unwrap(LBFGS.step).__code__  # it works between the evaluations of its closure
 SAMPLED: "WeakSet[LineSamples]" = WeakSet()  # those whose thread was started
 
 
@@ -81,13 +84,16 @@ class LineSamples:
         """Notes who leads to a part of a step; called in the thread of the loop while that part is made."""
         frame: FrameType | None = sys._getframe(1)
         lines: list[Line] = []  # innermost first
+        n_inside = 0  # of them are inside a step of LBFGS
         while frame is not None:
             if is_of_user(frame.f_code.co_filename):
                 lines.append((frame.f_code, line_in(frame)))
+            elif frame.f_code is STEP_OF_LBFGS:
+                n_inside = len(lines)
             frame = frame.f_back
         self._loop.update(code for code, _ in lines)
         self._on_way.update(lines)
-        self._steps.update(lines[:1])
+        self._steps.update(lines[:1], lines[n_inside : n_inside + 1])
 
     def start(self) -> None:
         """Starts the thread, unless it runs."""
@@ -209,11 +215,15 @@ class LineSamples:
 
     @property
     def fetches(self) -> set[str]:
-        """Places that fetch batches: a `for` around what leads to a step, and sampled calls of `next`."""
+        """Places that fetch batches: a `for` around what leads to a step, and sampled calls of `next`.
+
+        A `for` that makes a step in its own line is none, as most of its time is that of the step.
+        """
         loops = {
             place_of(code, first)
             for code, line in self._on_way
             for first in source_of(code.co_filename).loops_around(line)
+            if (code, first) not in self._steps
         }
         sampled = {line for seconds in self._seconds.values() for line in seconds if line[1] > 0}
         nexts = [line for line in sampled if source_of(line[0].co_filename).calls_next(line[1])]

@@ -42,6 +42,7 @@ class LossGraph(NamedTuple):
         class_weights: copy of the weights of the classes, or of ones; None if there are others, or none.
         smoothing: label smoothing of torch's cross-entropy.
         n_classes: number of scores of a cross-entropy, 0 if unknown.
+        kinds: kinds of all losses that it adds up, without penalties; () if it is known to be no such sum.
     """
 
     kind: str = ""
@@ -58,6 +59,7 @@ class LossGraph(NamedTuple):
     class_weights: Tensor | None = None
     smoothing: float = 0.0
     n_classes: int = 0
+    kinds: tuple[str, ...] = ()
 
     @property
     def sure_kind(self) -> str:
@@ -102,7 +104,15 @@ def read_loss(node: Any) -> LossGraph:
         None if main.class_weights is None else main.class_weights.detach().clone(),
         main.smoothing,
         main.given_shape[1] if main.kind == "cross-entropy" and len(main.given_shape) > 1 else 0,
+        _kinds(terms),
     )
+
+
+def _kinds(terms: Sequence[Term]) -> tuple[str, ...]:
+    """Kinds of the losses of a sum, or of one that is negated as a whole; () for any other sum."""
+    losses = [term for term in terms if not _is_penalty(term)]
+    is_sum = all(x.scale > 0 for x in losses) or all(x.scale < 0 for x in losses) or len(losses) == 1
+    return tuple(x.kind for x in losses) if is_sum and all(x.kind and x.is_exact for x in losses) else ()
 
 
 def _is_penalty(term: Term) -> bool:

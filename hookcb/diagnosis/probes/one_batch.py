@@ -94,7 +94,7 @@ def _inspect(evidence: Evidence, learn: Any) -> None:
     evidence.sources |= found.sources
     evidence.missing |= found.missing
     evidence.observed |= found.observed
-    evidence.loss_kind, evidence.guess = found.loss_kind, found.guess
+    evidence.loss_kind, evidence.loss_kinds, evidence.guess = found.loss_kind, found.loss_kinds, found.guess
     evidence.input_std, evidence.input_rms = found.input_std, found.input_rms
     evidence.input_columns = found.input_columns
     evidence.notes.append("one more batch after the training")
@@ -140,7 +140,7 @@ def _observe_batch(found: Evidence, learn: Any, step: int) -> None:
 def _observe_loss(found: Evidence, learn: Any, last: str) -> None:
     graph = read_loss(learn.loss.grad_fn)
     found.guess = guess_of(graph, learn.pred, learn.yb)
-    found.loss_kind = graph.sure_kind
+    found.loss_kind, found.loss_kinds = graph.sure_kind, graph.kinds
     found.observations += observe_output(graph, learn.loss.grad_fn, learn.pred, learn.yb, last, 0)
     if not math.isnan(share := dropped_share(learn.loss.grad_fn)):
         found.observed.add("input of the loss")

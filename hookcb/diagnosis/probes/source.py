@@ -5,6 +5,7 @@ import linecache
 from functools import lru_cache
 
 LOOPS = ast.For | ast.AsyncFor
+OF_MODULE = "parameters", "buffers", "modules", "children"  # ends of methods of a module, which fetch nothing
 
 
 class Source:
@@ -48,12 +49,15 @@ class Source:
         return [head.start for head, body in self._loops if line in body]
 
     def calls_next(self, line: int) -> bool:
-        """Whether a line is part of a statement that calls `next`."""
+        """Whether a line is part of a statement that calls `next`, except on parameters of a module."""
         return line in self._nexts
 
 
 def _is_next(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "next"
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "next"):
+        return False
+    source = node.args[0].func if node.args and isinstance(node.args[0], ast.Call) else None
+    return not (isinstance(source, ast.Attribute) and source.attr.endswith(OF_MODULE))
 
 
 @lru_cache(maxsize=64)

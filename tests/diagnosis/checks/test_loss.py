@@ -210,6 +210,12 @@ def test_a_loss_of_unknown_kind_may_be_one_side_of_a_game():
     assert only(diverging_loss, evidence([0.7] * 10 + [9.0] * 90, kind="")).severity == "info"
 
 
+def test_a_loss_of_any_kind_that_lbfgs_minimizes_does_not_rise_on_purpose():
+    unseen = {"before_step": BY_CLOSURE}
+    found = only(diverging_loss, evidence([0.7] * 10 + [9.0] * 90, kind="", unseen=unseen))
+    assert found.severity == "error"
+
+
 def test_a_loss_that_began_at_zero_and_rises_by_rounding_does_not_diverge():
     values = [0.0] * 20 + [6e-11] * 80
     assert isinstance(only(diverging_loss, evidence(values, guess=2.3)), Passed)
@@ -237,6 +243,17 @@ def test_a_loss_below_what_it_can_be_is_told_at_the_first_step():
     found = only(unbounded_loss, evidence([0.5, 0.1, -0.2, -0.1]))
     assert (found.code, found.severity, found.step, found.value) == ("loss.unbounded", "error", 2, -0.2)
     assert "log_softmax" in only(unbounded_loss, evidence([-0.5], "nll")).next_steps[0]
+
+
+def test_a_sum_of_losses_is_not_below_zero_and_need_not_fall():
+    of_two = evidence([0.5] * 60 + [-0.2], "", loss_kinds=("mse", "huber"))
+    assert (
+        only(unbounded_loss, of_two).message
+        == "The loss is -0.2 at step 60, but mse + huber is never below 0."
+    )
+    reason = "the loss is a sum of 2: mse, huber"
+    assert only(first_loss, of_two).reason == reason
+    assert only(flat_loss, of_two).reason == f"{reason}, and an objective need not fall"
 
 
 def test_rounding_below_zero_is_no_finding():

@@ -19,6 +19,7 @@ from hookcb.diagnosis.checks import weight_decay as checks_weight_decay
 from hookcb.diagnosis.checks.runtime import growing_memory, waiting_for_a_rank, waiting_for_data
 from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series
 from hookcb.diagnosis.registry import CHECKS, Finding, Passed, Skipped
+from hookcb.hooks.coverage import BY_CLOSURE
 from hookcb.profiling.steps.stragglers import Straggler
 
 MODULES = (
@@ -183,6 +184,11 @@ def test_of_a_long_run_the_growth_so_far_is_that_of_all_its_steps():
     steps = range(0, 4_000, 4)  # of which every fourth is kept
     found = only(growing_memory, Evidence(memory=Series.of(steps, [2 * MB * step for step in steps])))
     assert "Memory grows by 2.0 MB per step, 7.9 GB so far" in found.message
+
+
+def test_the_history_of_lbfgs_may_grow():
+    given = Evidence(memory=series([2 * MB * i for i in range(100)]), unseen={"before_step": BY_CLOSURE})
+    assert "history" in only(growing_memory, given).reason
 
 
 @pytest.mark.parametrize(

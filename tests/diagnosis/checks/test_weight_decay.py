@@ -38,6 +38,11 @@ def test_decay_of_usual_size_is_no_finding(param):
     assert isinstance(only(dominating_decay, evidence(param, lr=1e-3)), Passed)
 
 
+def test_the_decay_of_an_optimizer_that_is_not_known_is_not_called_none():
+    given = evidence(weight(weight_decay=0.0, optimizer=0), is_by_hand=True)
+    assert only(dominating_decay, given) == Skipped("the optimizer of the parameters is not known")
+
+
 def test_decay_needs_ten_records():
     assert isinstance(
         only(dominating_decay, evidence(weight(weight_decay=9.0, clipped_norm=[1.0] * 9))), Skipped

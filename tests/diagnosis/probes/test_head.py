@@ -246,6 +246,29 @@ def test_all_pairs_of_samples_are_found_under_watch_too():
     assert "(64,)" in w.diagnose().primary.message
 
 
+def test_of_a_sum_of_losses_the_one_of_this_model_is_read():
+    net, first = model(), model()
+
+    def of_twins(p, y):
+        return F.mse_loss(first(y.expand(-1, 5)), y) + F.mse_loss(p, y[:, 0])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        verdict = diagnose(net, batch(signed), of_twins)
+    assert verdict.primary.code == "label.broadcast"
+
+
+def test_targets_of_all_pairs_are_told_too():
+    rewards = torch.linspace(0, 1, 64)
+    verdict = diagnose(model(), batch(signed), lambda p, y: ((p - (rewards + 0.9 * y)) ** 2).mean())
+    assert verdict.primary is None  # by hand: nobody knows these targets
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        verdict = diagnose(model(), batch(signed), lambda p, y: F.mse_loss(p, rewards + 0.9 * y))
+    assert verdict.primary.code == "label.broadcast"
+    assert "shape (64, 1) and the targets have shape (64, 64)" in verdict.primary.message
+
+
 def test_targets_of_an_unknown_comparison_are_not_called_fine():
     net, second = model(nn.Sigmoid()), nn.Linear(1, 1)
     verdict = diagnose(net, batch(signed), lambda p, y: F.mse_loss(second(p), y))

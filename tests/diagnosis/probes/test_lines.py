@@ -4,7 +4,9 @@ import sys
 import threading
 import time
 from functools import partial
+from itertools import repeat
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -106,6 +108,27 @@ def test_a_for_statement_in_the_body_is_no_fetch(clock):
         lines.end_batches(1, is_counted=True)
     assert by_line(lines) == {"for _ in generate(clock, 3)": 3}
     assert [name.partition(", ")[2] for name in lines.fetches] == ["for _ in range(20)"]
+
+
+def test_what_lbfgs_computes_between_its_evaluations_is_no_fetch():
+    lines = LineSamples(lambda: True)
+    lines.is_running = True
+    p = torch.ones(1, requires_grad=True)
+    opt = torch.optim.LBFGS([p], tolerance_change=0)
+    opt._add_grad = Mock(side_effect=map(lines.sample, repeat(1.0)))  # in place of what it computes there
+
+    def closure():
+        lines.note_step()
+        lines.end_batches(1, is_counted=True)
+        p.grad = torch.ones(1)
+        return p.sum()
+
+    # the place of a loop in one line is also that of its step
+    for _ in range(5): opt.step(closure)  # fmt: skip  # noqa: E701
+    (place,) = lines.seconds()
+    assert "for _ in range(5): opt.step(closure)" in place
+    assert place in lines.steps
+    assert place not in lines.fetches
 
 
 def test_a_call_of_next_is_a_fetch(clock):

@@ -221,6 +221,21 @@ def test_what_more_a_loss_is_made_of_leaves_it_no_pure_one(loss):
 
 
 @pytest.mark.parametrize(
+    ("loss", "kinds"),
+    [
+        (lambda: F.mse_loss(X, SOFT), ("mse",)),
+        (lambda: F.mse_loss(X, SOFT) + 0.5 * (X2 - 1).square().mean(), ("mse", "mse")),
+        (lambda: -(F.mse_loss(X, SOFT) + F.cross_entropy(X2, Y2)), ("mse", "cross-entropy")),
+        (lambda: F.mse_loss(X, SOFT) - (X2 - 1).abs().mean(), ()),
+        (lambda: F.mse_loss(X, SOFT) + (X2 @ X2.t()).mean(), ()),
+        (lambda: F.mse_loss(X, SOFT) + (F.cross_entropy(X, Y, reduction="none") * ADVANTAGES).mean(), ()),
+    ],
+)
+def test_a_sum_of_losses_has_their_kinds_if_all_are_known_and_have_one_sign(loss, kinds):
+    assert read(loss()).kinds == kinds
+
+
+@pytest.mark.parametrize(
     "loss",
     [
         lambda: -(log_p().gather(1, Y[:, None])[:, 0] * ADVANTAGES).mean(),
@@ -305,7 +320,14 @@ def test_under_autocast_it_is_what_it_is_without():
     x, layer = numbers(N, 4), nn.Linear(4, C)
     with torch.autocast("cpu", torch.bfloat16):
         assert read(F.cross_entropy(layer(x), Y)) == LossGraph(
-            "cross-entropy", True, 1.0, "softmax", takes="scores", is_raw=True, n_classes=C
+            "cross-entropy",
+            True,
+            1.0,
+            "softmax",
+            takes="scores",
+            is_raw=True,
+            n_classes=C,
+            kinds=("cross-entropy",),
         )
         assert read(F.cross_entropy(layer(x).softmax(-1), Y)).head == "Softmax"
         assert read(F.mse_loss(layer(x), SOFT)).kind == "mse"

@@ -55,6 +55,11 @@ def test_calls_of_next_are_found_in_all_lines_of_their_statement():
     assert [line for line in range(1, 18) if source.calls_next(line)] == [10, 11, 12]
 
 
+def test_the_first_parameter_of_a_module_is_not_fetched():
+    source = Source(["x = x.to(next(net.parameters()).device)\n", "x = next(batches())\n", "x = next(it)\n"])
+    assert [source.calls_next(line) for line in (1, 2, 3)] == [False, True, True]
+
+
 def test_source_that_cannot_be_read_has_its_lines():
     source = Source(["%matplotlib inline\n", "for x in batches:\n", "    step(next(x))\n"])
     assert source.statement(2) == (2, "for x in batches")
