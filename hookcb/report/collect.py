@@ -24,6 +24,7 @@ from hookcb.diagnosis.callback import Diagnose, recorded_in
 from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.frame import Frame, about
 from hookcb.diagnosis.gather import gather
+from hookcb.diagnosis.reader import Way, also, way_of
 from hookcb.diagnosis.registry import CHECKS
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.gradients.callback import GradientHealth
@@ -106,32 +107,33 @@ def of_records(cbs: Sequence[Callback], evidence: Evidence | None = None) -> Pag
     seen = [evidence.loss, *(own for name, own in data.run.items() if name != "input_rms")]
     data.n_batches = max([evidence.n_batches, *(own.steps[-1] + 1 for own in seen if len(own))])
     data.time, data.memory = _time(cbs, evidence), _memory(cbs, evidence)
-    data.notes = [_how_to_record(kind) for kind in SHOWN_BY if _first(cbs, kind) is None]
+    data.notes = [_how_to_record(kind, evidence.reader) for kind in SHOWN_BY if _first(cbs, kind) is None]
     return data
 
 
 def _evidence(loop: Any, cbs: Iterable[Callback]) -> Evidence:
     """Evidence of the loop's `Diagnose`, or else from the records of its other callbacks."""
-    diagnose = _first(cbs, Diagnose)
+    diagnose, found = _first(cbs, Diagnose), Evidence()
     with suppress(RuntimeError):  # nothing is recorded, or a watched model has been freed
         if diagnose is not None:
             return diagnose.evidence()
-        return gather(cbs, Frame.of(loop.model, [] if loop.opt is None else [loop.opt]))
-    return Evidence()
+        found = gather(cbs, Frame.of(loop.model, [] if loop.opt is None else [loop.opt]))
+    found.reader = way_of(loop.way if loop.is_external else "learner")
+    return found
 
 
 def _first(cbs: Iterable[Callback], kind: type[C]) -> C | None:
     return next((cb for cb in cbs if isinstance(cb, kind)), None)
 
 
-def _how_to_record(kind: type[Callback]) -> str:
+def _how_to_record(kind: type[Callback], way: Way) -> str:
     what = {
         ActivationStats: "outputs of layers",
         GradientHealth: "gradients",
         StepTimer: "times of steps",
         MemoryStats: "memory",
     }
-    return f"Not recorded: {what[kind]}; cbs={kind.__name__}() records them."
+    return f"Not recorded: {what[kind]}{also('record', way).format(kind.__name__)}."
 
 
 # ---- numbers
