@@ -89,11 +89,11 @@ def collect(loop: Any, verdict: Verdict | None = None) -> PageData:
     data.ranks = _ranks(loop, cbs, evidence)
     data.config = {title: rows for title, rows in _config(loop, cbs) if rows}
     try:
-        verdict = verdict or loop.diagnose()
+        verdict = loop.diagnose() if verdict is None else verdict  # a sick one is false
     except RuntimeError as error:  # nothing is recorded
         data.headline = f"No verdict: {error}."
     else:
-        data.headline, data.verdict = verdict.headline, _with_series(verdict, data)
+        data.headline, data.verdict = verdict.headline, with_series(verdict, data)
     return data
 
 
@@ -377,11 +377,11 @@ def _arguments(cb: Callback) -> Iterator[str]:
 # ---- the verdict
 
 
-def _with_series(verdict: Verdict, data: PageData) -> dict[str, Any]:
-    """The verdict as plain values, with the series that shows each finding."""
+def with_series(verdict: Verdict, data: PageData) -> dict[str, Any]:
+    """The verdict as plain values; each finding with the series that shows it, its steps and its ranks."""
     state = verdict.to_dict()
-    for finding in state["findings"]:
-        finding["shown_by"] = _shown_by(finding, data)
+    for finding, own in zip(state["findings"], verdict.findings, strict=True):
+        finding.update(shown_by=_shown_by(finding, data), when=own.when, on_ranks=own.on_ranks)
     return state
 
 

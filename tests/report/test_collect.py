@@ -17,6 +17,7 @@ from hookcb import (
     synth_learner,
 )
 from hookcb.diagnosis.registry import CHECKS
+from hookcb.diagnosis.verdict import Finding, Verdict
 from hookcb.report.collect import collect
 
 
@@ -106,6 +107,22 @@ def test_each_finding_has_the_series_that_shows_it():
         assert (shown is None) <= (not CHECKS[code].shown_by or "." in CHECKS[code].shown_by)
         if shown is not None and shown["of"] != "run":
             assert shown["stat"] in getattr(page, shown["of"])[shown["name"]].stats
+
+
+def test_a_page_says_what_the_printed_verdict_says_of_its_scope_and_of_each_finding(learn):
+    past = Finding("loss.diverging", "warning", step=1, last_step=19, recovered=90)
+    on_rank = Finding("act.collapse", "info", "0", step=3, ranks=(1,), n_ranks=8)
+    unplaced = Finding("label.single_class", "info")
+    found = (past, on_rank, unplaced)
+    verdict = Verdict("suspect", past, found, (), (), of_rank="rank 0", remarks=("after 200 steps",))
+    page = collect(learn, verdict)
+    assert page.headline == "SUSPECT  of rank 0 only, loss.diverging, recovered by 90; after 200 steps"
+    told = [(own["when"], own["on_ranks"]) for own in page.verdict["findings"]]
+    assert told == [("steps 1–19, recovered by 90", ""), ("step 3", "rank 1 of 8"), ("", "")]
+    assert all(
+        when in finding.head and ranks in finding.head
+        for finding, (when, ranks) in zip(found, told, strict=True)
+    )
 
 
 def test_every_series_that_a_check_names_can_be_there():
