@@ -108,6 +108,8 @@ def of_records(cbs: Sequence[Callback], evidence: Evidence | None = None) -> Pag
     data.n_batches = max([evidence.n_batches, *(own.steps[-1] + 1 for own in seen if len(own))])
     data.time, data.memory = _time(cbs, evidence), _memory(cbs, evidence)
     data.notes = [_how_to_record(kind, evidence.reader) for kind in SHOWN_BY if _first(cbs, kind) is None]
+    if (health := _first(cbs, GradientHealth)) is not None and health.records.is_clipped:
+        data.notes.append("Gradients of parameters were read after clipping.")
     return data
 
 
@@ -154,7 +156,17 @@ def _run(cbs: Iterable[Callback], evidence: Evidence) -> dict[str, Series]:
                 del found[stat]
         if "clip_coef" not in found:
             del found["clipped_total_norm"]
+        if health.records.is_clipped:
+            found |= _clipped(found.pop("total_norm"), found.pop("mean_norm"), evidence)
     return {name: series for name, series in found.items() if _has_numbers(series)}
+
+
+def _clipped(total: Series, mean: Series, evidence: Evidence) -> dict[str, Series]:
+    """Norms of gradients that the loop has clipped before they were read, and those before if measured."""
+    coefs = evidence.steps.get("clip_coef", Series())
+    known = any(x < 1 for x in coefs.values)
+    before = {"total_norm": evidence.steps["total_norm"], "clip_coef": coefs} if known else {}
+    return {"clipped_total_norm": total, "clipped_mean_norm": mean, **before}
 
 
 def _has_numbers(series: Series) -> bool:
@@ -237,16 +249,18 @@ def _params(cbs: Iterable[Callback], evidence: Evidence) -> dict[str, Recorded]:
         name: Recorded(
             name.rpartition(".")[0],
             "×".join(map(str, known[name].shape)) if name in known else "",
-            _without_copies(_gradient_series(health.records, name, steps)),
+            _without_copies(_gradient_series(health.records, name, steps), health.records.is_clipped),
         )
         for name in health.names
     }
 
 
-def _without_copies(stats: dict[str, Series]) -> dict[str, Series]:
-    """Statistics without those that follow from others."""
+def _without_copies(stats: dict[str, Series], is_clipped: bool) -> dict[str, Series]:
+    """Statistics without those that follow from others, and norms that were read after clipping named so."""
     copies = {"rms"}  # the norm, divided by a constant
-    if str(stats.get("clipped_norm")) == str(stats.get("norm")):
+    if is_clipped and "norm" in stats:
+        stats["clipped_norm"] = stats.pop("norm")
+    elif str(stats.get("clipped_norm")) == str(stats.get("norm")):
         copies.add("clipped_norm")
     return {stat: series for stat, series in stats.items() if stat not in copies}
 
@@ -394,8 +408,8 @@ def _shown_by(finding: dict[str, Any], data: PageData) -> dict[str, Any] | None:
     if of == "run":
         return {"of": of, "name": stat, "stat": "", "limit": limit} if stat in data.run else None
     for group, name, own in _places(finding, of, data):
-        if stat in own.stats:
-            return {"of": group, "name": name, "stat": stat, "limit": limit}
+        if shown := next((x for x in (stat, f"clipped_{stat}") if x in own.stats), None):
+            return {"of": group, "name": name, "stat": shown, "limit": limit}
     return None
 
 

@@ -15,6 +15,7 @@ from hookcb import (
     StepTimer,
     accuracy,
     synth_learner,
+    watch,
 )
 from hookcb.diagnosis.registry import CHECKS
 from hookcb.diagnosis.verdict import Finding, Verdict
@@ -123,6 +124,37 @@ def test_a_page_says_what_the_printed_verdict_says_of_its_scope_and_of_each_find
         when in finding.head and ranks in finding.head
         for finding, (when, ranks) in zip(found, told, strict=True)
     )
+
+
+@pytest.mark.parametrize(
+    ("cbs", "clips", "norms"),
+    [
+        ([GradientHealth], True, {"clipped_total_norm", "clipped_mean_norm"}),
+        ([GradientHealth], False, {"total_norm", "mean_norm"}),
+        ([Diagnose], True, {"clipped_total_norm", "clipped_mean_norm", "total_norm"}),
+    ],
+)
+def test_norms_that_are_read_after_clipping_are_named_so(cbs, clips, norms):
+    model = nn.Linear(4, 1)
+    opt, x = torch.optim.SGD(model.parameters(), lr=0.01), torch.randn(8, 4)
+    with watch(model, opt, *(cb() if cb is not Diagnose else cb(show=False) for cb in cbs)) as w:
+        for _ in range(4):
+            opt.zero_grad()
+            (100 * model(x)).square().mean().backward()
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            opt.step()
+    page = collect(w)
+    assert {name for name in page.run if name.endswith("norm")} == norms
+    assert (
+        ("clipped_norm" in page.params["weight"].stats)
+        == ("norm" not in page.params["weight"].stats)
+        == clips
+    )
+    if clips:
+        assert page.run["clipped_total_norm"].values == pytest.approx([0.5] * 4, rel=1e-3)
+        assert "total_norm" not in page.run or min(page.run["total_norm"].values) > 1
+    assert ("Gradients of parameters were read after clipping." in page.notes) == clips
 
 
 def test_every_series_that_a_check_names_can_be_there():
