@@ -109,7 +109,7 @@ def of_records(cbs: Sequence[Callback], evidence: Evidence | None = None) -> Pag
     data.time, data.memory = _time(cbs, evidence), _memory(cbs, evidence)
     data.notes = [_how_to_record(kind, evidence.reader) for kind in SHOWN_BY if _first(cbs, kind) is None]
     if (health := _first(cbs, GradientHealth)) is not None and health.records.is_clipped:
-        data.notes.append("Gradients of parameters were read after clipping.")
+        data.notes.append("Not recorded: gradients before clipping.")
     return data
 
 
