@@ -260,7 +260,8 @@ def test_norms_that_are_read_after_clipping_are_logged_under_names_that_say_so(c
     names = {name for _, values in kept.calls for name in values}
     for norm in ("step/total_norm", "step/mean_norm", "weight/norm"):
         place, _, stat = norm.partition("/")
-        assert (f"gradients/{place}/{first}{stat}" in names) and (f"gradients/{norm}" in names) != clips
+        assert f"gradients/{place}/{first}{stat}" in names
+        assert (f"gradients/{norm}" in names) != clips
 
 
 def test_each_record_is_logged_once():
