@@ -126,6 +126,7 @@ class LightningFit(ExternalLoop):
     """A fit of Lightning's Trainer, reported by `HookcbCallback`."""
 
     honors_stop = True
+    way = "lightning"
 
     def __init__(self, trainer: Any, module: nn.Module, cbs: list[Callback]) -> None:
         self._n_calls = 0  # nested calls of the module in progress

@@ -89,6 +89,7 @@ class TrainerRun(Watch):
     """A training of Hugging Face's Trainer, whose models return their loss."""
 
     honors_stop = True
+    way = "transformers"
 
     def __init__(self, model: nn.Module, opt: Any, cbs: list[Callback], scaler: Any) -> None:
         super().__init__(model, [opt] if isinstance(opt, Optimizer) else [], cbs, scaler)

@@ -37,7 +37,7 @@ def new_callbacks(cbs: Callbacks, attached: Sequence[Callback]) -> list[Callback
         if cb.name in {other.name for other in [*attached, *new]}:
             raise ValueError(
                 f"a callback named {cb.name!r} is attached already; remove it first, "
-                f"learn.remove_cb(learn.{cb.name}), or give this one another name: {renamed(cb)}"
+                f"with remove_cb, or give this one another name: {renamed(cb)}"
             )
         new.append(cb)
     return new

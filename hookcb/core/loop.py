@@ -219,9 +219,8 @@ class Loop(TrainingState):
         new = new_callbacks(cbs, self.cbs)
         for cb in new:
             if hasattr(type(self), cb.name) or not isinstance(self.__dict__.get(cb.name, cb), Callback):
-                raise ValueError(
-                    f"{cb!r} would overwrite learn.{cb.name}; give it another name: {renamed(cb)}"
-                )
+                owner = type(self).__name__
+                raise ValueError(f"{cb!r} would overwrite {owner}.{cb.name}; give it a name: {renamed(cb)}")
         return new
 
     # ---- events

@@ -245,7 +245,8 @@ def diagnose_loop(loop: Any) -> Verdict:
     if loop.is_external and records:
         note_unseen(evidence, loop)
     elif loop.is_external:
-        raise RuntimeError("nothing is recorded in this loop; give watch a Diagnose(), cbs=Diagnose()")
+        what = "watch a Diagnose(), cbs=Diagnose()" if loop.way == "watch" else "HookcbCallback a Diagnose()"
+        raise RuntimeError(f"nothing is recorded in this loop; give {what}")
     elif not evidence.n_batches:
         raise RuntimeError("nothing is recorded yet; train first, learn.fit(1, cbs=Diagnose())")
     else:

@@ -293,7 +293,7 @@ class Evidence:
     absent: dict[str, str] = field(default_factory=dict)
     partial: dict[str, str] = field(default_factory=dict)
     unseen: dict[str, str] = field(default_factory=dict)
-    reader: Way = field(default_factory=lambda: way_of(is_external=False))
+    reader: Way = field(default_factory=lambda: way_of("learner"))
     of_rank: str = ""
     _smooth: tuple[Series, int, Series] | None = field(default=None, repr=False, compare=False)
 

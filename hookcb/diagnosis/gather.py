@@ -81,7 +81,7 @@ def _add_ranks(evidence: Evidence, timer: StepTimer | None) -> None:
 def note_unseen(evidence: Evidence, loop: Any) -> None:
     """Adds what was not seen of a loop that hookcb does not run."""
     evidence.unseen = dict(loop.coverage.missing)
-    evidence.reader = way_of(is_external=True)
+    evidence.reader = way_of(loop.way)
     facts = loop.facts
     if facts.n_losses_of_others and not (facts.n_losses_found or facts.n_losses_reported):
         evidence.absent |= dict.fromkeys(("loss", "graph", "targets"), OF_OTHERS)

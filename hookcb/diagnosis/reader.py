@@ -1,47 +1,77 @@
-"""Advice in the words of how the reader runs hookcb: with a Learner, a watch, or the command."""
+"""Advice in the words of how the reader runs hookcb: a Learner, a watch, an adapter, or the command."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
-Way = Literal["learner", "watch", "command"]
+Way = Literal["learner", "watch", "lightning", "transformers", "command"]
 
 SHORT_RUNS = "Find a learning rate: short runs with a tenth of it and with ten times as much"
 TORCH_CLIPS = "Clip the norm of the gradients: torch.nn.utils.clip_grad_norm_(parameters, 1.0)"
 MACHINE = "look at that machine: other processes, clock rates, disk"
 ADVICE: Mapping[str, Mapping[Way, str]] = {  # what to do, by how the reader runs hookcb
-    "rate": {"learner": "Find a learning rate: learn.lr_find()", "watch": SHORT_RUNS, "command": SHORT_RUNS},
+    "rate": {
+        "learner": "Find a learning rate: learn.lr_find()",
+        "watch": SHORT_RUNS,
+        "lightning": SHORT_RUNS,
+        "transformers": SHORT_RUNS,
+        "command": SHORT_RUNS,
+    },
     "clip": {
         "learner": "Clip the norm of the gradients: GradientClip(1.0)",
         "watch": TORCH_CLIPS,
+        "lightning": "Clip the norm of the gradients: Trainer(gradient_clip_val=1.0)",
+        "transformers": "Clip the norm of the gradients lower: TrainingArguments(max_grad_norm=0.1)",
         "command": TORCH_CLIPS,
     },
     "NaN": {
         "learner": "Train with cbs=NanTrace(), which stops before the step and names the operation",
         "watch": "Watch the loop with cbs=DetectAnomaly(), which names the operation",
+        "lightning": "Train with Trainer(detect_anomaly=True), which names the operation",
+        "transformers": "Train with HookcbCallback(DetectAnomaly()), which names the operation",
         "command": "Begin the script with torch.autograd.set_detect_anomaly(True), which names the operation",
     },
     "straggler": {
         "learner": f"Print learn.step_timer.report(), and {MACHINE}",
         "watch": f"Print w.step_timer.report(), and {MACHINE}",
+        "lightning": f"Print step_timer.report() of the HookcbCallback, and {MACHINE}",
+        "transformers": f"Print step_timer.report() of the HookcbCallback, and {MACHINE}",
         "command": f"L{MACHINE[1:]}",
     },
-    "coverage": {"learner": "verdict.coverage", "watch": "verdict.coverage", "command": "--coverage"},
-    # what only a watch can be told
+    "coverage": {
+        "learner": "verdict.coverage",
+        "watch": "verdict.coverage",
+        "lightning": "diagnose().coverage of the HookcbCallback",
+        "transformers": "diagnose().coverage of the HookcbCallback",
+        "command": "--coverage",
+    },
+    # what not every reader can do
+    "record": {
+        "learner": "cbs={}() records them",
+        "watch": "cbs={}() records them",
+        "lightning": "HookcbCallback({}()) records them",
+        "transformers": "HookcbCallback({}()) records them",
+    },
     "unclipped": {"watch": "call w.begin_step(optimizer) before you clip"},
-    "loss": {"watch": "report it with w.report_loss(loss)"},
+    "loss": {
+        "watch": "report it with w.report_loss(loss)",
+        "lightning": "call self.manual_backward(loss) if training_step calls the backward itself",
+        "transformers": "return it as 'loss' in the output of the model",
+    },
+    "early": {"watch": "report it after the model is called"},
     "epochs": {"watch": "end an epoch with w.end_epoch() or close()"},
     "model": {"watch": "watch the one that is, such as what torch.compile gave"},
     "thread": {"watch": "watch it in the one that trains"},
 }
+OR_A_LEARNER = ", or a Learner with a batch to look at"
 SOURCES = {  # how to get each source of evidence
     "activations": "ActivationStats",
     "gradients": "GradientHealth",
     "loss": "a known loss",
     "batches": "Diagnose",
-    "batch": "Diagnose, or a Learner with a batch to look at",
-    "model": "Diagnose, or a Learner with a batch to look at",
-    "graph": "Diagnose, or a Learner with a batch to look at",
+    "batch": f"Diagnose{OR_A_LEARNER}",
+    "model": f"Diagnose{OR_A_LEARNER}",
+    "graph": f"Diagnose{OR_A_LEARNER}",
     "optimizers": "an optimizer",
     "steps": "Diagnose",
     "time": "Diagnose",
@@ -76,9 +106,9 @@ def by_command() -> Iterator[None]:
         _runs_command = before
 
 
-def way_of(is_external: bool) -> Way:
-    """How the reader runs hookcb, if hookcb does not control the loop (`is_external`), or does."""
-    return "command" if _runs_command else "watch" if is_external else "learner"
+def way_of(loop: Way) -> Way:
+    """How the reader runs hookcb: by the command, or else in the way of this kind of loop."""
+    return "command" if _runs_command else loop
 
 
 def why_unseen(needs: Sequence[str], way: Way) -> str:
@@ -87,6 +117,8 @@ def why_unseen(needs: Sequence[str], way: Way) -> str:
     why = " and ".join(dict.fromkeys(texts[need] for need in needs))
     if way == "command":
         return why
+    if way != "learner":
+        why = why.replace(OR_A_LEARNER, "")
     return f"needs {why}{also('loss', way) if 'loss' in needs else ''}"
 
 

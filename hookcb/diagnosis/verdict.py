@@ -102,8 +102,7 @@ class Finding:
         kind = f" ({_plain_text(self.kind, 40)})" if self.kind else ""
         where = f"{_plain_text(as_layer(self.layer))}{kind}" if self.layer else _plain_text(self.param)
         on = f"on {self.on_ranks}" if self.ranks else ""
-        when = f"{self._when}{self.past}".removeprefix(", ")
-        return "  ".join(part for part in (self.severity.upper(), self.code, where, when, on) if part)
+        return "  ".join(part for part in (self.severity.upper(), self.code, where, self.when, on) if part)
 
     @property
     def on_ranks(self) -> str:
@@ -112,11 +111,11 @@ class Finding:
         return f"{name_ranks(self.ranks)}{of}" if self.ranks else ""
 
     @property
-    def _when(self) -> str:
-        if self.step is None:
-            return ""
+    def when(self) -> str:
+        """Its steps, and by which one it was over: "steps 1–19, recovered by 90"; "" if it concerns none."""
         is_one = self.last_step is None or self.last_step == self.step
-        return f"step {self.step}" if is_one else f"steps {self.step}–{self.last_step}"
+        steps = f"step {self.step}" if is_one else f"steps {self.step}–{self.last_step}"
+        return f"{'' if self.step is None else steps}{self.past}".removeprefix(", ")
 
     @property
     def is_slow(self) -> bool:

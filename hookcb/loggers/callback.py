@@ -29,8 +29,9 @@ class Log(Callback):
 
     Every `every` training batches it logs `loss` and `lr` of the batch, and the newest record of each
     recorder under the step of that record: `activations/<layer>/<stat>` of `ActivationStats`, with its
-    histograms; `gradients/<parameter>/<stat>` and `gradients/step/<stat>` of `GradientHealth`;
-    `time/<phase>`, in seconds, of `StepTimer`. After an epoch it logs the row of the epoch, `epoch/<column>`,
+    histograms; `gradients/<parameter>/<stat>` and `gradients/step/<stat>` of `GradientHealth`, with
+    `clipped_norm` in place of `norm` if the loop clips before gradients are read; `time/<phase>`, in
+    seconds, of `StepTimer`. After an epoch it logs the row of the epoch, `epoch/<column>`,
     and new records. If a recorder was given a name, that takes the place of the first part.
 
     If there is a `Diagnose`, its verdict is logged at the end of the fit as a text, `verdict`, and what was

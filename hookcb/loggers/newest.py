@@ -44,7 +44,8 @@ class Newest:
             elif isinstance(cb, GradientHealth):
                 for reading in self._read_layers(prefix, cb.records):
                     steps = {f"{prefix}/step/{stat}": cb.step_series(stat)[-1] for stat in STEP_STATS}
-                    yield reading._replace(values=reading.values | steps)
+                    values = reading.values | steps
+                    yield reading._replace(values=_clipped(values) if cb.records.is_clipped else values)
                 if cb.output_stats is not None:
                     yield from self._read_layers(f"{prefix}_of_outputs", cb.output_stats)
             elif isinstance(cb, StepTimer):
@@ -82,3 +83,14 @@ class Newest:
         seconds = {field.name: getattr(newest, field.name) for field in fields(newest)}
         named = {f"{prefix}/{name}": x for name, x in seconds.items() if isinstance(x, float)}
         yield Reading(newest.step, named, {})
+
+
+def _clipped(values: dict[str, float]) -> dict[str, float]:
+    """Numbers of gradients that the loop has clipped before they were read, with names that say so."""
+    norms = ("norm", "total_norm", "mean_norm")
+    parts = {name: name.rpartition("/") for name in values}
+    return {
+        f"{place}/clipped_{stat}" if stat in norms else name: values[name]
+        for name, (place, _, stat) in parts.items()
+        if stat not in ("clipped_norm", "clipped_total_norm")  # the same
+    }

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
-from hookcb.diagnosis.reader import also, way_of
+from hookcb.diagnosis.reader import Way, also, way_of
 from hookcb.distributed.callback import Distributed
 from hookcb.hooks.coverage import BY_CLOSURE
 from hookcb.nans.trace import NanTrace
@@ -22,31 +22,82 @@ from hookcb.training.save_model import SaveModelCallback
 from hookcb.training.schedules.base import RateCallback
 
 # callbacks that do what is the loop's job, and how the loop does it
-REFUSED: Mapping[type[Callback], str] = {
-    MixedPrecision: "use torch.autocast and a torch.amp.GradScaler in your loop, and pass that as scaler=",
-    GradientAccumulation: "step the optimizer every few batches in your loop",
-    GradientClip: "call torch.nn.utils.clip_grad_norm_ before the step in your loop",
-    RateCallback: "step a torch scheduler in your loop",
-    Checkpoint: "save model and optimizer in your loop",
-    SaveModelCallback: "save model and optimizer in your loop",
-    Compile: "compile the model before you watch it",
-    Distributed: "wrap the model before you watch it",
-    ChannelsLast: "use x.to(memory_format=torch.channels_last) in your loop",
-    Freeze: "set requires_grad of the parameters in your loop",
-    Metrics: "compute them in your loop, which has the targets",
-    NanTrace: "use hookcb.DetectAnomaly, as a batch of your loop cannot be run again",
+REFUSED: Mapping[type[Callback], tuple[str, str, str]] = {  # what to do in a loop, Lightning, transformers
+    MixedPrecision: (
+        "use torch.autocast and a torch.amp.GradScaler in your loop, and pass that as scaler=",
+        "give Trainer(precision=…)",
+        "give TrainingArguments(bf16=True)",
+    ),
+    GradientAccumulation: (
+        "step the optimizer every few batches in your loop",
+        "give Trainer(accumulate_grad_batches=…)",
+        "give TrainingArguments(gradient_accumulation_steps=…)",
+    ),
+    GradientClip: (
+        "call torch.nn.utils.clip_grad_norm_ before the step in your loop",
+        "give Trainer(gradient_clip_val=…)",
+        "give TrainingArguments(max_grad_norm=…)",
+    ),
+    RateCallback: (
+        "step a torch scheduler in your loop",
+        "return a torch scheduler from configure_optimizers",
+        "give TrainingArguments(lr_scheduler_type=…)",
+    ),
+    Checkpoint: (
+        "save model and optimizer in your loop",
+        "give Trainer(callbacks=[ModelCheckpoint(…)])",
+        "give TrainingArguments(save_strategy=…)",
+    ),
+    SaveModelCallback: (
+        "save model and optimizer in your loop",
+        "give Trainer(callbacks=[ModelCheckpoint(…)])",
+        "give TrainingArguments(save_strategy=…, load_best_model_at_end=True)",
+    ),
+    Compile: (
+        "compile the model before you watch it",
+        "compile the module before the fit",
+        "give TrainingArguments(torch_compile=True)",
+    ),
+    Distributed: (
+        "wrap the model before you watch it",
+        "give Trainer(strategy=…)",
+        "start the script with torchrun",
+    ),
+    ChannelsLast: (
+        "use x.to(memory_format=torch.channels_last) in your loop",
+        "use x.to(memory_format=torch.channels_last) in training_step",
+        "use x.to(memory_format=torch.channels_last) in the model",
+    ),
+    Freeze: (
+        "set requires_grad of the parameters in your loop",
+        "set requires_grad of the parameters before the fit",
+        "set requires_grad of the parameters before the training",
+    ),
+    Metrics: (
+        "compute them in your loop, which has the targets",
+        "compute them in validation_step, which has the targets",
+        "give Trainer(compute_metrics=…)",
+    ),
+    NanTrace: (
+        "use hookcb.DetectAnomaly, as a batch of your loop cannot be run again",
+        "give Trainer(detect_anomaly=True)",
+        "use hookcb.DetectAnomaly",
+    ),
 }
+LOOPS: tuple[Way, ...] = ("watch", "lightning", "transformers")
 
 
-def check_follows(cb: Callback, has_opt: bool) -> None:
+def check_follows(cb: Callback, has_opt: bool, way: Way) -> None:
     """Refuses a callback that would run part of the training itself, or lacks an optimizer.
 
     Raises:
         TypeError: If it cannot follow; the message says what to do instead.
     """
-    hint = next((hint for kind, hint in REFUSED.items() if isinstance(cb, kind)), None)
+    hint = next((hints[LOOPS.index(way)] for kind, hints in REFUSED.items() if isinstance(cb, kind)), None)
     if isinstance(cb, EMA) and cb.validate:
-        hint = f"give it validate=False, and validate w.{cb.name}.model in your loop"
+        in_loop = f"w.{cb.name}.model in your loop"
+        averaged = in_loop if way == "watch" else f"{cb.name}.model of the HookcbCallback after the training"
+        hint = f"give it validate=False, and validate {averaged}"
     elif isinstance(cb, EMA) and not has_opt:
         raise TypeError(f"{cb!r} averages after steps of the optimizer; give the optimizer too")
     if hint is not None:
@@ -84,6 +135,7 @@ class Facts:
         has_other_optimizer: whether the given optimizer has no parameter of the model.
         has_ended: whether the watch is closed.
         of_rank: what the numbers are those of, if other ranks train the model too.
+        way: how the reader follows the loop.
     """
 
     n_calls: int = 0
@@ -109,6 +161,7 @@ class Facts:
     has_other_optimizer: bool = False
     has_ended: bool = False
     of_rank: str = ""
+    way: Way = "watch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +200,8 @@ def _why(event: str, seen: Mapping[str, int], facts: Facts) -> str:
     """Reason why an event was not emitted."""
     when, _, level = event.partition("_")
     if when == "after" and seen.get(f"before_{level}"):
-        cut = "was cut short by an error or the end of the watch"
-        return cut if facts.has_ended else f"has not ended yet{_also('epochs')}"
+        cut = "was cut short by an error, or not watched to its end"
+        return cut if facts.has_ended else f"has not ended yet{_also('epochs', facts)}"
     if level == "validate":
         inside = " except in the middle of a training batch" if facts.n_eval_inside else ""
         return f"the model was not called in eval mode{inside}"
@@ -164,12 +217,12 @@ def _why(event: str, seen: Mapping[str, int], facts: Facts) -> str:
         return _why_no_step(facts)
     if facts.n_penalties:
         return "all gradients came with create_graph=True, which is taken for a penalty in the loss"
-    return f"no gradient reached the output of the model, which shows the loss{_also('loss')}"
+    return f"no gradient reached the output of the model, which shows the loss{_also('loss', facts)}"
 
 
-def _also(what: str) -> str:
-    """Advice for the reader of a loop that hookcb does not control, after a semicolon."""
-    return also(what, way_of(is_external=True))
+def _also(what: str, facts: Facts) -> str:
+    """Advice for the reader of the loop, after a semicolon; "" if there is none."""
+    return also(what, way_of(facts.way))
 
 
 def _why_no_batch(seen: Mapping[str, int], facts: Facts) -> str:
@@ -178,8 +231,8 @@ def _why_no_batch(seen: Mapping[str, int], facts: Facts) -> str:
     if facts.n_without_grad:
         return "the model was called in train mode only without gradients"
     if facts.n_elsewhere:
-        return f"the model was called in other threads only{_also('thread')}"
-    return f"the model was not called{_also('model')}"
+        return f"the model was called in other threads only{_also('thread', facts)}"
+    return f"the model was not called{_also('model', facts)}"
 
 
 def _why_no_step(facts: Facts) -> str:
@@ -194,20 +247,20 @@ def _why_no_step(facts: Facts) -> str:
 
 def _why_no_loss(facts: Facts) -> str:
     if facts.n_losses_outside:
-        return "it was reported when no batch was open; report it after the model is called"
+        return f"it came when no batch was open{_also('early', facts)}"
     if facts.n_losses_of_others:
-        return f"each backward went on to parameters of other optimizers{_also('loss')}"
+        return f"each backward went on to parameters of other optimizers{_also('loss', facts)}"
     if facts.n_losses_unfound:
-        return f"no backward was called on a loss of one element{_also('loss')}"
-    return f"it is found when a backward begins, and none was seen{_also('loss')}"
+        return f"no backward was called on a loss of one element{_also('loss', facts)}"
+    return f"it is found when a backward begins, and none was seen{_also('loss', facts)}"
 
 
 def _why_no_pred(facts: Facts) -> str:
     if facts.n_calls:
         return "no call of the model has ended"
     if facts.n_elsewhere:
-        return f"the model was called in other threads only{_also('thread')}"
-    return f"the model itself was not called{_also('model')}"
+        return f"the model was called in other threads only{_also('thread', facts)}"
+    return f"the model itself was not called{_also('model', facts)}"
 
 
 def _notes(seen: Mapping[str, int], facts: Facts, n_epochs: int, n_optimizers: int) -> Iterator[str]:
@@ -223,13 +276,13 @@ def _notes(seen: Mapping[str, int], facts: Facts, n_epochs: int, n_optimizers: i
         "losses reported when no batch was open or without a graph, ignored": facts.n_losses_outside,
         "losses reported": facts.n_losses_reported,
         "losses found when backward was called on them": facts.n_losses_found,
-        "backwards whose loss was not found; report it with w.report_loss(loss)": facts.n_losses_unfound,
+        f"backwards whose loss was not found{_also('loss', facts)}": facts.n_losses_unfound,
         "training batches cut short by a call in eval mode before their backward": facts.n_cut,
         "optimizers; a batch ends when all have stepped, or when the next one begins": several,
     }
     if facts.of_rank:
         yield facts.of_rank
-    if not n_epochs:
+    if not n_epochs and facts.way == "watch":  # a trainer reports them
         yield "ends of epochs are unknown; call w.end_epoch() at the end of each"
     yield from (f"{n} {note}" for note, n in counted.items() if n)
     if n := facts.n_moved_by_hand:
@@ -242,5 +295,5 @@ def _notes(seen: Mapping[str, int], facts: Facts, n_epochs: int, n_optimizers: i
     if (n := facts.n_clipped) and not facts.reports_steps:
         yield (
             f"gradients of {n} step{'s' * (n != 1)} were written to after the backward, as clipping does, "
-            f"and are read after clipping{_also('unclipped')}"
+            f"and are read after clipping{_also('unclipped', facts)}"
         )

@@ -21,6 +21,7 @@ from hookcb.core.loop import stray_cancels_as_errors
 from hookcb.core.ranks import describe_alone, group_of
 from hookcb.core.torch_private import after_backward, in_backward, in_transform, transforms_left
 from hookcb.diagnosis.callback import diagnose_loop
+from hookcb.diagnosis.reader import Way
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.hooks.hook import detached
 from hookcb.hooks.modules import ModelGoneError
@@ -60,6 +61,7 @@ class ExternalLoop(NamedLoop):
     """
 
     honors_stop = False  # whether the code that reports reads `stop_requested`
+    way: Way = "watch"  # for advice that fits
 
     _ended_opt: Callable[[], Any] | None = None
     loss = Reported[Tensor]("report_loss(loss)")
@@ -82,7 +84,7 @@ class ExternalLoop(NamedLoop):
         self._pred_grad: Tensor | None = None  # the gradient with which a backward began, while it begins
         self.opt, self.scaler = opt, scaler
         self.seen: Counter[str] = Counter()
-        self.facts = Facts(of_rank=describe_alone(model, group))
+        self.facts = Facts(of_rank=describe_alone(model, group), way=self.way)
         self._n_batches: Counter[str] = Counter()  # of this epoch, by phase
         self._on_tensors: list[RemovableHandle] = []
         self._told: set[type[CancelException]] = set()
@@ -148,7 +150,7 @@ class ExternalLoop(NamedLoop):
     def _checked(self, cbs: Callbacks) -> list[Callback]:
         new = super()._checked(cbs)
         for cb in new:
-            check_follows(cb, self.opt is not None)
+            check_follows(cb, self.opt is not None, self.way)
         return new
 
     # ---- reports

@@ -24,6 +24,7 @@ from hookcb.diagnosis.callback import Diagnose, recorded_in
 from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.frame import Frame, about
 from hookcb.diagnosis.gather import gather
+from hookcb.diagnosis.reader import Way, also, way_of
 from hookcb.diagnosis.registry import CHECKS
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.gradients.callback import GradientHealth
@@ -88,11 +89,11 @@ def collect(loop: Any, verdict: Verdict | None = None) -> PageData:
     data.ranks = _ranks(loop, cbs, evidence)
     data.config = {title: rows for title, rows in _config(loop, cbs) if rows}
     try:
-        verdict = verdict or loop.diagnose()
+        verdict = loop.diagnose() if verdict is None else verdict  # a sick one is false
     except RuntimeError as error:  # nothing is recorded
         data.headline = f"No verdict: {error}."
     else:
-        data.headline, data.verdict = verdict.headline, _with_series(verdict, data)
+        data.headline, data.verdict = verdict.headline, with_series(verdict, data)
     return data
 
 
@@ -106,32 +107,35 @@ def of_records(cbs: Sequence[Callback], evidence: Evidence | None = None) -> Pag
     seen = [evidence.loss, *(own for name, own in data.run.items() if name != "input_rms")]
     data.n_batches = max([evidence.n_batches, *(own.steps[-1] + 1 for own in seen if len(own))])
     data.time, data.memory = _time(cbs, evidence), _memory(cbs, evidence)
-    data.notes = [_how_to_record(kind) for kind in SHOWN_BY if _first(cbs, kind) is None]
+    data.notes = [_how_to_record(kind, evidence.reader) for kind in SHOWN_BY if _first(cbs, kind) is None]
+    if (health := _first(cbs, GradientHealth)) is not None and health.records.is_clipped:
+        data.notes.append("Not recorded: gradients before clipping.")
     return data
 
 
 def _evidence(loop: Any, cbs: Iterable[Callback]) -> Evidence:
     """Evidence of the loop's `Diagnose`, or else from the records of its other callbacks."""
-    diagnose = _first(cbs, Diagnose)
+    diagnose, found = _first(cbs, Diagnose), Evidence()
     with suppress(RuntimeError):  # nothing is recorded, or a watched model has been freed
         if diagnose is not None:
             return diagnose.evidence()
-        return gather(cbs, Frame.of(loop.model, [] if loop.opt is None else [loop.opt]))
-    return Evidence()
+        found = gather(cbs, Frame.of(loop.model, [] if loop.opt is None else [loop.opt]))
+    found.reader = way_of(loop.way if loop.is_external else "learner")
+    return found
 
 
 def _first(cbs: Iterable[Callback], kind: type[C]) -> C | None:
     return next((cb for cb in cbs if isinstance(cb, kind)), None)
 
 
-def _how_to_record(kind: type[Callback]) -> str:
+def _how_to_record(kind: type[Callback], way: Way) -> str:
     what = {
         ActivationStats: "outputs of layers",
         GradientHealth: "gradients",
         StepTimer: "times of steps",
         MemoryStats: "memory",
     }
-    return f"Not recorded: {what[kind]}; cbs={kind.__name__}() records them."
+    return f"Not recorded: {what[kind]}{also('record', way).format(kind.__name__)}."
 
 
 # ---- numbers
@@ -152,7 +156,17 @@ def _run(cbs: Iterable[Callback], evidence: Evidence) -> dict[str, Series]:
                 del found[stat]
         if "clip_coef" not in found:
             del found["clipped_total_norm"]
+        if health.records.is_clipped:
+            found |= _clipped(found.pop("total_norm"), found.pop("mean_norm"), evidence)
     return {name: series for name, series in found.items() if _has_numbers(series)}
+
+
+def _clipped(total: Series, mean: Series, evidence: Evidence) -> dict[str, Series]:
+    """Norms of gradients that the loop has clipped before they were read, and those before if measured."""
+    coefs = evidence.steps.get("clip_coef", Series())
+    known = any(x < 1 for x in coefs.values)
+    before = {"total_norm": evidence.steps["total_norm"], "clip_coef": coefs} if known else {}
+    return {"clipped_total_norm": total, "clipped_mean_norm": mean, **before}
 
 
 def _has_numbers(series: Series) -> bool:
@@ -235,16 +249,18 @@ def _params(cbs: Iterable[Callback], evidence: Evidence) -> dict[str, Recorded]:
         name: Recorded(
             name.rpartition(".")[0],
             "×".join(map(str, known[name].shape)) if name in known else "",
-            _without_copies(_gradient_series(health.records, name, steps)),
+            _without_copies(_gradient_series(health.records, name, steps), health.records.is_clipped),
         )
         for name in health.names
     }
 
 
-def _without_copies(stats: dict[str, Series]) -> dict[str, Series]:
-    """Statistics without those that follow from others."""
+def _without_copies(stats: dict[str, Series], is_clipped: bool) -> dict[str, Series]:
+    """Statistics without those that follow from others, and norms that were read after clipping named so."""
     copies = {"rms"}  # the norm, divided by a constant
-    if str(stats.get("clipped_norm")) == str(stats.get("norm")):
+    if is_clipped and "norm" in stats:
+        stats["clipped_norm"] = stats.pop("norm")
+    elif str(stats.get("clipped_norm")) == str(stats.get("norm")):
         copies.add("clipped_norm")
     return {stat: series for stat, series in stats.items() if stat not in copies}
 
@@ -375,11 +391,11 @@ def _arguments(cb: Callback) -> Iterator[str]:
 # ---- the verdict
 
 
-def _with_series(verdict: Verdict, data: PageData) -> dict[str, Any]:
-    """The verdict as plain values, with the series that shows each finding."""
+def with_series(verdict: Verdict, data: PageData) -> dict[str, Any]:
+    """The verdict as plain values; each finding with the series that shows it, its steps and its ranks."""
     state = verdict.to_dict()
-    for finding in state["findings"]:
-        finding["shown_by"] = _shown_by(finding, data)
+    for finding, own in zip(state["findings"], verdict.findings, strict=True):
+        finding.update(shown_by=_shown_by(finding, data), when=own.when, on_ranks=own.on_ranks)
     return state
 
 
@@ -392,8 +408,8 @@ def _shown_by(finding: dict[str, Any], data: PageData) -> dict[str, Any] | None:
     if of == "run":
         return {"of": of, "name": stat, "stat": "", "limit": limit} if stat in data.run else None
     for group, name, own in _places(finding, of, data):
-        if stat in own.stats:
-            return {"of": group, "name": name, "stat": stat, "limit": limit}
+        if shown := next((x for x in (stat, f"clipped_{stat}") if x in own.stats), None):
+            return {"of": group, "name": name, "stat": shown, "limit": limit}
     return None
 
 

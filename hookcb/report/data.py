@@ -144,7 +144,7 @@ class PageData:
         headline: the verdict in one line, or why there is none.
         verdict: the verdict as `Verdict.to_dict` gives it, None if nothing was recorded to judge. Each
             finding has `shown_by` besides: `{"of": "run" | "layers" | "params", "name": …, "stat": …,
-            "limit": number or None}`, the series that shows it, or None.
+            "limit": number or None}`, the series that shows it, or None; and its `when` and `on_ranks`.
         title: name of the run: the file's, unless given.
         hookcb, written: version of hookcb, and the time of writing, ISO 8601 with its offset.
         every: seconds until the page is written again while the run goes on, None if it has ended.

@@ -16,7 +16,7 @@ MAX_SPREADS = 8.0
 MIN_RATIO = 2.0  # by which they differ besides
 MIN_FIRST_RATIO = 10.0  # by which they differ from the start
 N_IN_A_ROW = 4
-COMPARED = {"layers": "std", "params": "norm"}
+COMPARED = (("layers", "std"), ("params", "norm"), ("params", "clipped_norm"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Departure:
 
     Attributes:
         name: its name.
-        stat: "std" of an output, or "norm" of a gradient.
+        stat: "std" of an output, or "norm" of a gradient; "clipped_norm" if one run knows no other.
         step: first step at which they do.
         ratio: largest ratio of the two runs' numbers from then on, at least 1; inf if only one is finite.
         is_from_start: whether they differ from the first record on.
@@ -38,7 +38,8 @@ class Departure:
     is_from_start: bool = False
 
     def __str__(self) -> str:
-        what = "std of the output" if self.stat == "std" else "norm of the gradient"
+        after = " after clipping" if self.stat == "clipped_norm" else ""
+        what = "std of the output" if self.stat == "std" else f"norm of the gradient{after}"
         since = "from the start" if self.is_from_start else f"from step {self.step}"
         times = "not finite in one of them" if math.isinf(self.ratio) else f"up to ×{self.ratio:.3g}"
         return f"{as_layer(self.name)}: {what} differs {since}, {times}"
@@ -58,12 +59,14 @@ def departures(one: PageData, other: PageData) -> list[Departure]:
     20 depart, with that layer first and at that step; in the others, seeds differ by as much.
     """
     found = []
-    for group, stat in COMPARED.items():
+    seen: set[tuple[str, str]] = set()
+    for group, stat in COMPARED:
         pairs = {
             name: ratios
             for name, ratios in _ratios(getattr(one, group), getattr(other, group), stat).items()
-            if len(ratios) >= MIN_RECORDS
+            if len(ratios) >= MIN_RECORDS and (group, name) not in seen
         }
+        seen |= {(group, name) for name in pairs}
         spreads = [_calm(ratios)[1] for ratios in pairs.values()]
         usual = statistics.median(spreads) if spreads else 0.0
         found += [own for name, ratios in pairs.items() if (own := _depart(name, stat, ratios, usual))]

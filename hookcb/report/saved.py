@@ -21,7 +21,7 @@ from hookcb.training.checkpoint.resume import read_any
 from hookcb.training.checkpoint.state import KEYS, checkpoints_in
 from hookcb.training.recorder import Recorder
 
-NO_VERDICT = "No verdict: files have numbers, but not what a verdict needs; learn.report() writes it."
+NO_VERDICT = "No verdict: files have numbers, but not what a verdict needs; a page of report() has it."
 POSSIBLE = "a page, what records.save() has written, a checkpoint, or a folder of these"
 
 

@@ -79,7 +79,7 @@ class EMA(Callback):
         if self._averaged is None:
             raise AttributeError(f"{type(self).__name__} has no averaged model before its first fit")
         if isinstance(self._averaged, _Shards):
-            use = f"with learn.{self.name}.applied(learn.model):"
+            use = f"with {self.name}.applied(model):"
             raise AttributeError(f"a sharded model cannot be copied; use the averages in a block: {use}")
         model: nn.Module = self._averaged.module
         return model

@@ -35,6 +35,13 @@ class CallsItself(CallsParts):
     validation_step = training_step
 
 
+class HasNanLoss(CallsItself):
+    """Computes a loss that is NaN."""
+
+    def training_step(self, batch, batch_idx):
+        return (-1 - super().training_step(batch, batch_idx)).sqrt()
+
+
 class TwoOptimizers(CallsItself):
     """Steps by hand, a layer by each optimizer."""
 

@@ -16,7 +16,9 @@ from hookcb import (
     Callback,
     CancelFitException,
     Diagnose,
+    GradientClip,
     GradientHealth,
+    NanTrace,
     Recorder,
     assert_no_hooks,
     watch,
@@ -36,7 +38,7 @@ with quiet():
     from lightning.pytorch.callbacks import Callback as LightningCallback
 
     from hookcb.adapters.lightning import HookcbCallback
-    from tests.interop.lightning_modules import CallsItself, CallsParts, TwoOptimizers, fit
+    from tests.interop.lightning_modules import CallsItself, CallsParts, HasNanLoss, TwoOptimizers, fit
 
 
 @pytest.fixture(autouse=True)
@@ -281,6 +283,25 @@ def test_the_callback_gives_the_verdict_and_what_it_rests_on():
         assert callback.diagnose().coverage[0].startswith(f"{EPOCHS * N_TRAIN} batches")
         assert callback.activation_stats is callback.followed.activation_stats
         assert len(callback.recorder.losses) == EPOCHS * N_TRAIN
+
+
+def test_what_the_reader_is_told_can_be_done_in_lightning():
+    found = fit(HasNanLoss, Diagnose(show=False), max_epochs=1)
+    (advice,) = found.diagnose().primary.next_steps
+    assert advice == "Train with Trainer(detect_anomaly=True), which names the operation"
+    with pytest.raises(RuntimeError, match="'SqrtBackward0' returned nan values"):
+        fit(HasNanLoss, max_epochs=1, detect_anomaly=True)
+    told = " ".join([str(found.diagnose()), *found.diagnose().coverage, *found.report().data.notes])
+    assert "HookcbCallback(MemoryStats()) records them" in told
+    assert [word for word in (" w.", "learn.", "cbs=", "Learner") if word in told] == []
+
+
+@pytest.mark.parametrize(
+    ("cb", "hint"), [(GradientClip, "gradient_clip_val=…"), (NanTrace, "detect_anomaly")]
+)
+def test_a_callback_that_takes_part_is_refused_with_what_the_trainer_does_instead(cb, hint):
+    with pytest.raises(TypeError, match=hint):
+        fit(CallsItself, cb())
 
 
 def test_a_watch_counts_each_batch_of_a_fit_that_accumulates():

@@ -14,14 +14,17 @@ from hookcb import (
     ActivationStats,
     Callback,
     CancelFitException,
+    DetectAnomaly,
     Diagnose,
     GradientAccumulation,
+    GradientClip,
     GradientHealth,
     Learner,
     Recorder,
     assert_no_hooks,
     count_hooks,
 )
+from hookcb.diagnosis.reader import ADVICE
 from tests.interop import trainers
 from tests.interop.trainers import EPOCHS, N_TRAIN, LossNet, Planted, hf_trainer, quiet
 
@@ -307,3 +310,31 @@ def test_the_callback_gives_the_verdict_and_what_it_rests_on(tmp_path):
     assert callback.diagnose().coverage[0].startswith(f"{EPOCHS * N_TRAIN} batches")
     assert callback.activation_stats is callback.followed.activation_stats
     assert len(callback.gradient_health.stats) > 0
+
+
+def test_what_the_reader_is_told_can_be_done_in_transformers(tmp_path):
+    def train(callback):
+        trainer = hf_trainer(LossNet(), str(tmp_path), callback, eval_strategy="no")
+        trainer.compute_loss = lambda model, inputs, **given: (-1 - model(**inputs)["loss"]).sqrt()
+        with callback:
+            trainer.train()
+
+    found = HookcbCallback(Diagnose(show=False))
+    train(found)
+    assert found.diagnose().primary.next_steps == (ADVICE["NaN"]["transformers"],)
+    with pytest.raises(RuntimeError, match="'SqrtBackward0' returned nan values"):
+        train(HookcbCallback(DetectAnomaly()))
+    told = [
+        str(found.diagnose()),
+        *found.diagnose().coverage,
+        *found.coverage.notes,
+        *found.report().data.notes,
+    ]
+    assert "HookcbCallback(MemoryStats()) records them" in " ".join(told)
+    assert [word for word in (" w.", "learn.", "cbs=", "Learner") if word in " ".join(told)] == []
+
+
+def test_a_callback_that_takes_part_is_refused_with_what_the_trainer_does_instead(tmp_path):
+    trainer = hf_trainer(LossNet(), str(tmp_path), HookcbCallback(GradientClip()), eval_strategy="no")
+    with pytest.raises(TypeError, match="max_grad_norm=…"):
+        trainer.train()

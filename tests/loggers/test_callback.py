@@ -24,6 +24,7 @@ from hookcb import (
     Loop,
     OneCycle,
     check_callback,
+    watch,
 )
 from hookcb.activations.stats import LAYER_STATS
 from hookcb.gradients.stats import GRAD_STATS, STEP_STATS
@@ -243,6 +244,24 @@ def test_gradients_are_logged_under_the_step_they_are_of():
     names = {name for _, values in kept.calls for name in values}
     assert "gradients/0.weight/zero_rows" in names
     assert "gradients/0.bias/zero_rows" not in names  # a vector has none
+
+
+@pytest.mark.parametrize(("clips", "first"), [(True, "clipped_"), (False, "")])
+def test_norms_that_are_read_after_clipping_are_logged_under_names_that_say_so(clips, first):
+    kept, model, x = Kept(), nn.Linear(4, 1), torch.randn(8, 4)
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watch(model, opt, GradientHealth(), Log(kept, every=1)):
+        for _ in range(2):
+            opt.zero_grad()
+            (100 * model(x)).square().mean().backward()
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            opt.step()
+    names = {name for _, values in kept.calls for name in values}
+    for norm in ("step/total_norm", "step/mean_norm", "weight/norm"):
+        place, _, stat = norm.partition("/")
+        assert f"gradients/{place}/{first}{stat}" in names
+        assert (f"gradients/{norm}" in names) != clips
 
 
 def test_each_record_is_logged_once():

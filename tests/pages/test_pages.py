@@ -7,7 +7,8 @@ from pathlib import Path
 import axe_playwright_python
 import pytest
 
-from hookcb import compare, load_report
+from hookcb import Finding, Verdict, compare, load_report
+from hookcb.report.collect import with_series
 from hookcb.report.page import Page
 from tests.pages.support import HOSTILE, KINDS, NAMES, healthy, sick, stored
 
@@ -109,6 +110,25 @@ def test_the_verdict_comes_first_with_the_series_that_shows_it(pages, open_page)
     top = "id => document.getElementById(id).getBoundingClientRect().top"
     boxes = [page.evaluate(top, name) for name in ("verdict", "run", "layers")]
     assert boxes == sorted(boxes)
+
+
+def test_a_page_says_what_the_printed_verdict_says(open_page, shoot, tmp_path):
+    slow = Finding("time.data_bound", "warning", step=6, message="It waits for data.", causes=("disk",))
+    past = Finding("loss.diverging", "warning", step=1, last_step=19, recovered=90, ranks=(1,), n_ranks=8)
+    data = healthy()
+    for primary, start in (slow, "SLOW"), (past, "SUSPECT"):
+        verdict = Verdict(
+            "suspect", primary, (primary,), (), (), of_rank="rank 0", remarks=("after 200 steps",)
+        )
+        data.headline, data.verdict = verdict.headline, with_series(verdict, data)
+        page = open_page(Page(data).save(tmp_path / f"{start}.html"))
+        shoot(page, f"verdict-{start}")
+        word = page.locator("#headline .status")
+        assert word.inner_text() == start
+        assert word.evaluate("own => getComputedStyle(own).backgroundColor") == "rgb(128, 88, 0)"
+        assert page.locator("#headline").inner_text().split() == verdict.headline.split()
+        shown = page.locator("#verdict h2").inner_text().split()
+        assert shown[1:] == primary.head.split()[1:]
 
 
 def test_a_healthy_page_says_how_much_was_looked_at(pages, open_page):

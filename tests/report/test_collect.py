@@ -15,8 +15,10 @@ from hookcb import (
     StepTimer,
     accuracy,
     synth_learner,
+    watch,
 )
 from hookcb.diagnosis.registry import CHECKS
+from hookcb.diagnosis.verdict import Finding, Verdict
 from hookcb.report.collect import collect
 
 
@@ -106,6 +108,53 @@ def test_each_finding_has_the_series_that_shows_it():
         assert (shown is None) <= (not CHECKS[code].shown_by or "." in CHECKS[code].shown_by)
         if shown is not None and shown["of"] != "run":
             assert shown["stat"] in getattr(page, shown["of"])[shown["name"]].stats
+
+
+def test_a_page_says_what_the_printed_verdict_says_of_its_scope_and_of_each_finding(learn):
+    past = Finding("loss.diverging", "warning", step=1, last_step=19, recovered=90)
+    on_rank = Finding("act.collapse", "info", "0", step=3, ranks=(1,), n_ranks=8)
+    unplaced = Finding("label.single_class", "info")
+    found = (past, on_rank, unplaced)
+    verdict = Verdict("suspect", past, found, (), (), of_rank="rank 0", remarks=("after 200 steps",))
+    page = collect(learn, verdict)
+    assert page.headline == "SUSPECT  of rank 0 only, loss.diverging, recovered by 90; after 200 steps"
+    told = [(own["when"], own["on_ranks"]) for own in page.verdict["findings"]]
+    assert told == [("steps 1–19, recovered by 90", ""), ("step 3", "rank 1 of 8"), ("", "")]
+    assert all(
+        when in finding.head and ranks in finding.head
+        for finding, (when, ranks) in zip(found, told, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("cbs", "clips", "norms"),
+    [
+        ([GradientHealth], True, {"clipped_total_norm", "clipped_mean_norm"}),
+        ([GradientHealth], False, {"total_norm", "mean_norm"}),
+        ([Diagnose], True, {"clipped_total_norm", "clipped_mean_norm", "total_norm"}),
+    ],
+)
+def test_norms_that_are_read_after_clipping_are_named_so(cbs, clips, norms):
+    model = nn.Linear(4, 1)
+    opt, x = torch.optim.SGD(model.parameters(), lr=0.01), torch.randn(8, 4)
+    with watch(model, opt, *(cb() if cb is not Diagnose else cb(show=False) for cb in cbs)) as w:
+        for _ in range(4):
+            opt.zero_grad()
+            (100 * model(x)).square().mean().backward()
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            opt.step()
+    page = collect(w)
+    assert {name for name in page.run if name.endswith("norm")} == norms
+    assert (
+        ("clipped_norm" in page.params["weight"].stats)
+        == ("norm" not in page.params["weight"].stats)
+        == clips
+    )
+    if clips:
+        assert page.run["clipped_total_norm"].values == pytest.approx([0.5] * 4, rel=1e-3)
+        assert "total_norm" not in page.run or min(page.run["total_norm"].values) > 1
+    assert ("Not recorded: gradients before clipping." in page.notes) == clips
 
 
 def test_every_series_that_a_check_names_can_be_there():

@@ -48,6 +48,21 @@ def test_what_differs_from_the_start_is_told():
     assert "from the start" in str(first)
 
 
+def test_norms_after_clipping_are_compared_with_their_like_only_and_named_so():
+    def clipped(data):
+        for own in data.params.values():
+            own.stats["clipped_norm"] = own.stats.pop("norm")
+        data.layers = {}
+        return data
+
+    def large(name, step):
+        return 40.0 if name == "c" else 1.0
+
+    (found,) = departures(clipped(page(0)), clipped(page(1, large)))
+    assert str(found).startswith("c.weight: norm of the gradient after clipping differs from the start")
+    assert departures(clipped(page(0)), page(1, large)) == []
+
+
 def test_a_single_outlier_is_no_departure():
     assert departures(page(0), page(1, lambda name, step: 50.0 if step == 70 else 1.0)) == []
 

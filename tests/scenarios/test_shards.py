@@ -85,7 +85,7 @@ def test_averages_of_shards_are_those_of_one_process(two):
     for found in part(two, "averaged"):
         assert max(found["trained"], found["averages"], found["loss"]) < 1e-6
         assert found["after"] == found["collectives"] == 0
-        assert found["refusal"].endswith("in a block: with learn.ema.applied(learn.model):")
+        assert found["refusal"].endswith("in a block: with ema.applied(model):")
 
 
 def test_half_precision_on_shards_skips_the_same_steps_as_one_process(two):

@@ -78,8 +78,9 @@ def large_updates(evidence: Evidence) -> Iterator[Result]:
     weights, or if the loss rises. Left out are embeddings of tokens and positions, which are added, and
     trainings with a loss that falls by a fifth, or, with steps larger than the weights, to a twentieth, if
     the model is better than a constant; and, with smaller steps, those with a loss of an unknown kind, which
-    need not fall. The advice is computed from the first steps, up to the one after
-    which the loss is higher.
+    need not fall. It begins with the first of the inspected steps in a row, up to the large ones, that change
+    any weight by more than 0.05. The advice is computed from the first steps, up to the one after which the
+    loss is higher.
 
     Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
     """
@@ -98,9 +99,9 @@ def large_updates(evidence: Evidence) -> Iterator[Result]:
         death = _death(evidence)
         large = [x for x in (_large_before(p, series, death) for p, series in sizes) if x]
     if huge and not has_learned(evidence, start, LEARNED_WELL):
-        yield _too_large(evidence, max(huge, key=lambda x: x[1]), is_error=True)
+        yield _too_large(evidence, huge, _step_sizes(sizes), is_error=True)
     elif large:  # large steps that are not known to do harm may be intended
-        yield _too_large(evidence, max(large, key=lambda x: x[1]), is_error=left > 1)
+        yield _too_large(evidence, large, _step_sizes(sizes), is_error=left > 1)
     else:
         worst = max(median(series.values) for _, series in sizes)
         yield Passed(f"large updates (at most {worst:.1e} of a weight)", *_nearest(sizes, is_idle))
@@ -155,13 +156,32 @@ def _nearest(updates_of: list[tuple[Param, Series]], is_idle: bool) -> tuple[flo
     return max(known, key=lambda pair: pair[0] / pair[1], default=(math.nan, math.nan))
 
 
-def _too_large(evidence: Evidence, large: _Large, is_error: bool) -> Finding:
-    param, size, span, limit = large
+def _step_sizes(sizes: list[tuple[Param, Series]]) -> dict[int, float]:
+    """The largest update of a weight, by inspected step; a NaN does not count."""
+    largest: dict[int, float] = {}
+    for _, series in sizes:
+        for step, x in series:
+            largest[step] = max(largest.get(step, 0.0), x if x > 0 else 0.0)
+    return largest
+
+
+def _beginning(large: list[_Large], largest: dict[int, float]) -> int:
+    """First of the inspected steps in a row, up to the first large one, with an update above 0.05."""
+    first = min(span.first for _, _, span, _ in large)
+    for step in sorted((step for step in largest if step < first), reverse=True):
+        if largest[step] <= MAX_UPDATE:
+            break
+        first = step
+    return first
+
+
+def _too_large(evidence: Evidence, large: list[_Large], largest: dict[int, float], is_error: bool) -> Finding:
+    param, size, span, limit = max(large, key=lambda x: x[1])
     return finding(
         "update.too_large",
         "error" if is_error else "warning",
         at=param,
-        when=span,
+        when=(_beginning(large, largest), span.last),
         value=size,
         limit=limit,
         message=f"A step changes {param.name} by {format_factor(size)} times its size (limit {limit:g}); "

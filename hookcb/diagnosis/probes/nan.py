@@ -14,7 +14,7 @@ from hookcb.core.restore import preserve_modes
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.batch import nonfinite_input
-from hookcb.diagnosis.reader import ADVICE, way_of
+from hookcb.diagnosis.reader import ADVICE, Way, way_of
 from hookcb.hooks.modules import named_modules
 from hookcb.nans.loss_operation import operation_in_loss
 from hookcb.nans.nonfinite import tensors_in
@@ -36,6 +36,7 @@ class ExternalBatch:
 
     def __init__(self, loop: Any) -> None:
         self.model: nn.Module = loop.model
+        self.way: Way = loop.way
         self.xb, self.yb, self.pred = loop.xb, (), loop.pred
         self.epoch, self.iter = loop.epoch, loop.iter
 
@@ -74,7 +75,7 @@ def find_origin(
         loss_node: autograd node of the loss, if its graph may still be read.
     """
     is_external = isinstance(learn, ExternalBatch)
-    advice = ADVICE["NaN"][way_of(is_external)]
+    advice = ADVICE["NaN"][way_of(learn.way if is_external else "learner")]
     if layers := _nonfinite_layers(learn.model):
         return _from_weights(layers, noticed, step, advice)
     if is_sharded(learn.model):

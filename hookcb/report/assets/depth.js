@@ -4,7 +4,8 @@ const depth = {
   steps: [], // those of the slider
 
   start(page) {
-    const charts = ["std", "norm"].flatMap((key) => this.chartOf(page, key));
+    const norm = layers.choices.some(({ key }) => key === "norm") ? "norm" : "clipped_norm";
+    const charts = ["std", norm].flatMap((key) => this.chartOf(page, key));
     $("depth-section").hidden = !charts.length;
     if (!charts.length) return;
     const all = charts.flatMap(({ series }) => series.flatMap(({ steps }) => Array.from(steps)));

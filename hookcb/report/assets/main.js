@@ -1,11 +1,7 @@
 // The page from top to bottom.
 
 function showHead(page) {
-  const [, word, rest] = page.headline.match(/^(SICK|SUSPECT|HEALTHY|UNKNOWN)(?=\s)(.*)$/s) || [
-    null,
-    "",
-    page.headline,
-  ];
+  const [, word, rest] = page.headline.match(/^([A-Z]+)(?= {2})(.*)$/s) || [null, "", page.headline];
   const status = word.toLowerCase();
   $("headline").append(word && make(`span.status.${status}`, {}, word), rest);
   document.title = [page.title, status || "hookcb"].filter(Boolean).join(": ");

@@ -5,7 +5,7 @@ function runCharts(page) {
   const charts = new Map();
   const add = (title, line) => charts.set(title, [...(charts.get(title) || []), line]);
   const { total_norm: norm, clipped_total_norm: clipped } = page.run;
-  const isClipped = clipped && !isSame(norm, clipped);
+  const isClipped = clipped && !(norm && isSame(norm, clipped));
   const labels = {
     __proto__: null,
     loss: "each batch",
@@ -13,7 +13,7 @@ function runCharts(page) {
   };
   for (const [name, series] of Object.entries(page.run)) {
     if (!series.steps.length || (series === clipped && !isClipped)) continue;
-    add(series === clipped ? "total_norm" : name, { label: labels[name] || runName(name), series });
+    add(series === clipped && norm ? "total_norm" : name, { label: labels[name] || runName(name), series });
   }
   for (const [name, series] of Object.entries(page.epochs)) {
     const [, part, title] = name.match(/^(?:(train|valid)_)?(.*)$/s);
@@ -31,6 +31,8 @@ const RUN_NAMES = {
   lr: "learning rate",
   input_rms: "RMS of the inputs",
   total_norm: "gradient norm of all parameters",
+  clipped_total_norm: "gradient norm of all parameters after clipping",
+  clipped_mean_norm: "mean gradient norm after clipping",
   scale: "scale of the loss",
   clip_coef: "clipping coefficient",
   mean_norm: "mean gradient norm",

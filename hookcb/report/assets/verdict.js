@@ -13,22 +13,13 @@ const placeOf = (finding) => finding.layer || finding.param;
 /** A name that reads as a number gets the word before it: "layer 0.1". */
 const asLayer = (name) => (/^\d+(\.\d+)*$/.test(name) ? `layer ${name}` : name);
 
-function whenOf({ step, last_step: last }) {
-  if (step === null) return "";
-  return last === null || last === step ? `at step ${whole(step)}` : `steps ${whole(step)} to ${whole(last)}`;
-}
-
-function onRanks({ ranks, n_ranks: n }) {
-  return ranks.length ? `on rank ${ranks.join(", ")}${n ? ` of ${n}` : ""}` : "";
-}
-
 function findingBox(page, finding, index, isMain) {
   const series = seriesOf(page, finding.shown_by);
   const place = placeOf(finding);
   const where =
     place && make("button.link", { type: "button", click: () => layers.choose(place, true) }, asLayer(place));
   const kind = finding.kind ? `(${finding.kind})` : "";
-  const facts = [where, kind, whenOf(finding), onRanks(finding)]
+  const facts = [where, kind, finding.when, finding.on_ranks && `on ${finding.on_ranks}`]
     .filter(Boolean)
     .flatMap((part) => [part, " "]);
   const box = make(

@@ -101,6 +101,22 @@ def test_the_first_steps_stand_above_the_units_that_die_of_them_though_the_loss_
         assert dead.consequence_of == "update.too_large"
 
 
+@pytest.mark.parametrize(
+    ("head", "begins"),
+    [([0.09, 2.7, 2.0], 0), ([0.02, 2.7, 2.0], 1), ([0.3, 0.02, 0.02, 2.7, 2.0], 2)],
+)
+def test_too_large_steps_begin_with_the_first_in_a_row_of_any_weight(head, begins):
+    """Not with those of the weight that changes most, so that the loss does not rise before its cause."""
+    ratios = {"a": [0.01, 0.01, 4.0, 3.0], "b": head}
+    params = [weight(name, update_ratio=x + [0.01] * (40 - len(x))) for name, x in ratios.items()]
+    sources = {"gradients", "loss"}
+    verdict = judge(evidence(*params, loss=[0.01] + [60.0] * 39, constant=1.4, sources=sources))
+    found = {f.code: f for f in verdict.findings}
+    assert (found["update.too_large"].layer, found["update.too_large"].step) == ("a", begins)
+    assert found["loss.diverging"].step == 1
+    assert verdict.primary.code == ("update.too_large" if begins < 2 else "loss.diverging")
+
+
 def test_outputs_that_become_the_same_for_all_samples_count_as_well():
     spreads = {"spread": series([0.5] * 10 + [1e-9] * 10)}
     layers = {name: Layer(name, "Linear", "Linear 8→8", i, spreads) for i, name in enumerate(("a", "body"))}
