@@ -72,6 +72,7 @@ class _Followed:
             finally:
                 listener.end()
 
+        self.leave(listener)
         self._hooks[listener] = CallHook(self._owner, self._name, observed, _show, nested=False)
 
     def leave(self, listener: FetchListener) -> None:
