@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -30,7 +30,9 @@ from hookcb.cli.ownership import (
 )
 from hookcb.cli.tracked_model import ScriptWatch, TrackedModel, say_sick
 from hookcb.cli.unseen import WITHOUT_GRAD, how_called, why_unseen
+from hookcb.core.call_hook import CallHook, Observer
 from hookcb.core.callback_list import listed
+from hookcb.core.restore import preserve_attribute
 from hookcb.core.shards import plain_class
 from hookcb.core.torch_private import in_backward
 from hookcb.diagnosis.callback import Diagnose
@@ -81,7 +83,7 @@ class ModelTracker:
         self.n_losses_of_none = 0
         self._called_aside: Any = WeakIdKeyDictionary()  # how modules are called that are not trained by it
         self._thread, self._process = threading.get_ident(), os.getpid()
-        self._in_call = self._in_backward = self._is_closed = False
+        self._is_closed = False
         self._n_fits = 0  # fits of a Learner in progress
         self._is_fork = False  # whether the script has forked this process
 
@@ -124,11 +126,13 @@ class ModelTracker:
             stack.enter_context(by_command())
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", UNSEEN, UserWarning)  # the verdict says what was not observed
-            stack.enter_context(_replaced(nn.Module, "__call__", self._wrap_call))
-            stack.enter_context(_replaced(Tensor, "backward", self._wrap_backward))
-            stack.enter_context(_replaced(torch.amp.GradScaler, "scale", self._wrap_scale))
-            stack.enter_context(_replaced(Learner, "fit", self._wrap_fit))
-            stack.enter_context(_replaced(Optimizer, "add_param_group", self._wrap_add_param_group))
+            # not a global hook: torch warns about those on compiled models, and they miss keyword arguments
+            follow = partial(self._follow, stack)
+            follow(nn.Module, "__call__", self._observe_call, nested=False)
+            follow(Tensor, "backward", self._observe_backward, nested=False)  # a subclass comes there twice
+            follow(torch.amp.GradScaler, "scale", self._observe_scale, all_threads=True)
+            follow(Optimizer, "add_param_group", self._observe_add_param_group, all_threads=True)
+            stack.enter_context(preserve_attribute([Learner], "fit", self._wrap_fit(Learner.fit)))
             stack.callback(StepHook(self._note_step, after=True, is_last=True).remove)
             try:
                 yield
@@ -137,39 +141,23 @@ class ModelTracker:
                 raise
             self.close()
 
-    # ---- wrappers of methods of torch and hookcb
+    # ---- calls of torch and hookcb
 
-    def _wrap_call(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        # not a global hook: torch warns about those on compiled models, and they miss keyword arguments
-        def call(m: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self._in_call or threading.get_ident() != self._thread:
-                return real(m, *args, **kwargs)
-            self._in_call = True
-            try:
-                self._guarded(self.limit.note_call, m)
-                owner = self._guarded(self._begin_call, m, args or kwargs)
-                output = real(m, *args, **kwargs)
-                if owner is not None and owner.watch is not None:
-                    self._guarded(owner.watch.report_pred, output)
-            finally:
-                self._in_call = False
-            return output
+    def _follow(self, stack: ExitStack, owner: type, name: str, method: Any, **options: bool) -> None:
+        hook = CallHook(owner, name, method, self._note_failure, in_forks=True, **options)
+        stack.callback(hook.remove)
 
-        return call
+    def _observe_call(self, m: nn.Module, /, *args: Any, **kwargs: Any) -> Observer:
+        self._guarded(self.limit.note_call, m)
+        owner = self._begin_call(m, args or kwargs)
+        output = yield
+        if owner is not None and owner.watch is not None:
+            owner.watch.report_pred(output)
 
-    def _wrap_backward(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(real)
-        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._in_backward or self._n_fits or in_backward() or threading.get_ident() != self._thread:
-                return real(loss, *args, **kwargs)
-            self._in_backward = True  # a subclass of Tensor comes here twice
-            try:
-                self._guarded(self._report_loss, loss)
-                return real(loss, *args, **kwargs)
-            finally:
-                self._in_backward = False
-
-        return backward
+    def _observe_backward(self, loss: Tensor, /, *args: Any, **kwargs: Any) -> Observer:
+        if not self._n_fits and not in_backward():
+            self._report_loss(loss)
+        yield
 
     def _note_step(self, opt: Optimizer, *seen: Any) -> None:
         self._guarded(self._optimizers.note_step, opt)
@@ -186,25 +174,15 @@ class ModelTracker:
         is_here = threading.get_ident() == self._thread
         self.unseen[name] = why_unseen(opt, self._called_aside) if is_here and not is_known else ""
 
-    def _wrap_scale(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(real)
-        def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
-            scaled = real(scaler, outputs)
-            if isinstance(scaled, Tensor) and scaled is not outputs:
-                self._guarded(self._unscaled.__setitem__, scaled, (outputs, scaler))
-            return scaled
+    def _observe_scale(self, scaler: torch.amp.GradScaler, /, outputs: Any) -> Observer:
+        scaled = yield
+        if isinstance(scaled, Tensor) and scaled is not outputs:
+            self._unscaled[scaled] = outputs, scaler
 
-        return scale
-
-    def _wrap_add_param_group(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(real)
-        def add_param_group(opt: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            result = real(opt, *args, **kwargs)
-            if not self._n_fits and not isinstance(opt, StepByHand):  # created by the script itself
-                self._guarded(self._optimizers.note_group, opt)
-            return result
-
-        return add_param_group
+    def _observe_add_param_group(self, opt: Optimizer, /, *args: Any, **kwargs: Any) -> Observer:
+        yield
+        if not self._n_fits and not isinstance(opt, StepByHand):  # created by the script itself
+            self._optimizers.note_group(opt)
 
     def _wrap_fit(self, real: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(real)
@@ -464,21 +442,14 @@ class ModelTracker:
         try:
             return act(*args)
         except Exception as error:
-            note = describe_failure("a part of hookcb", error)
-            if note not in self.notes:
-                self.notes.append(note)
+            self._note_failure(error)
+
+    def _note_failure(self, error: Exception) -> None:
+        note = describe_failure("a part of hookcb", error)
+        if note not in self.notes:
+            self.notes.append(note)
 
 
 def _is_diagnose(cb: Any) -> bool:
     """Whether a callback is a `Diagnose`, or a class that makes one."""
     return isinstance(cb, Diagnose) or (isinstance(cb, type) and issubclass(cb, Diagnose))
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    real = getattr(owner, name)
-    setattr(owner, name, make(real))
-    try:
-        yield
-    finally:
-        setattr(owner, name, real)

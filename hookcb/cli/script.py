@@ -29,6 +29,7 @@ Shown = list[tuple[str, Verdict, bool]]  # title, verdict, and whether it counts
 OURS = (
     str(Path(__file__).parent) + os.sep,
     str(Path(__file__).parents[1] / "diagnosis") + os.sep,
+    str(Path(__file__).parents[1] / "core" / "call_hook.py"),
     "<frozen runpy>",
 )  # hidden in tracebacks
 

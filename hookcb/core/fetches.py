@@ -1,12 +1,13 @@
 """Fetches of batches: the time for which a training waits for data."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import wraps
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, Protocol, Self, TypeVar
 
 from torch.utils.data import DataLoader
 
-from hookcb.core.threads import locked, this_thread
+from hookcb.core.call_hook import CallHook, Observer
 from hookcb.core.torch_private import DataLoaderIter
 
 T = TypeVar("T")
@@ -49,30 +50,8 @@ class ObservedFetches(Iterator[T]):
 # ---- DataLoaders, in loops that hookcb does not run
 
 
-class _Follower:
-    """Notifies a listener of the fetches of one thread; of nested fetches, only of the outermost."""
-
-    def __init__(self, listener: FetchListener) -> None:
-        self.listener = listener
-        self._thread, self._depth = this_thread(), 0
-
-    def in_loop_thread(self) -> bool:
-        """Whether the current thread is the one that is followed."""
-        return this_thread() == self._thread
-
-    def begin(self) -> None:
-        self._depth += 1
-        if self._depth == 1:
-            self.listener.begin()
-
-    def end(self) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self.listener.end()
-
-
 class _Followed:
-    """Method of torch whose calls are reported; while nobody follows them, it is torch's own.
+    """Method of DataLoaders whose calls are reported; see `CallHook`.
 
     Args:
         owner: the class.
@@ -81,40 +60,30 @@ class _Followed:
 
     def __init__(self, owner: type, name: str) -> None:
         self._owner, self._name = owner, name
-        self._followers: tuple[_Follower, ...] = ()  # replaced as a whole, as other threads read it
-        self._wrapper: Any = None
+        self._hooks: dict[FetchListener, CallHook] = {}
 
     def follow(self, listener: FetchListener) -> None:
-        with locked():
-            self._followers = (*self._followers, _Follower(listener))
-            if self._wrapper is None:
-                self._wrapper = self._notifying(getattr(self._owner, self._name))
-                setattr(self._owner, self._name, self._wrapper)
+        """Notifies a listener of calls in this thread; of nested ones, only of the outermost."""
+
+        def observed(loader: Any) -> Observer:
+            listener.begin()
+            try:
+                yield
+            finally:
+                listener.end()
+
+        self.leave(listener)
+        self._hooks[listener] = CallHook(self._owner, self._name, observed, _show, nested=False)
 
     def leave(self, listener: FetchListener) -> None:
-        with locked():
-            self._followers = tuple(x for x in self._followers if x.listener is not listener)
-            # if other code has wrapped it since, ours is called by theirs and cannot be removed
-            is_ours = self._wrapper is not None and getattr(self._owner, self._name) is self._wrapper
-            if not self._followers and is_ours:
-                setattr(self._owner, self._name, self._wrapper.__wrapped__)
-                self._wrapper = None
+        if (hook := self._hooks.pop(listener, None)) is not None:
+            hook.remove()
 
-    def _notifying(self, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        @wraps(method)
-        def notifying(loader: Any) -> Any:
-            notified: list[_Follower] = []
-            try:
-                for follower in self._followers:
-                    if follower.in_loop_thread():
-                        notified.append(follower)
-                        follower.begin()
-                return method(loader)
-            finally:
-                for follower in notified:
-                    follower.end()
 
-        return notifying
+def _show(error: Exception) -> None:
+    """Prints an error of a listener, as Python does where it cannot raise one."""
+    shown = {"exc_type": type(error), "exc_value": error, "exc_traceback": error.__traceback__}
+    sys.unraisablehook(SimpleNamespace(**shown, err_msg="Exception ignored in hookcb", object=None))
 
 
 _fetches, _starts = _Followed(DataLoaderIter, "__next__"), _Followed(DataLoader, "__iter__")

@@ -169,6 +169,21 @@ def compile_counts(kind: str) -> Counter[str]:
     return counts
 
 
+untraced = torch._compile._disable_dynamo
+"""`torch.compiler.disable`, but torch._dynamo is imported at the first call, as for methods of optimizers."""
+
+
+def skip_frames(function: Any) -> None:
+    """Has torch.compile run a function as it is where it does not inline it, but compile what it calls."""
+    engine = torch._C._dynamo.eval_frame
+    if hasattr(engine, "skip_code"):  # before torch 2.8
+        engine.skip_code(function.__code__)
+    else:
+        action = engine._FrameAction
+        strategy = engine._FrameExecStrategy(action.SKIP, action.DEFAULT)
+        engine.set_code_exec_strategy(function.__code__, strategy)
+
+
 # ---- tensors and storages
 
 

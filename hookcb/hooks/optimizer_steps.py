@@ -9,6 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from hookcb.core.threads import locked
+from hookcb.core.torch_private import untraced
 
 
 class _Dispatcher:
@@ -41,6 +42,7 @@ class _Dispatcher:
         hooks = handle.hooks_dict_ref()
         return hooks is not None and len(hooks) == 1
 
+    @untraced  # in a compiled step too, whose graph torch.compile ends here
     def __call__(self, opt: Optimizer, args: Any, kwargs: Any) -> Any:
         """Called by torch; returns the arguments of the step if a listener has replaced them."""
         replaced = None

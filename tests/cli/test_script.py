@@ -545,6 +545,34 @@ def test_compiled_models_are_seen_and_compile_as_they_would(run, lines):
     assert "40 batches" in out
 
 
+COMPILED_STEP = """
+from torch._dynamo.utils import counters
+counters.clear()
+graphs = []
+def backend(graph, inputs):
+    graphs.append(len(graph.graph.nodes))
+    return graph
+net, opt = make()
+step = torch.compile(lambda: opt.step(), backend=backend)
+for _ in range(20):
+    opt.zero_grad()
+    loss = net(W.T).square().mean()
+    loss.backward()
+    step()
+print(loss.item(), graphs, sum(counters["graph_break"].values()) <= 2)
+"""
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_compiled_as_it_would_be(run, tmp_path, capsys, fresh_dynamo):
+    code, out, _ = run(COMPILED_STEP)
+    assert code == 0, out
+    torch._dynamo.reset()
+    runpy.run_path(tmp_path / "script.py", run_name="__main__")
+    assert out.splitlines()[0] == capsys.readouterr().out.strip()
+    assert "20 batches" in out
+
+
 # ---- a Learner in the script
 
 LEARN = "from hookcb import Diagnose, diagnose, synth_learner\nlearn = synth_learner()\n"

@@ -381,6 +381,31 @@ def test_compile_counts(fresh_dynamo, monkeypatch):
     assert torch_private.compile_counts("frames") == {}
 
 
+def test_untraced(fresh_dynamo):
+    called = []
+    look = torch_private.untraced(lambda: called.append(torch.compiler.is_compiling()))
+    assert look.__wrapped__.__name__ == "<lambda>"
+    f = torch.compile(lambda x: (look(), x + 1)[1], backend="eager")
+    for _ in range(2):
+        assert f(torch.ones(1)) == 2
+    assert called == [False, False]
+
+
+def test_skip_frames(fresh_dynamo):
+    compiling = []
+
+    def inner(x):
+        return x + torch.compiler.is_compiling()
+
+    def outer(x):
+        compiling.append(torch.compiler.is_compiling())
+        return inner(x)
+
+    torch_private.skip_frames(outer)
+    assert torch.compile(outer, backend="eager")(torch.ones(1)) == 2  # what it calls is compiled
+    assert compiling == [False]
+
+
 # ---- tensors and storages
 
 
