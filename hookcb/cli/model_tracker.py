@@ -153,6 +153,9 @@ class ModelTracker:
         output = yield
         if owner is not None and owner.watch is not None:
             owner.watch.report_pred(output)
+        model = self._model_of.get(m)
+        if model is not None and any(map(self.limit.note_step, model.new_steps_by_hand())):
+            self.limit.end()  # as after the step of an optimizer
 
     def _observe_backward(self, loss: Tensor, /, *args: Any, **kwargs: Any) -> Observer:
         if not self._n_fits and not in_backward():

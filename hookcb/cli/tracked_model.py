@@ -6,6 +6,7 @@ from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hookcb.cli.ranks import own_rank
 from hookcb.core.console import show_error
@@ -67,6 +68,11 @@ class ScriptWatch(Watch):
         """Ids of the optimizers that have made a step of this model."""
         return {id(opt) for opt in self._optimizers}
 
+    @property
+    def by_hand(self) -> Optimizer | None:
+        """The stand-in for an optimizer in a loop that moves the weights itself, once it has done so."""
+        return self._by_hand
+
     def look_for_loss(self) -> None:
         """Does nothing: the losses of a script are reported by `tell`, see `Watch`."""
 
@@ -121,10 +127,18 @@ class TrackedModel:
     title: str = ""
     is_trainable: bool = True
     foreign: tuple[str, ...] | None = None
+    _n_by_hand: int = 0
 
     def __post_init__(self) -> None:
         self.title = self.title or self.kind
         self.is_trainable = self.model is None or any(p.requires_grad for p in self.model.parameters())
+
+    def new_steps_by_hand(self) -> list[Optimizer]:
+        """Steps of no torch.optim.Optimizer that were seen since this was last called, as stand-ins."""
+        if self.watch is None or self.watch.by_hand is None:
+            return []
+        before, self._n_by_hand = self._n_by_hand, self.watch.facts.n_moved_by_hand
+        return [self.watch.by_hand] * (self._n_by_hand - before)
 
     @property
     def heading(self) -> str:

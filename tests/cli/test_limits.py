@@ -68,6 +68,28 @@ def test_minutes_end_a_script_too(ended):
     assert "; after 0.001 minutes and " in out
 
 
+def test_steps_that_the_script_makes_itself_count_too(ended):
+    code, out, _ = ended(
+        "--steps 25",
+        f"""
+net, n = make()[0], 0
+try:
+    while n < {FOREVER}:
+        x, y = next(batches(1))
+        F.cross_entropy(net(x), y).backward()
+        for p in net.parameters():
+            p.data.add_(p.grad, alpha=-0.05)
+            p.grad = None
+        n += 1
+finally:
+    print(n, "made")
+""",
+    )
+    assert code == 0
+    assert out.startswith("25 made")
+    assert "; after 25 steps" in out
+
+
 def test_a_limit_that_is_not_reached_is_told(ended):
     code, out, _ = ended("--steps 100 --minutes 9", "train(*make())")
     assert code == 0
