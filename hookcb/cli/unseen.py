@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hookcb.core.shards import plain_class
 from hookcb.core.torch_private import in_backward
+from hookcb.hooks.modules import has_compiled
 from hookcb.hooks.optimizer_steps import params_of
 
 IN_FUNCTION = "called only inside an autograd.Function, as by odeint_adjoint or a checkpoint, which hides it"
@@ -18,6 +19,10 @@ WITHOUT_GRAD = "called only without gradients"
 NOT_CALLED = (
     "never called itself: its forward() or its weights are used directly, so that no hook runs; "
     "call the module, model(x) rather than model.forward(x)"
+)
+MAYBE_COMPILED = (
+    "never called where hooks run: in a function that torch.compile compiles, or by its forward() directly; "
+    "compile the model rather than the function that calls it, and call model(x)"
 )
 NO_MODULE = "parameters that belong to no nn.Module, whose calls could be seen"
 APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
@@ -50,6 +55,7 @@ def why_unseen(opt: Optimizer, called: Any) -> str:
     path = [holder]
     while (m := outer.get(id(path[-1]))) is not None and all(m is not x for x in path):
         path.append(m)
+    not_called = MAYBE_COMPILED if has_compiled() else NOT_CALLED
     ways = [called[m] for m in [*path, *path[-1].modules()] if m in called]
-    why = IN_FUNCTION if IN_FUNCTION in ways else next(iter(ways), NOT_CALLED)
+    why = IN_FUNCTION if IN_FUNCTION in ways else next(iter(ways), not_called)
     return f"{plain_class(path[-1]).__name__}, which is {why}"

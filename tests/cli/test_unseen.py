@@ -7,6 +7,7 @@ import textwrap
 import pytest
 
 from hookcb.cli.main import main
+from hookcb.hooks.modules import has_compiled
 
 BEGIN = """
 import torch
@@ -26,6 +27,8 @@ def train(forward, opt, n=6):
 def run(tmp_path, capsys, monkeypatch):
     """Runs a script of these lines after `BEGIN`; gives the exit code and the output on one line."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    # another test of this process may have compiled something
+    monkeypatch.setattr("hookcb.cli.unseen.has_compiled", lambda: False)
 
     def run(lines, *options):
         script = tmp_path / "script.py"
@@ -48,6 +51,17 @@ def test_a_forward_that_is_called_directly_is_told(run):
     assert code == 1
     assert "no training was seen in" in out
     assert "Adam trains Layer, which is never called itself: its forward() or its weights are used" in out
+
+
+def test_a_model_that_is_called_in_a_compiled_function_is_told(run, monkeypatch):
+    monkeypatch.setattr("hookcb.cli.unseen.has_compiled", has_compiled)
+    _, out = run(
+        "train(torch.compile(lambda x: net(x), backend='eager'), torch.optim.Adam(net.parameters()))"
+    )
+    assert (
+        "Adam trains Sequential, which is never called where hooks run: in a function that torch.compile"
+        in out
+    )
 
 
 def test_a_model_that_is_called_only_in_an_autograd_function_is_told(run):
