@@ -29,7 +29,8 @@ ADVICE: Mapping[str, Mapping[Way, str]] = {  # what to do, by how the reader run
         "watch": "Watch the loop with cbs=DetectAnomaly(), which names the operation",
         "lightning": "Train with Trainer(detect_anomaly=True), which names the operation",
         "transformers": "Train with HookcbCallback(DetectAnomaly()), which names the operation",
-        "command": "Begin the script with torch.autograd.set_detect_anomaly(True), which names the operation",
+        "command": "Begin the script with torch.autograd.set_detect_anomaly(True), in Lightning with "
+        "detect_anomaly=True, which names the operation",
     },
     "straggler": {
         "learner": f"Print learn.step_timer.report(), and {MACHINE}",
