@@ -161,8 +161,8 @@ def diverging_loss(evidence: Evidence) -> Iterator[Result]:
     between batches, as one batch may have a small loss by chance. A loss of unknown kind is an error only if
     five of eight steps change a weight by more than 0.05 of its size, or one before the rise by 0.2, or if
     LBFGS trains the model, whose steps are not seen; else it is a note, as a part of it may have growing
-    targets. Squared and Huber errors are not reported if, since
-    the rise, the RMS of the outputs exceeds that of the errors by more than the RMS of the first outputs
+    targets. Squared and Huber errors are not reported if, since the rise, or in the last inspected batch
+    before it, the RMS of the outputs exceeds that of the errors by more than the RMS of the first outputs
     plus that of the first errors. By the triangle inequality the targets have then grown, as values in
     reinforcement learning do.
 
@@ -229,7 +229,10 @@ def _has_large_steps(evidence: Evidence) -> bool:
 
 
 def _has_growing_targets(evidence: Evidence, since: int) -> bool:
-    """Whether outputs from step `since` on are larger than the errors and the first targets explain."""
+    """Whether outputs from step `since` on are larger than the errors and the first targets explain.
+
+    If no output was inspected since then, the last one before counts.
+    """
     outputs = max(evidence.layers.values(), key=lambda layer: layer.place, default=None)
     if evidence.loss_kind not in ("mse", "mae", "huber") or outputs is None:
         return False
@@ -240,7 +243,10 @@ def _has_growing_targets(evidence: Evidence, since: int) -> bool:
         if step in losses and step in means
     ]
     first_targets = median([error + size for _, error, size in records[:LATEST]])
-    return median([size - error for step, error, size in records[LATEST:] if step >= since]) > first_targets
+    later = [record for record in records[LATEST:] if record[0] >= since] or records[
+        -1:
+    ]  # none was seen since
+    return median([size - error for _, error, size in later]) > first_targets
 
 
 def _squared(loss: float, kind: str) -> float:

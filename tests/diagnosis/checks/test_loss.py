@@ -205,6 +205,15 @@ def test_a_squared_error_that_outputs_explain_by_themselves_diverges():
     assert only(diverging_loss, squared_errors(size=2.9)).severity == "error"
 
 
+@pytest.mark.parametrize(("size", "kind"), [(4.9, Passed), (0.9, Finding)])
+def test_of_outputs_that_were_not_inspected_since_the_rise_the_last_before_count(size, kind):
+    seen = squared_errors(size)
+    for stat in ("std", "mean"):
+        values = seen.layers["head"].stats[stat].values
+        seen.layers["head"].stats[stat] = Series.of([*range(5), 45], [*values[:5], values[-1]])
+    assert isinstance(only(diverging_loss, seen), kind)
+
+
 def test_a_loss_of_unknown_kind_may_be_one_side_of_a_game():
     assert isinstance(only(diverging_loss, evidence([0.7] * 10 + [2.5] * 90, kind="")), Passed)
     assert only(diverging_loss, evidence([0.7] * 10 + [9.0] * 90, kind="")).severity == "info"
