@@ -191,5 +191,6 @@ def _looked(evidence: Evidence) -> tuple[str, ...]:
     rule = f" ({evidence.looks})" if evidence.looks else ""
     looked = "1 batch" if n == 1 else f"{n} batches, {evidence.n_looked} closely{rule}"
     n_layers, n_params = len(evidence.layers), len(evidence.params)
-    size = f"{n_layers} layer{'s' * (n_layers != 1)}, {n_params} parameter{'s' * (n_params != 1)}"
+    layers = f"{n_layers} layer{'s' * (n_layers != 1)}" if n_layers else "outputs of no layer"
+    size = f"{layers}, {n_params} parameter{'s' * (n_params != 1)}"
     return (looked, size, *evidence.notes)

@@ -247,6 +247,7 @@ def test_layers_and_the_optimizer_of_keras_have_their_names(run):
     assert "Layer _torch_params.dense: 100% of its units (32 of 32) had no gradient" in out
     assert "only one layer" not in out
     assert "Note: no layer of the model is one of its submodules" in out
+    assert "outputs of no layer, 4 parameters" in out
 
 
 def test_a_network_that_gives_targets_is_not_said_to_be_trained_wrongly(run):
