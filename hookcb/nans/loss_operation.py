@@ -20,9 +20,9 @@ def operation_in_loss(node: Any, outputs: Any) -> str:
 
     Args:
         node: autograd node of the loss.
-        outputs: autograd nodes of the model's outputs, which are finite.
+        outputs: autograd nodes of the model's outputs, which are finite; without any, nothing is looked at.
     """
-    bad = [at for at in nodes_behind([node], outputs) if _gives_nonfinite(at)]
+    bad = [at for at in nodes_behind([node], outputs) if _gives_nonfinite(at)] if outputs else []
     first = (at for at in bad if not any(x in bad and x is not at for x in nodes_behind([at], outputs)))
     return next(map(_operation, first), "")
 

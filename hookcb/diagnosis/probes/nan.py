@@ -90,7 +90,7 @@ def find_origin(
         return nonfinite_input(step, _n_bad(learn.xb))
     is_behind = report.repeated and report.where != LOSS
     if is_external and not is_behind:
-        outputs = {x.grad_fn for _, x in parts(learn.pred) if isinstance(x, Tensor)}
+        outputs = {x.grad_fn for _, x in parts(learn.pred) if isinstance(x, Tensor)} - {None}
         report = replace(report, op=operation_in_loss(loss_node, outputs))
     return _from_report(report, is_external, noticed, step, advice)
 
