@@ -28,12 +28,11 @@ from hookcb.cli.ownership import (
     wrapping,
     wraps_part,
 )
-from hookcb.cli.tracked_model import ScriptWatch, TrackedModel, say_sick
+from hookcb.cli.tracked_model import ScriptWatch, TrackedModel, kind_of, say_sick
 from hookcb.cli.unseen import WITHOUT_GRAD, how_called, why_unseen
 from hookcb.core.call_hook import CallHook, Observer
 from hookcb.core.callback_list import listed
 from hookcb.core.restore import preserve_attribute
-from hookcb.core.shards import plain_class
 from hookcb.core.torch_private import in_backward
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.failures import describe_failure
@@ -226,7 +225,7 @@ class ModelTracker:
             diagnose = next((cb for cb in vars(learn).values() if type(cb) is diagnose), None)
         if isinstance(diagnose, Diagnose) and diagnose.name != PREFLIGHT and diagnose.verdict is not None:
             names = self._optimizers.names_for(learn.model) or (type(learn.opt).__name__,)
-            model = TrackedModel(plain_class(without_wrappers(learn.model)).__name__, "", None)
+            model = TrackedModel(kind_of(learn.model), "", None)
             model.verdict, model.is_trained = self._scoped(diagnose.verdict), True
             model.optimizers = model.steppers = names
             model.page = collect(learn, model.verdict) if self._makes_pages else None
@@ -314,7 +313,7 @@ class ModelTracker:
         if done:
             self._close(done[0])
             return True
-        kind = plain_class(without_wrappers(root)).__name__
+        kind = kind_of(root)
         if self._optimizers.names_for(root):
             why = f"no more than {MAX_MODELS} models that are trained in turns are"
             self.notes.append(f"{kind} was not watched: {why}")
@@ -344,9 +343,7 @@ class ModelTracker:
         return root if inside is None or inside is own else inside
 
     def _watch(self, root: nn.Module, name: str) -> TrackedModel:
-        model = TrackedModel(
-            plain_class(without_wrappers(root)).__name__, name, root, makes_page=self._makes_pages
-        )
+        model = TrackedModel(kind_of(root), name, root, makes_page=self._makes_pages)
         for part in root.modules():
             self._model_of[part] = model
         try:

@@ -10,8 +10,10 @@ from torch.optim import Optimizer
 
 from hookcb.cli.ranks import own_rank
 from hookcb.core.console import show_error
+from hookcb.core.shards import plain_class
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.distributed.process_group import n_processes
+from hookcb.hooks.modules import without_wrappers
 from hookcb.loops.external import ExternalLoop
 from hookcb.loops.watcher import Watch
 from hookcb.report.collect import collect
@@ -90,6 +92,11 @@ class ScriptWatch(Watch):
         self.facts.n_losses_of_others += 1
         self.facts.n_given += gives
         self._follow_backward(loss)
+
+
+def kind_of(model: nn.Module) -> str:
+    """Class of a model, without wrappers such as DistributedDataParallel."""
+    return plain_class(without_wrappers(model)).__name__
 
 
 @dataclass(eq=False)
