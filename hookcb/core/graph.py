@@ -9,6 +9,12 @@ from torch import Tensor
 MAX_NODES = 20_000  # of a graph that are looked at in a training
 
 
+def node_name(node: Any) -> str:
+    """Operation of a node: `Softmax` of `SoftmaxBackward0`."""
+    name = "" if node is None else str(node.name()).rpartition("::")[2]
+    return name.partition("Backward")[0]
+
+
 def nodes_behind(roots: Iterable[Any], ends: Iterable[Any] = ()) -> Iterator[Any]:
     """Nodes of the graphs from `roots` back to `ends`, each once; without the ends and what is behind them.
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookcb.core.graph import nodes_behind
+from hookcb.core.graph import node_name, nodes_behind
 from hookcb.core.torch_private import saved
 from hookcb.nans.nonfinite import kinds
 
@@ -24,26 +24,22 @@ def operation_in_loss(node: Any, outputs: Any) -> str:
     """
     bad = [at for at in nodes_behind([node], outputs) if _gives_nonfinite(at)] if outputs else []
     first = (at for at in bad if not any(x in bad and x is not at for x in nodes_behind([at], outputs)))
-    return next(map(_operation, first), "")
-
-
-def _operation(node: Any) -> str:
-    return str(node.name()).partition("Backward")[0].lower()
+    return next((node_name(at).lower() for at in first), "")
 
 
 def _gives_nonfinite(node: Any) -> bool:
     try:
         with torch.no_grad():
-            return not kinds(_result(_operation(node), node)).clean
+            return not kinds(_result(node)).clean
     except RuntimeError:  # what it has saved was freed, or changed in place
         return False
 
 
-def _result(operation: str, node: Any) -> Any:
+def _result(node: Any) -> Any:
     """Result of an operation, as saved or computed again from its inputs; None if neither can be had."""
     if isinstance(result := saved(node, "result"), Tensor):
         return result
-    given = saved(node, "self")
+    operation, given = node_name(node).lower(), saved(node, "self")
     if operation == "div" and isinstance(by := saved(node, "other"), Tensor):
         return (1.0 if given is None else given) / by  # only a division by 0 shows without the dividend
     if not isinstance(given, Tensor):

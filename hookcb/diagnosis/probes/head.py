@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hookcb.core.batch import parts
-from hookcb.core.graph import nodes_behind
+from hookcb.core.graph import node_name, nodes_behind
 from hookcb.core.torch_private import input_shape, saved
 from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.loss_graph import LossGraph, main_term
@@ -21,7 +21,6 @@ from hookcb.diagnosis.probes.loss_terms import (
     Term,
     behind_shapes,
     factor_of,
-    node_name,
     read_saved,
     read_terms,
 )

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from hookcb.core.batch import parts
+from hookcb.core.graph import node_name
 from hookcb.diagnosis.probes.loss_terms import (
     HIDING,
     LAYERS,
     Term,
     behind_shapes,
     is_opaque,
-    node_name,
     nodes_near,
     read_terms,
 )

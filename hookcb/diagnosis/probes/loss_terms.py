@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from hookcb.core.graph import node_name
 from hookcb.core.torch_private import input_shape, saved
 
 SHAPING = (
@@ -347,12 +348,6 @@ def nodes_near(node: Any) -> Iterator[Any]:
             yield now
             if node_name(now) not in LAYERS:
                 waiting.extend(at for at, _ in now.next_functions)
-
-
-def node_name(node: Any) -> str:
-    """Operation of a node: `Softmax` of `SoftmaxBackward0`."""
-    name = "" if node is None else str(node.name()).rpartition("::")[2]
-    return name.partition("Backward")[0]
 
 
 def behind(node: Any) -> Any:

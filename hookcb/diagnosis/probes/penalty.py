@@ -5,8 +5,9 @@ import math
 import torch.nn.functional as F
 from torch import Tensor
 
+from hookcb.core.graph import node_name
 from hookcb.diagnosis.probes.loss_graph import main_term
-from hookcb.diagnosis.probes.loss_terms import Term, node_name, read_saved, read_terms
+from hookcb.diagnosis.probes.loss_terms import Term, read_saved, read_terms
 
 
 def penalty_of(loss: Tensor) -> Tensor | None:

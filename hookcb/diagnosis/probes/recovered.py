@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hookcb.core.batch import parts
+from hookcb.core.graph import node_name
 from hookcb.diagnosis.probes.loss_graph import main_term
-from hookcb.diagnosis.probes.loss_terms import behind, behind_shapes, node_name, read_terms
+from hookcb.diagnosis.probes.loss_terms import behind, behind_shapes, read_terms
 
 MAX_ERROR = 1e-3  # of the loss that the recovered targets give; rounding to float32 stays below 1e-4
 

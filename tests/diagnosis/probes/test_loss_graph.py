@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hookcb.core.graph import node_name
 from hookcb.diagnosis.probes.loss_graph import LossGraph, n_between, read_loss
-from hookcb.diagnosis.probes.loss_terms import node_name
 
 N, C, T = 6, 5, 3
 PLAIN = {"is_pure": True, "scale": 1.0}

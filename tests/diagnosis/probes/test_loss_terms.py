@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hookcb.diagnosis.probes.loss_terms import node_name, read_terms
+from hookcb.core.graph import node_name
+from hookcb.diagnosis.probes.loss_terms import read_terms
 
 N, C = 6, 3
 G = torch.Generator().manual_seed(0)
