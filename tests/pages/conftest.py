@@ -15,7 +15,11 @@ from tests.pages.support import KINDS
 WATCH = """
 window.wrong = []; window.alert = (text) => wrong.push(`alert: ${text}`);
 addEventListener("securitypolicyviolation", (e) => wrong.push(`${e.violatedDirective}: ${e.sample}`), true);
-new MutationObserver(() => { if (document.body?.dataset.ready) window.readyAt ??= performance.now(); })
+new MutationObserver(() => {
+  if (!document.body?.dataset.ready || window.readyAt) return;
+  window.readyAt = performance.now();
+  window.drawnWhenReady = document.querySelectorAll("canvas").length;
+})
   .observe(document, {subtree: true, childList: true, attributes: true, attributeFilter: ["data-ready"]});
 """
 # a page is ready before its charts, which it draws one after another; one that only frames another has none

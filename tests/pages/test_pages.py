@@ -72,9 +72,10 @@ def test_a_page_gives_back_its_data(kind, pages):
 
 
 @pytest.mark.parametrize("kind", ["sick", "large", "stored"])
-def test_a_page_opens_within_a_second(kind, pages, open_page, note):
-    times = [open_page(pages(kind)).evaluate("readyAt") for _ in range(3)]
-    assert note(f"{kind}: ready after", min(times), "ms") < 2_000  # 1 s on a quiet machine
+def test_a_page_is_ready_before_all_of_its_charts_are(kind, pages, open_page, note):
+    page = open_page(pages(kind))
+    note(f"{kind}: ready after", page.evaluate("readyAt"), "ms")  # below 1 s on a quiet machine
+    assert page.evaluate("drawnWhenReady") < page.locator("canvas").count()
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -242,25 +243,29 @@ def test_a_page_of_nothing_has_no_empty_sections(kind, pages, open_page):
     assert page.locator("figure canvas").count() <= 1  # the input of the first batch was seen
 
 
-def test_a_click_is_answered_at_once_among_500_layers(pages, open_page, note):
+def test_a_click_among_500_layers_changes_only_what_it_shows(pages, open_page, note):
     page = open_page(pages("large"))
-    times = page.evaluate(
+    clicks = page.evaluate(
         """async () => {
-            const all = [...document.querySelectorAll("#layers [role=treeitem]")];
-            const rows = all.filter((row) => row.dataset.name.includes("."));
-            const times = [];
-            for (const row of rows.filter((_, i) => i % 60 === 5)) {
+            const rows = [...document.querySelectorAll("#layers [role=treeitem]")];
+            const clicks = [];
+            for (const row of rows.filter((_, i) => i % Math.ceil(rows.length / 6) === 1)) {
+                let changed = 0;
+                const observer = new MutationObserver((all) => { changed += all.length; });
+                observer.observe(document, {subtree: true, childList: true, attributes: true});
                 const began = performance.now();
                 row.click();
                 await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
-                times.push(performance.now() - began);
+                observer.disconnect();
+                clicks.push([performance.now() - began, changed]);
             }
-            return times;
+            return clicks;
         }"""
     )
-    assert (
-        note("large: a click is answered in", statistics.median(times), "ms") < 300
-    )  # 100 on a quiet machine
+    times, changes = zip(*clicks, strict=True)
+    note("large: a click is answered in", statistics.median(times), "ms")  # 100 on a quiet machine
+    assert len(changes) >= 5
+    assert max(changes) < 1_000  # elements, of 500 layers
 
 
 def test_the_slider_shows_the_signal_at_another_step(pages, open_page):
