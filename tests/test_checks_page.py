@@ -15,12 +15,12 @@ from margins import Measured, Number
 from docs import checks as docs
 from docs.checks import document, main
 from hookcb import Diagnose, synth_learner
-from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.explain import explain
 from hookcb.diagnosis.judge import _run, explained
 from hookcb.diagnosis.reader import SOURCES
 from hookcb.diagnosis.registry import CHECKS, Absent, Passed, Site, Skipped
 from hookcb.diagnosis.registry import check as register
+from hookcb.diagnosis.run import Run, Series
 from hookcb.diagnosis.trends import persistent, persistent_max
 from hookcb.diagnosis.verdict import Finding
 
@@ -241,8 +241,8 @@ def test_numbers_come_from_findings_and_from_what_is_ruled_out(monkeypatch):
     exact = {code: c for code, c in CHECKS.items() if c.exact}
     registered = {"unit.dead": replace(CHECKS["unit.dead"], function=check), **exact}
     monkeypatch.setattr(margins, "CHECKS", registered)
-    assert list(margins.numbers(Evidence())) == []  # without what it needs
-    found = list(margins.numbers(Evidence(sources=frozenset({"gradients"}))))
+    assert list(margins.numbers(Run())) == []  # without what it needs
+    found = list(margins.numbers(Run(sources=frozenset({"gradients"}))))
     assert found == [Number("unit.dead", 1.0, 0.6, "error"), Number("unit.dead", 0.1, 0.6)]
 
 
@@ -326,12 +326,12 @@ def test_a_second_check_of_a_code_is_refused():
 @pytest.mark.parametrize("code", ["param.not_stepped", "param.restored", "init.zero", "gate.shut"])
 def test_weights_that_cannot_learn_explain_a_flat_loss(code):
     cause, flat = Finding(code, "error", step=0), Finding("loss.flat", "warning", step=0)
-    assert [f.consequence_of for f in explained([flat, cause], Evidence())] == ["", code]
+    assert [f.consequence_of for f in explained([flat, cause], Run())] == ["", code]
 
 
 @pytest.mark.parametrize("check", named(CHECKS.values()))
 def test_a_check_without_any_evidence_says_that_it_could_not_look(check):
     by_itself = {"model", "graph"}  # who has looked at these has seen all there is
-    found = _run(check, Evidence(sources=set(SOURCES) - by_itself))
+    found = _run(check, Run(sources=set(SOURCES) - by_itself))
     assert found
     assert all(isinstance(result, Skipped | Absent) for result in found), found

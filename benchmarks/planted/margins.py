@@ -12,8 +12,8 @@ from rich.table import Table
 from score import ALARMS, outcome
 
 from hookcb import Diagnose
-from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.registry import CHECKS
+from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import Finding
 
 # Each run has its own limit, which depends on its loss, so numbers are compared in units of the limit.
@@ -55,7 +55,7 @@ def measure(case: Case, seed: int) -> Measured:
     return Measured(case.name, seed, case.codes, tuple(numbers(watcher.evidence())), has_learned)
 
 
-def numbers(evidence: Evidence) -> Iterator[Number]:
+def numbers(evidence: Run) -> Iterator[Number]:
     """Numbers of all statistical checks that can run, if the number and its limit are finite."""
     for check in CHECKS.values():
         if check.exact or not evidence.sources.issuperset(check.needs):

@@ -11,7 +11,6 @@ from hookcb.core.callback_list import is_among
 from hookcb.core.console import attempt, show, warn
 from hookcb.core.events import CancelFitException, Event
 from hookcb.core.ranks import ALONE, Ranks
-from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.falling import falls_slowly
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather, note_unseen
@@ -21,6 +20,7 @@ from hookcb.diagnosis.on_ranks import compare_batches, keep_losses, share_inputs
 from hookcb.diagnosis.probes.one_batch import add_preflight
 from hookcb.diagnosis.probes.replicas import can_compare
 from hookcb.diagnosis.recorder import EvidenceRecorder
+from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import Finding, Status, Verdict
 from hookcb.gradients.callback import GradientHealth
 from hookcb.training.progress import Progress
@@ -120,7 +120,7 @@ class Diagnose(EvidenceRecorder):
         error, guard = self.learn.fit_error, self._guard
         guard.always("events", self._probes.observe_end, self.learn, error)
         ranks = self.learn.ranks if error is None else ALONE  # after an error, others may not come
-        evidence = Evidence()
+        evidence = Run()
         try:
             evidence = self.evidence()
             slowly = bool(guard.always("overfit", falls_slowly, evidence))
@@ -142,7 +142,7 @@ class Diagnose(EvidenceRecorder):
         if self.show and not self._is_quiet():
             show(verdict)
 
-    def _judge(self, evidence: Evidence, ranks: Ranks) -> Verdict:
+    def _judge(self, evidence: Run, ranks: Ranks) -> Verdict:
         """Verdict on what was recorded; several ranks call this together, and share their losses."""
         told = tuple(self._told.values())
         if ranks.world == 1:
@@ -168,7 +168,7 @@ class Diagnose(EvidenceRecorder):
         is_taken = error is not theirs and super().takes_error(error, event)
         if is_taken and event == Event.AFTER_FIT:
             if self._probes is not None:
-                self.finish(Evidence())
+                self.finish(Run())
             self.verdict = self._no_verdict() if self.verdict is None else self.verdict
         return is_taken
 
@@ -237,7 +237,7 @@ def diagnose_loop(loop: Any) -> Verdict:
     if diagnose is not None:
         return diagnose.judge()
     records = [cb for cb in cbs if isinstance(cb, ActivationStats | GradientHealth)]
-    evidence = Evidence()
+    evidence = Run()
     if records:
         model, guard = loop.model, Guard()
         frame = guard.call("frame", Frame.of, model, [] if loop.opt is None else [loop.opt]) or Frame()

@@ -4,7 +4,7 @@ import math
 from statistics import fmean
 
 from hookcb.core.text import join_names
-from hookcb.diagnosis.evidence import WINDOW, Evidence, Series
+from hookcb.diagnosis.run import WINDOW, Run, Series
 from hookcb.diagnosis.trends import LEARNED, before, finite, loss_left, median, rates, slope
 
 MAX_OF_CONSTANT = 0.98  # of the loss of the best constant prediction, for a model that learns
@@ -16,7 +16,7 @@ FLAT, NEAR_GUESS = 0.95, 0.8  # shares of the first loss and of the loss of gues
 CONFIDENCE = 3.0  # standard deviations
 
 
-def falls_slowly(evidence: Evidence) -> bool:
+def falls_slowly(evidence: Run) -> bool:
     """Whether the loss falls, but by less than 5 %, and is still above 0.8 of the loss of guessing.
 
     That is typical of a slow training, and of one that memorizes labels that do not follow from the inputs.
@@ -26,7 +26,7 @@ def falls_slowly(evidence: Evidence) -> bool:
     return is_near and falls_by(evidence.loss)[0] > 0
 
 
-def lowest_loss(evidence: Evidence) -> float:
+def lowest_loss(evidence: Run) -> float:
     """Minimum of the smoothed loss after the first ten batches."""
     return min(evidence.smooth_loss().values[WINDOW:])
 
@@ -43,12 +43,12 @@ def falls_by(loss: Series) -> tuple[float, float]:
     return -high * n_steps, -low * n_steps
 
 
-def guesses(evidence: Evidence) -> bool:
+def guesses(evidence: Run) -> bool:
     """Whether the final loss is at least 0.8 of the loss of guessing; False if that is unknown."""
     return median(evidence.loss.values[-WINDOW:]) >= NEAR_GUESS * evidence.guess > 0
 
 
-def loss_of_constant(evidence: Evidence, n_batches: int = 0) -> tuple[float, float]:
+def loss_of_constant(evidence: Run, n_batches: int = 0) -> tuple[float, float]:
     """Mean loss of the last tenth of the batches, and its ratio to the loss of the best constant prediction.
 
     A penalty on parameters is left out of the loss. For the ratio, the loss of a perfect prediction is
@@ -66,18 +66,18 @@ def loss_of_constant(evidence: Evidence, n_batches: int = 0) -> tuple[float, flo
     return last, ratio_to_constant(evidence, last)
 
 
-def ratio_to_constant(evidence: Evidence, loss: float) -> float:
+def ratio_to_constant(evidence: Run, loss: float) -> float:
     """Ratio of a loss to that of the best constant prediction, less that of a perfect prediction each."""
     above = evidence.constant - evidence.perfect
     return (loss - evidence.perfect) / above if above > MIN_RANGE * evidence.constant else math.nan
 
 
-def batches_to_learn(evidence: Evidence) -> int:
+def batches_to_learn(evidence: Run) -> int:
     """Number of batches after which a model is compared with a constant."""
     return MIN_BATCHES_OF_TOKENS if "tokens beside targets" in evidence.observed else MIN_BATCHES
 
 
-def is_trivial(evidence: Evidence, n_batches: int = 0) -> bool:
+def is_trivial(evidence: Run, n_batches: int = 0) -> bool:
     """Whether the model is no better than a constant, and its loss does not fall fast enough to become it.
 
     Known after so many batches, by default `batches_to_learn`.
@@ -86,7 +86,7 @@ def is_trivial(evidence: Evidence, n_batches: int = 0) -> bool:
     return ratio > MAX_OF_CONSTANT and not is_noisy(evidence) and not may_become_better(evidence, last)
 
 
-def has_learned(evidence: Evidence, first: float, share: float = LEARNED) -> bool:
+def has_learned(evidence: Run, first: float, share: float = LEARNED) -> bool:
     """Whether the final loss is below this share of `first`, and the model is better than a constant.
 
     The loss of a language model falls by a third, from ln C to the entropy of the shares of the tokens,
@@ -95,18 +95,18 @@ def has_learned(evidence: Evidence, first: float, share: float = LEARNED) -> boo
     return loss_left(evidence, first) < share and not is_trivial(evidence, MIN_BATCHES)
 
 
-def need_not_fall(evidence: Evidence) -> bool:
+def need_not_fall(evidence: Run) -> bool:
     """Whether the loss is of no known kind: an objective, as of a policy, need not fall."""
     return not evidence.loss_kind and math.isnan(evidence.guess)
 
 
-def why_unknown(evidence: Evidence, otherwise: str) -> str:
+def why_unknown(evidence: Run, otherwise: str) -> str:
     """Why a loss cannot be compared with that of guessing."""
     kinds = evidence.loss_kinds
     return f"the loss is a sum of {len(kinds)}: {join_names(kinds, 4)}" if len(kinds) > 1 else otherwise
 
 
-def is_noisy(evidence: Evidence) -> bool:
+def is_noisy(evidence: Run) -> bool:
     """Whether the targets vary so much between batches that means over few of them cannot be compared.
 
     So do a few outliers that make up most of a squared error, or one positive in a hundred samples.
@@ -120,13 +120,13 @@ def n_last(n: int) -> int:
     return max(WINDOW, n // 10)
 
 
-def may_become_better(evidence: Evidence, last: float) -> bool:
+def may_become_better(evidence: Run, last: float) -> bool:
     """Whether as many batches again would bring a loss of `last` below that of a constant."""
     limit = evidence.perfect + MAX_OF_CONSTANT * (evidence.constant - evidence.perfect)
     return last - further_fall(_without_penalty(evidence)) <= limit
 
 
-def _without_penalty(evidence: Evidence) -> Series:
+def _without_penalty(evidence: Run) -> Series:
     """The loss without its penalty on parameters, which is interpolated between the batches that show it."""
     known, loss = evidence.penalty, evidence.loss
     if not len(known):
@@ -148,7 +148,7 @@ def further_fall(loss: Series) -> float:
     return max(0.0, -high * (loss.steps[-1] - loss.steps[0])) if math.isfinite(high) else 0.0
 
 
-def expected_fall(evidence: Evidence) -> float:
+def expected_fall(evidence: Run) -> float:
     """By how much the loss will fall in as many batches again, at the median slope of its last half.
 
     At most by what is left above a perfect prediction; 0 unless the slope is sure to be negative.
@@ -161,7 +161,7 @@ def expected_fall(evidence: Evidence) -> float:
     return min(fall, above) if above > 0 else fall
 
 
-def final_loss(evidence: Evidence) -> float:
+def final_loss(evidence: Run) -> float:
     """Mean of the finite ones of the last ten losses; NaN if there are none."""
     return fmean(finite(evidence.loss.values[-WINDOW:]) or [math.nan])
 

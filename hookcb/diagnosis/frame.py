@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from hookcb.core.optim import detached_scalar, is_adaptive, largest_lr
 from hookcb.core.shards import plain_class
 from hookcb.core.torch_private import BatchNorm, Convolution, Dropout
-from hookcb.diagnosis.evidence import Param
 from hookcb.diagnosis.probes.model import SHARDED, is_of_torch
 from hookcb.diagnosis.probes.step import LOW_PRECISION
+from hookcb.diagnosis.run import Param
 from hookcb.hooks.modules import has_uninitialized, named_modules
 from hookcb.hooks.params import find_params
 
@@ -41,8 +41,8 @@ class Frame:
             norms and embeddings are left out.
         n_optimizers: number of known optimizers.
         foreign: shapes of their parameters that are not the model's.
-        absent: see `Evidence.absent`.
-        partial: see `Evidence.partial`.
+        absent: see `Run.absent`.
+        partial: see `Run.partial`.
     """
 
     about: dict[str, str] = field(default_factory=dict)

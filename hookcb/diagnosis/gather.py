@@ -10,10 +10,10 @@ from hookcb.activations.callback import ActivationStats
 from hookcb.activations.stats import LAYER_STATS
 from hookcb.core.callback import Callback
 from hookcb.core.text import as_layer, join_names
-from hookcb.diagnosis.evidence import Evidence, Layer, Series
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.reader import way_of
+from hookcb.diagnosis.run import Layer, Run, Series
 from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.outputs import OutputGradients
 from hookcb.gradients.records import GradientRecords
@@ -27,8 +27,8 @@ OF_OTHERS = "each loss of the model is one of another model too, which another o
 
 
 def gather(
-    cbs: Iterable[Callback], frame: Frame, probed: Evidence | None = None, guard: Guard | None = None
-) -> Evidence:
+    cbs: Iterable[Callback], frame: Frame, probed: Run | None = None, guard: Guard | None = None
+) -> Run:
     """Evidence from what these callbacks have recorded.
 
     Args:
@@ -37,7 +37,7 @@ def gather(
         probed: evidence from the probes of `Diagnose`, which is completed in place.
         guard: has noted what has failed so far, which becomes a part of the evidence.
     """
-    evidence, guard = probed or Evidence(), guard or Guard()
+    evidence, guard = probed or Run(), guard or Guard()
     found: dict[type, Any] = {}
     for cb in cbs:
         for kind in (ActivationStats, GradientHealth, Recorder, StepTimer):
@@ -65,12 +65,12 @@ def gather(
     return evidence
 
 
-def _add_validation(evidence: Evidence, recorder: Recorder) -> None:
+def _add_validation(evidence: Run, recorder: Recorder) -> None:
     validations = [float(row["valid_loss"]) for row in recorder.rows if "valid_loss" in row]
     evidence.validation = validations[-1] if validations else math.nan
 
 
-def _add_ranks(evidence: Evidence, timer: StepTimer | None) -> None:
+def _add_ranks(evidence: Run, timer: StepTimer | None) -> None:
     if timer is None or timer.records.ranks is None:
         evidence.absent["ranks"] = "there are no ranks to compare"
     else:
@@ -78,7 +78,7 @@ def _add_ranks(evidence: Evidence, timer: StepTimer | None) -> None:
         evidence.slowest_rank = timer.records.ranks.slowest
 
 
-def note_unseen(evidence: Evidence, loop: Any) -> None:
+def note_unseen(evidence: Run, loop: Any) -> None:
     """Adds what was not seen of a loop that hookcb does not run."""
     evidence.unseen = dict(loop.coverage.missing)
     evidence.reader = way_of(loop.way)
@@ -87,7 +87,7 @@ def note_unseen(evidence: Evidence, loop: Any) -> None:
         evidence.absent |= dict.fromkeys(("loss", "graph", "targets"), OF_OTHERS)
 
 
-def _add_activations(evidence: Evidence, stats: ActivationStats, frame: Frame) -> None:
+def _add_activations(evidence: Run, stats: ActivationStats, frame: Frame) -> None:
     evidence.sources.add("activations")
     steps, store = stats.steps(), stats.store_of("train")
     evidence.n_looked = max(evidence.n_looked, len(steps))
@@ -128,7 +128,7 @@ def _place_of(name: str, layers: Mapping[str, Layer]) -> int | None:
     return min(inside, default=None)
 
 
-def _add_gradients(evidence: Evidence, records: GradientRecords) -> None:
+def _add_gradients(evidence: Run, records: GradientRecords) -> None:
     evidence.sources.add("gradients")
     steps, store = records.steps(), records.store_of("train")
     evidence.n_looked = max(evidence.n_looked, len(steps))
@@ -171,7 +171,7 @@ def _add_gradients(evidence: Evidence, records: GradientRecords) -> None:
     evidence.n_steps = max(evidence.n_steps, len(steps))
 
 
-def _add_clipping(evidence: Evidence, coefs: Series) -> None:
+def _add_clipping(evidence: Run, coefs: Series) -> None:
     """Replaces the coefficients of clipping, and the norms of all gradients by those of before."""
     evidence.steps["clip_coef"], left = coefs, dict(coefs)
     norms = evidence.steps["total_norm"]
@@ -179,7 +179,7 @@ def _add_clipping(evidence: Evidence, coefs: Series) -> None:
     evidence.steps["total_norm"] = Series(norms.steps, known)
 
 
-def _add_output_gradients(evidence: Evidence, stats: OutputGradients) -> None:
+def _add_output_gradients(evidence: Run, stats: OutputGradients) -> None:
     steps = stats.steps()
     for path in stats.names:
         if (name := module_of(path)) in evidence.layers:
@@ -187,7 +187,7 @@ def _add_output_gradients(evidence: Evidence, stats: OutputGradients) -> None:
             evidence.layers[name].stats.setdefault("grad_nonfinite", series)
 
 
-def _add_losses(evidence: Evidence, recorder: Recorder) -> None:
+def _add_losses(evidence: Run, recorder: Recorder) -> None:
     losses = [float(x) if isinstance(x, torch.Tensor) else x for x in recorder.losses]
     if losses:
         evidence.sources.add("loss")

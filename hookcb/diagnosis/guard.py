@@ -83,7 +83,7 @@ class Guard:
 
     Attributes:
         notes: a sentence about each failure.
-        partial: see `Evidence.partial`: what the parts that have failed would have told.
+        partial: see `Run.partial`: what the parts that have failed would have told.
     """
 
     def __init__(self) -> None:

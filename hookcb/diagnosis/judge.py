@@ -7,18 +7,18 @@ from fnmatch import fnmatchcase
 
 import hookcb.diagnosis.checks  # noqa: F401  # which registers them
 from hookcb.core.ranks import ALONE, Ranks
-from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.on_ranks import findings_of_all
 from hookcb.diagnosis.reader import why_unseen
 from hookcb.diagnosis.registry import CHECKS, Absent, Check, Passed, Result, Skipped
+from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import UNFINISHED, Finding, Gap, Status, Verdict
 
 RANK = {"error": 0, "warning": 1, "info": 2}
 
 
 def judge(
-    evidence: Evidence, ranks: Ranks = ALONE, own: Sequence[Finding] = (), told: Sequence[Finding] = ()
+    evidence: Run, ranks: Ranks = ALONE, own: Sequence[Finding] = (), told: Sequence[Finding] = ()
 ) -> Verdict:
     """Runs all checks; the earliest cause becomes the primary finding, the others name what they follow from.
 
@@ -64,7 +64,7 @@ def judge(
     return ranks.of_main(lambda: verdict)
 
 
-def _with_past(found: Sequence[Finding], told: Sequence[Finding], evidence: Evidence) -> list[Finding]:
+def _with_past(found: Sequence[Finding], told: Sequence[Finding], evidence: Run) -> list[Finding]:
     """Findings, and errors that were told and are over: as warnings, unless they have led to one of these."""
     alarms = [f for f in found if f.severity != "info"]
     past = [f for f in told if all(f.code != other.code for other in alarms)]
@@ -80,7 +80,7 @@ def _with_past(found: Sequence[Finding], told: Sequence[Finding], evidence: Evid
     ]
 
 
-def _recovered_by(finding: Finding, evidence: Evidence) -> int:
+def _recovered_by(finding: Finding, evidence: Run) -> int:
     """Number of the batch by which it was over: as the curve of the loss shows, if it is about that."""
     check, last = CHECKS[finding.code], max(0, evidence.n_batches - 1)
     if check.shown_by != "run.loss" or not check.draws_limit:
@@ -96,7 +96,7 @@ def _without_idle_advice(findings: Sequence[Finding], is_unknown: bool) -> list[
     return [f for f in findings if not ((is_faulty or is_unknown) and f.code == UNFINISHED)]
 
 
-def _run(check: Check, evidence: Evidence) -> Sequence[Result]:
+def _run(check: Check, evidence: Run) -> Sequence[Result]:
     if absent := [evidence.absent[x] for x in (check.subject, *check.needs) if x in evidence.absent]:
         return [Absent(absent[0])]
     partial = [evidence.partial[x] for x in (check.code, *check.needs) if x in evidence.partial]
@@ -112,7 +112,7 @@ def _run(check: Check, evidence: Evidence) -> Sequence[Result]:
     return [Skipped(partial[0]) if partial and isinstance(x, ruled_out) else x for x in results]
 
 
-def _in_order_of_causes(found: Sequence[Finding], evidence: Evidence) -> list[Finding]:
+def _in_order_of_causes(found: Sequence[Finding], evidence: Run) -> list[Finding]:
     try:
         return list(_with_raised_severity(explained(found, evidence)))
     except Exception as error:  # what was found is told all the same
@@ -120,7 +120,7 @@ def _in_order_of_causes(found: Sequence[Finding], evidence: Evidence) -> list[Fi
         return sorted(found, key=lambda finding: RANK[finding.severity])
 
 
-def explained(findings: Iterable[Finding], evidence: Evidence) -> list[Finding]:
+def explained(findings: Iterable[Finding], evidence: Run) -> list[Finding]:
     """Findings with `consequence_of` set, causes first.
 
     A finding follows from another one if that code can lead to it and comes before it in the order of step,
@@ -150,7 +150,7 @@ def _leads_to(cause: Finding, finding: Finding) -> bool:
     return any(fnmatchcase(finding.code, pattern) for pattern in CHECKS[cause.code].leads_to)
 
 
-def _key(finding: Finding, evidence: Evidence) -> tuple[float, int, float, bool, str]:
+def _key(finding: Finding, evidence: Run) -> tuple[float, int, float, bool, str]:
     layer, check = evidence.layers.get(finding.layer), CHECKS[finding.code]
     step = -1 if finding.step is None else finding.step
     place = math.inf if layer is None else layer.place
@@ -186,7 +186,7 @@ def _in_order(passed: Sequence[tuple[Check, str]], primary: Finding | None) -> t
     return tuple(text for _, text in sorted(passed, key=lambda pair: pair[0] not in could))
 
 
-def _looked(evidence: Evidence) -> tuple[str, ...]:
+def _looked(evidence: Run) -> tuple[str, ...]:
     n = evidence.n_batches
     rule = f" ({evidence.looks})" if evidence.looks else ""
     looked = "1 batch" if n == 1 else f"{n} batches, {evidence.n_looked} closely{rule}"

@@ -7,7 +7,7 @@ from typing import Any
 from zlib import crc32
 
 from hookcb.core.ranks import Ranks, name_ranks
-from hookcb.diagnosis.evidence import Evidence, Observation, Series
+from hookcb.diagnosis.run import Observation, Run, Series
 from hookcb.diagnosis.trends import median
 from hookcb.diagnosis.verdict import Finding, Gap
 
@@ -17,7 +17,7 @@ MAX_SHOWN, N_SHOWN = 64, 100  # ranks, and losses of each, that are kept one by 
 SEVERITIES = "error", "warning", "info"
 
 
-def share_losses(evidence: Evidence, ranks: Ranks) -> None:
+def share_losses(evidence: Run, ranks: Ranks) -> None:
     """Replaces the losses of this rank by their means over all ranks, which is what they minimize together.
 
     The loss of the best constant is averaged too; it is unknown if ranks have very different targets.
@@ -35,7 +35,7 @@ def share_losses(evidence: Evidence, ranks: Ranks) -> None:
     evidence.constant = _agreed(evidence.constant, ranks)
 
 
-def keep_losses(evidence: Evidence, ranks: Ranks) -> None:
+def keep_losses(evidence: Run, ranks: Ranks) -> None:
     """Keeps some losses of each of up to 64 ranks, for pages."""
     if ranks.world <= MAX_SHOWN:
         every = max(1, math.ceil(len(evidence.loss) / N_SHOWN))
@@ -43,7 +43,7 @@ def keep_losses(evidence: Evidence, ranks: Ranks) -> None:
         evidence.losses_of_ranks = [Series(*found) for found in ranks.gather(own)]
 
 
-def compare_batches(evidence: Evidence, ranks: Ranks, is_replica: bool) -> None:
+def compare_batches(evidence: Run, ranks: Ranks, is_replica: bool) -> None:
     """Adds observations if ranks have the same batches or random numbers, or the batches of one repeat.
 
     Args:
@@ -71,7 +71,7 @@ def compare_batches(evidence: Evidence, ranks: Ranks, is_replica: bool) -> None:
         evidence.observations += _observe_same_numbers(states)
 
 
-def share_inputs(evidence: Evidence, ranks: Ranks) -> None:
+def share_inputs(evidence: Run, ranks: Ranks) -> None:
     """Sets the spread of the inputs to that on all ranks, as activations are merged; compares their scale.
 
     Their root mean squares stay those of this rank, as a rank may have inputs on another scale.
@@ -104,7 +104,7 @@ def _observe_same_batches(batches: Sequence[Any]) -> Iterator[Observation]:
         )
 
 
-def _observe_repeats(n_repeated: Sequence[int], evidence: Evidence, rank: int) -> Iterator[Observation]:
+def _observe_repeats(n_repeated: Sequence[int], evidence: Run, rank: int) -> Iterator[Observation]:
     """Observes on a rank that its own batches repeat, unless all ranks do so, as in overfitting a batch."""
     n = max(map(len, evidence.batch_hashes), default=0)
     if 2 * n_repeated[rank] >= n and not all(2 * x >= n for x in n_repeated):

@@ -4,10 +4,10 @@ import math
 
 from torch import nn
 
-from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.reader import SOURCES
+from hookcb.diagnosis.run import Run, Series
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.gradients.flow import read_gradients
 from hookcb.gradients.stats import GRAD_STATS
@@ -47,7 +47,7 @@ def check_gradients(model: nn.Module) -> Verdict:
     """
     capture, stats = read_gradients(model)
     frame = Frame.of(model, [])
-    evidence = Evidence(sources={"gradients"}, n_batches=1, n_looked=1, is_one_backward=True)
+    evidence = Run(sources={"gradients"}, n_batches=1, n_looked=1, is_one_backward=True)
     evidence.params, evidence.absent, evidence.partial = frame.params, frame.absent, frame.partial
     evidence.missing = dict.fromkeys(SOURCES.keys() - evidence.sources, GAP)
     for name in frame.params.keys() & stats.keys():

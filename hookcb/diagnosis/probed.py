@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from hookcb.core.optim import is_adaptive
-from hookcb.diagnosis.evidence import Evidence, Observation, Series
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.probes.attention import MIN_BATCHES, observe_attention, observe_blind
 from hookcb.diagnosis.probes.batch import observe_inputs
@@ -12,10 +11,11 @@ from hookcb.diagnosis.probes.dropout import observe_dropout_in_eval
 from hookcb.diagnosis.probes.samples import BatchHash, has_epochs, observe_order
 from hookcb.diagnosis.probes.suite import Probes
 from hookcb.diagnosis.probes.tokens import observe_tokens
+from hookcb.diagnosis.run import Observation, Run, Series
 from hookcb.gradients.hand_steps import StepByHand
 
-Add = Callable[[Probes, Evidence], object]
-TOKENS = (  # in `Evidence.observed`
+Add = Callable[[Probes, Run], object]
+TOKENS = (  # in `Run.observed`
     "indices of embeddings",
     "tokens that are targets",
     "masks of the tokens",
@@ -23,12 +23,12 @@ TOKENS = (  # in `Evidence.observed`
 )
 
 
-def probed_evidence(probes: Probes, frame: Frame) -> Evidence:
+def probed_evidence(probes: Probes, frame: Frame) -> Run:
     """Evidence that the probes have recorded so far; see `gather` for that of callbacks.
 
     What a probe that has failed has recorded before is part of it, if it can be read.
     """
-    evidence = Evidence(sources=set(probes.sources), params=frame.params)
+    evidence = Run(sources=set(probes.sources), params=frame.params)
     # a batch after its backward may be the last one; an external loop does not report its end
     evidence.n_batches = probes.n_batches + (probes.under_way is not None)
     evidence.n_looked = probes.n_looked + bool(probes.under_way)
@@ -53,7 +53,7 @@ def probed_evidence(probes: Probes, frame: Frame) -> Evidence:
     return evidence
 
 
-def _add_curves(probes: Probes, evidence: Evidence) -> None:
+def _add_curves(probes: Probes, evidence: Run) -> None:
     curves, places = probes.curves, _places(probes)
     evidence.lr, evidence.memory = curves.lr.series(), curves.memory.series()
     evidence.waits, evidence.batches = curves.wait.series(), curves.length.series()
@@ -67,7 +67,7 @@ def _add_curves(probes: Probes, evidence: Evidence) -> None:
         evidence.sources.add("loss")
 
 
-def _add_graph(probes: Probes, evidence: Evidence) -> None:
+def _add_graph(probes: Probes, evidence: Run) -> None:
     if probes.graph is not None:
         evidence.loss_kind, evidence.loss_kinds = probes.graph.sure_kind, probes.graph.kinds
     evidence.is_loss_of_others, evidence.n_in_loss = probes.is_loss_of_others, probes.n_in_loss
@@ -79,14 +79,14 @@ def _places(probes: Probes) -> dict[int, int]:
     return {key: i for i, key in enumerate(probes.optimizers)}
 
 
-def _add_layer_times(probes: Probes, evidence: Evidence) -> None:
+def _add_layer_times(probes: Probes, evidence: Run) -> None:
     times = probes.layer_times
     evidence.layer_seconds, evidence.layer_work = times.seconds(), dict(times.work)
     evidence.layer_ops = {name: (n, times.n_reads[name]) for name, n in times.n_ops.items()}
     evidence.hook_seconds = times.hook_seconds()
 
 
-def _add_inputs(probes: Probes, evidence: Evidence) -> None:
+def _add_inputs(probes: Probes, evidence: Run) -> None:
     steps, rows = _inputs(probes)
     evidence.input_std = Series.of(steps, [row[0] for row in rows])
     evidence.input_rms = Series.of(steps, [row[1] for row in rows])
@@ -102,7 +102,7 @@ def _inputs(probes: Probes) -> tuple[list[int], list[list[float]]]:
     return [info.step for info in probes.inputs.infos], probes.inputs.series("x").tolist()
 
 
-def _add_dead(probes: Probes, evidence: Evidence) -> None:
+def _add_dead(probes: Probes, evidence: Run) -> None:
     """Adds which units of a parameter are dead."""
     for name, dead in probes.dead.dead_shares().items():
         if name in evidence.params:
@@ -112,14 +112,14 @@ def _add_dead(probes: Probes, evidence: Evidence) -> None:
             param.n_units = dead.n_units
 
 
-def _add_motion(probes: Probes, evidence: Evidence) -> None:
+def _add_motion(probes: Probes, evidence: Run) -> None:
     """Adds which parameters have moved."""
     for name, moved in probes.motion.moved().items():
         if name in evidence.params:
             evidence.params[name].has_moved = moved
 
 
-def _add_params(probes: Probes, evidence: Evidence) -> None:
+def _add_params(probes: Probes, evidence: Run) -> None:
     """Adds which parameters had a gradient, and which optimizers have stepped."""
     for name, n in probes.n_without.items():
         if name in evidence.params:
@@ -128,16 +128,16 @@ def _add_params(probes: Probes, evidence: Evidence) -> None:
     evidence.stepped = [places[key] for key in probes.stepped]
 
 
-def _add_hashes(probes: Probes, evidence: Evidence) -> None:
+def _add_hashes(probes: Probes, evidence: Run) -> None:
     evidence.missing["order of two epochs"] = "fewer than two epochs of four batches were trained"
     evidence.batch_hashes = list(map(list, _epochs_hashed(probes)))
 
 
-def _add_random(probes: Probes, evidence: Evidence) -> None:
+def _add_random(probes: Probes, evidence: Run) -> None:
     evidence.random_states = [] if probes.random is None else probes.random.drawn()
 
 
-def _add_reduced(probes: Probes, evidence: Evidence) -> None:
+def _add_reduced(probes: Probes, evidence: Run) -> None:
     if probes.reduced is not None:
         names = (name for name, p, _ in probes.params if p is probes.first_param)
         evidence.reduced = next(names, ""), probes.reduced.series()
@@ -147,12 +147,12 @@ def _epochs_hashed(probes: Probes) -> list[list[BatchHash]]:
     return [] if probes.hashes is None else probes.hashes.epochs()
 
 
-def _add_clipping(probes: Probes, evidence: Evidence) -> None:
+def _add_clipping(probes: Probes, evidence: Run) -> None:
     if probes.is_clipping_unseen:
         evidence.steps["clip_coef"] = probes.clipping.coefs()
 
 
-def _add_losses_of_targets(probes: Probes, evidence: Evidence) -> None:
+def _add_losses_of_targets(probes: Probes, evidence: Run) -> None:
     if probes.graph is not None and (len(evidence.penalty) or not probes.graph.has_penalty):
         evidence.constant, evidence.perfect, evidence.noise = probes.targets.losses(probes.graph)
         evidence.n_targets = probes.targets.n_batches
@@ -185,7 +185,7 @@ PARTS: Mapping[str, Add] = {  # what adds to an evidence, by the part that it re
 
 
 def _late_observed(probes: Probes) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    """Part of `Evidence.observed` that depends on numbers on the device, or on enough of them, by probe."""
+    """Part of `Run.observed` that depends on numbers on the device, or on enough of them, by probe."""
     graph, tokens, ops = probes.graph, probes.tokens, probes.ops
     yield "graph", "graph", lambda: graph is not None and not graph.hidden_by
     yield "penalty", "penalty", lambda: graph is not None and graph.has_penalty
@@ -210,20 +210,20 @@ def _late_observed(probes: Probes) -> Iterator[tuple[str, str, Callable[[], obje
     yield "outside", "graph of the output", lambda: probes.outside.is_known(probes.n_steps)
 
 
-def _tell_graph(probes: Probes, evidence: Evidence) -> None:
+def _tell_graph(probes: Probes, evidence: Run) -> None:
     if probes.graph is not None:
         evidence.missing["graph"] = probes.graph.why_hidden
         evidence.sources |= set() if probes.graph.why_hidden else {"graph"}
 
 
-def _tell_copies(probes: Probes, evidence: Evidence) -> None:
+def _tell_copies(probes: Probes, evidence: Run) -> None:
     if probes.layers.n_copies:
         copies = "layers ran as copies, as nn.DataParallel makes them, which were not inspected"
         evidence.notes.append(copies)
         evidence.partial |= {"activations": copies}
 
 
-def _tell_attention(probes: Probes, evidence: Evidence) -> None:
+def _tell_attention(probes: Probes, evidence: Run) -> None:
     if probes.ops.is_left_out:
         compiled = "the model is compiled, which hides its attention and embeddings"
         evidence.missing |= dict.fromkeys(("attention", *TOKENS), compiled)
@@ -232,7 +232,7 @@ def _tell_attention(probes: Probes, evidence: Evidence) -> None:
         evidence.missing["masks of the tokens"] = "no attention was seen, so masks were not checked"
 
 
-def _tell_accumulation(probes: Probes, evidence: Evidence) -> None:
+def _tell_accumulation(probes: Probes, evidence: Run) -> None:
     if not probes.is_external:
         evidence.absent["accumulation"] = "GradientAccumulation divides the loss itself"
     elif probes.added.counts == {1}:
@@ -242,13 +242,13 @@ def _tell_accumulation(probes: Probes, evidence: Evidence) -> None:
     evidence.missing["divisor of the loss"] = "it is not known by what number the loss is divided"
 
 
-def _tell_outside(probes: Probes, evidence: Evidence) -> None:
+def _tell_outside(probes: Probes, evidence: Run) -> None:
     if probes.outside.hidden_by:
         hidden = f"{probes.outside.hidden_by} hides a part of the graph of the output"
         evidence.missing["graph of the output"] = hidden
 
 
-def _tell_tokens(probes: Probes, evidence: Evidence) -> None:
+def _tell_tokens(probes: Probes, evidence: Run) -> None:
     """Adds reasons why the tokens of a language model are not checked."""
     tokens = probes.tokens
     has_looked = not probes.guard.has_failed("ops") and probes.ops.has_looked

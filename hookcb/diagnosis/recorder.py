@@ -13,13 +13,13 @@ from hookcb.core.loop import label_of
 from hookcb.core.ranks import name_own_rank
 from hookcb.core.time_split import TimeSplit
 from hookcb.diagnosis.attached import Attached, AttachedHealth, AttachedNotes, AttachedStats, AttachedTimer
-from hookcb.diagnosis.evidence import Evidence, Spent
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather, note_unseen
 from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.probed import probed_evidence
 from hookcb.diagnosis.probes.spent import N_WARM_UP, PREFIX, SpentTime
 from hookcb.diagnosis.probes.suite import Probes
+from hookcb.diagnosis.run import Run, Spent
 from hookcb.diagnosis.schedule import Schedule
 from hookcb.hooks.modules import ModelGoneError, has_params
 from hookcb.profiling.steps.timer import StepTimer
@@ -52,7 +52,7 @@ class EvidenceRecorder(Callback):
     def __init__(self, budget: float, *, name: str | None) -> None:
         super().__init__(name=name)
         self.budget = budget
-        self._evidence: Evidence | None = None  # of the last fit that ended
+        self._evidence: Run | None = None  # of the last fit that ended
         self._guard = Guard()  # of this fit
         self._probes: Probes | None = None  # while a fit runs
         self._split: TimeSplit | None = None  # these likewise
@@ -269,7 +269,7 @@ class EvidenceRecorder(Callback):
             self._rest = None
             self._probes.rest(self.learn, False)
 
-    def finish(self, evidence: Evidence) -> None:
+    def finish(self, evidence: Run) -> None:
         """Removes all hooks at the end of the fit; what was recorded stays as plain values in `evidence`."""
         if self._probes is not None:
             self._guard.always("events", self._probes.close)
@@ -295,7 +295,7 @@ class EvidenceRecorder(Callback):
             if self.learn.clock is split:
                 self.learn.clock = None
 
-    def evidence(self) -> Evidence:
+    def evidence(self) -> Run:
         """Evidence recorded so far in this fit, or in the last one.
 
         Raises:
@@ -308,7 +308,7 @@ class EvidenceRecorder(Callback):
         guard = self._guard
         guard.always("notes", self._read_notes)
         guard.always("frame", self._look_at_model, self._probes)
-        probed = guard.always("events", probed_evidence, self._probes, self._frame) or Evidence()
+        probed = guard.always("events", probed_evidence, self._probes, self._frame) or Run()
         if self._is_external:
             guard.always("unseen", note_unseen, probed, self.learn)
             probed.notes += [note] if (note := self.learn.facts.of_rank) else []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from hookcb.diagnosis.evidence import Evidence
+from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import Finding
 
 
@@ -55,7 +55,7 @@ class Absent:
 
 
 Result = Finding | Passed | Skipped | Absent
-CheckFunction = Callable[[Evidence], Iterator[Result]]
+CheckFunction = Callable[[Run], Iterator[Result]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,10 @@ class Check:
         code: code of its findings.
         site: stage of the training step that its findings belong to.
         exact: whether it has no threshold.
-        needs: sources of evidence it requires, see `Evidence.sources`.
+        needs: sources of evidence it requires, see `Run.sources`.
         function: yields findings, or what was ruled out or skipped.
         leads_to: codes of findings that may follow from one of these, as `fnmatch` patterns.
-        subject: what it checks, if some trainings do not have it, see `Evidence.absent`.
+        subject: what it checks, if some trainings do not have it, see `Run.absent`.
         shown_by: the series that shows its findings, "run.loss" of the whole run, "layers.std" of the layer
             or "params.norm" of the parameter; "" if none does.
         draws_limit: whether `Finding.limit` is in the unit of that series.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hookcb.diagnosis.evidence import CONVERGED, WINDOW, Evidence, Param, Series
+from hookcb.diagnosis.run import CONVERGED, WINDOW, Param, Run, Series
 
 LATEST = 5  # records in a median: a single batch says little
 MAX_POINTS = 80  # of a robust slope, which uses all pairs
@@ -26,7 +26,7 @@ class Span:
     n: int
 
 
-def records_needed(evidence: Evidence) -> int:
+def records_needed(evidence: Run) -> int:
     """Number of records in a median: five, or one after a single backward."""
     return 1 if evidence.is_one_backward else LATEST
 
@@ -132,12 +132,12 @@ def place(param: Param) -> tuple[float, int]:
     return (-1 if param.place_of_layer is None else param.place_of_layer), param.place
 
 
-def weights(evidence: Evidence) -> list[Param]:
+def weights(evidence: Run) -> list[Param]:
     """Weights of comparable size, from the input to the head."""
     return sorted((p for p in evidence.params.values() if p.is_weight), key=place)
 
 
-def loss_left(evidence: Evidence, first: float) -> float:
+def loss_left(evidence: Run, first: float) -> float:
     """Final loss, the median of ten, as a share of `first`; NaN if unknown.
 
     For a negative loss, which has no share: 1 if it has not changed, 0 if it has fallen by its own size.
@@ -146,18 +146,18 @@ def loss_left(evidence: Evidence, first: float) -> float:
     return 1 + (last - first) / abs(first) if math.isfinite(first) and first != 0 else math.nan
 
 
-def does_well(evidence: Evidence) -> bool:
+def does_well(evidence: Run) -> bool:
     """Whether the loss ends below a fifth of the loss of the best constant prediction, an R² of 0.8."""
     last = median(evidence.loss.values[-WINDOW:])
     return last - evidence.perfect < CONVERGED * (evidence.constant - evidence.perfect)
 
 
-def rates(evidence: Evidence) -> Series:
+def rates(evidence: Run) -> Series:
     """The learning rate at each batch if that is known, else at each record of the optimizer."""
     return evidence.lr if len(evidence.lr) else evidence.steps.get("lr", Series())
 
 
-def is_warming_up(evidence: Evidence) -> bool:
+def is_warming_up(evidence: Run) -> bool:
     """Whether the learning rate is still rising at the end of the record."""
     values = finite(rates(evidence).values)
     return len(values) > WINDOW and values[-1] >= max(values) and values[-1 - WINDOW] < WARMING * values[-1]

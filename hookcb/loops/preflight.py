@@ -17,9 +17,9 @@ from hookcb.core.loop import check_model
 from hookcb.core.ranks import without_replicas
 from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.callback import Diagnose
-from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.probes.first_batch import first_batch, preserve_loader, why_not_readable
+from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import Finding, Verdict
 from hookcb.loops.data import check_loader
 from hookcb.loops.learner import Learner
@@ -100,7 +100,7 @@ def diagnose(
         return judge(_without_stand_ins(watching.evidence(), opt is not None, steps))
 
 
-def _without_stand_ins(evidence: Evidence, has_opt: bool, steps: int) -> Evidence:
+def _without_stand_ins(evidence: Run, has_opt: bool, steps: int) -> Run:
     """Drops evidence about the stand-ins for an optimizer, its steps and a loader."""
     missing = {"time": "the loader is not asked"}
     if not has_opt:

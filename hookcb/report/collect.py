@@ -21,11 +21,11 @@ from hookcb.core.callback import Callback
 from hookcb.core.shards import plain_class
 from hookcb.diagnosis.attached import Attached
 from hookcb.diagnosis.callback import Diagnose, recorded_in
-from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.frame import Frame, about
 from hookcb.diagnosis.gather import gather
 from hookcb.diagnosis.reader import Way, also, way_of
 from hookcb.diagnosis.registry import CHECKS
+from hookcb.diagnosis.run import Run, Series
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.records import GradientRecords
@@ -97,9 +97,9 @@ def collect(loop: Any, verdict: Verdict | None = None) -> PageData:
     return data
 
 
-def of_records(cbs: Sequence[Callback], evidence: Evidence | None = None) -> PageData:
+def of_records(cbs: Sequence[Callback], evidence: Run | None = None) -> PageData:
     """A page of what callbacks have recorded, without a verdict."""
-    evidence = evidence or Evidence()
+    evidence = evidence or Run()
     data = PageData("", hookcb=version("hookcb"))
     data.written = datetime.now().astimezone().isoformat(timespec="seconds")
     data.run, data.epochs = _run(cbs, evidence), _epochs(cbs)
@@ -113,9 +113,9 @@ def of_records(cbs: Sequence[Callback], evidence: Evidence | None = None) -> Pag
     return data
 
 
-def _evidence(loop: Any, cbs: Iterable[Callback]) -> Evidence:
+def _evidence(loop: Any, cbs: Iterable[Callback]) -> Run:
     """Evidence of the loop's `Diagnose`, or else from the records of its other callbacks."""
-    diagnose, found = _first(cbs, Diagnose), Evidence()
+    diagnose, found = _first(cbs, Diagnose), Run()
     with suppress(RuntimeError):  # nothing is recorded, or a watched model has been freed
         if diagnose is not None:
             return diagnose.evidence()
@@ -141,7 +141,7 @@ def _how_to_record(kind: type[Callback], way: Way) -> str:
 # ---- numbers
 
 
-def _run(cbs: Iterable[Callback], evidence: Evidence) -> dict[str, Series]:
+def _run(cbs: Iterable[Callback], evidence: Run) -> dict[str, Series]:
     """Series of the whole run, with what is not finite."""
     recorder, health = _first(cbs, Recorder), _first(cbs, GradientHealth)
     found = {"loss": evidence.loss, "lr": evidence.lr, "input_rms": evidence.input_rms}
@@ -161,7 +161,7 @@ def _run(cbs: Iterable[Callback], evidence: Evidence) -> dict[str, Series]:
     return {name: series for name, series in found.items() if _has_numbers(series)}
 
 
-def _clipped(total: Series, mean: Series, evidence: Evidence) -> dict[str, Series]:
+def _clipped(total: Series, mean: Series, evidence: Run) -> dict[str, Series]:
     """Norms of gradients that the loop has clipped before they were read, and those before if measured."""
     coefs = evidence.steps.get("clip_coef", Series())
     known = any(x < 1 for x in coefs.values)
@@ -184,7 +184,7 @@ def _epochs(cbs: Iterable[Callback]) -> dict[str, Series]:
     return found
 
 
-def _layers(cbs: Iterable[Callback], evidence: Evidence) -> dict[str, Recorded]:
+def _layers(cbs: Iterable[Callback], evidence: Run) -> dict[str, Recorded]:
     """Recorded outputs, with what `Diagnose` alone measures."""
     found: dict[str, Recorded] = {}
     if (stats := _first(cbs, ActivationStats)) is not None:
@@ -241,7 +241,7 @@ def _histogram(stats: ActivationStats, path: str, steps: list[int]) -> Histogram
     return HistogramOverTime(low.item(), high.item(), [Series(kept, row) for row in counts[rows].T.tolist()])
 
 
-def _params(cbs: Iterable[Callback], evidence: Evidence) -> dict[str, Recorded]:
+def _params(cbs: Iterable[Callback], evidence: Run) -> dict[str, Recorded]:
     if (health := _first(cbs, GradientHealth)) is None:
         return {}
     steps, known = health.steps(), evidence.params
@@ -274,7 +274,7 @@ def _modules(model: torch.nn.Module) -> Iterator[tuple[str, str, str, int]]:
 # ---- time, memory, ranks
 
 
-def _time(cbs: Iterable[Callback], evidence: Evidence) -> TimeSpent | None:
+def _time(cbs: Iterable[Callback], evidence: Run) -> TimeSpent | None:
     timer, profiler = _first(cbs, StepTimer), _first(cbs, ProfilerCallback)
     found = TimeSpent(layers={name: [seconds] for name, seconds in evidence.layer_seconds.items()})
     if profiler is not None:
@@ -298,7 +298,7 @@ def _time(cbs: Iterable[Callback], evidence: Evidence) -> TimeSpent | None:
     return found if found.phases or found.layers else None
 
 
-def _memory(cbs: Iterable[Callback], evidence: Evidence) -> MemoryUsed | None:
+def _memory(cbs: Iterable[Callback], evidence: Run) -> MemoryUsed | None:
     stats = _first(cbs, MemoryStats)
     found = MemoryUsed(used=evidence.memory)
     with suppress(RuntimeError):  # no batch was watched
@@ -312,7 +312,7 @@ def _memory(cbs: Iterable[Callback], evidence: Evidence) -> MemoryUsed | None:
     return found if found.layers or len(found.used) else None
 
 
-def _ranks(loop: Any, cbs: Iterable[Callback], evidence: Evidence) -> RanksCompared | None:
+def _ranks(loop: Any, cbs: Iterable[Callback], evidence: Run) -> RanksCompared | None:
     timer = _first(cbs, StepTimer)
     times = None if timer is None else timer.records.ranks
     if loop.ranks.world == 1 and times is None:

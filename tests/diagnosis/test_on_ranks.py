@@ -8,7 +8,6 @@ import pytest
 
 from hookcb import Finding
 from hookcb.core.ranks import ALONE, Ranks
-from hookcb.diagnosis.evidence import Evidence, Observation, Series
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.on_ranks import (
     compare_batches,
@@ -17,6 +16,7 @@ from hookcb.diagnosis.on_ranks import (
     share_inputs,
     share_losses,
 )
+from hookcb.diagnosis.run import Observation, Run, Series
 from hookcb.diagnosis.verdict import Gap
 
 
@@ -70,7 +70,7 @@ def shared(*evidences):
 
 
 def losses(*values, **more):
-    return Evidence(loss=Series.of(range(len(values)), values), n_batches=len(values), **more)
+    return Run(loss=Series.of(range(len(values)), values), n_batches=len(values), **more)
 
 
 def test_losses_of_each_rank_are_kept_for_pages():
@@ -124,7 +124,7 @@ def test_the_loss_of_a_constant_is_known_only_if_ranks_agree(numbers, agreed):
 def hashed(*inputs, targets=None, drawn=()):
     """Evidence of batches with these hashes, in one epoch."""
     targets = range(len(inputs)) if targets is None else targets
-    return Evidence(batch_hashes=[list(zip(inputs, targets, strict=True))], random_states=list(drawn))
+    return Run(batch_hashes=[list(zip(inputs, targets, strict=True))], random_states=list(drawn))
 
 
 def compared(*evidences, is_replica=True):
@@ -191,7 +191,7 @@ def test_ranks_that_draw_the_same_numbers_are_named():
 
 
 def scaled(*rms):
-    return Evidence(input_std=Series.of(range(len(rms)), rms), input_rms=Series.of(range(len(rms)), rms))
+    return Run(input_std=Series.of(range(len(rms)), rms), input_rms=Series.of(range(len(rms)), rms))
 
 
 def test_inputs_are_compared_with_those_of_the_others():

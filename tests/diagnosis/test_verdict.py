@@ -18,9 +18,9 @@ from torch import nn
 
 import hookcb
 from hookcb import Diagnose, Finding, Learner, Verdict
-from hookcb.diagnosis.evidence import Evidence, Observation, Series
 from hookcb.diagnosis.judge import explained, judge, status_of
 from hookcb.diagnosis.registry import CHECKS
+from hookcb.diagnosis.run import Observation, Run, Series
 from hookcb.diagnosis.verdict import Gap
 from tests.support import each, fit, make_batches, make_model
 
@@ -261,7 +261,7 @@ def test_gaps_are_a_field_and_stay_in_the_coverage_and_the_dict():
 
 
 def test_each_check_that_could_not_run_is_in_one_gap_of_its_reason():
-    verdict = judge(Evidence())
+    verdict = judge(Run())
     reasons = [gap.reason for gap in verdict.gaps]
     assert len(set(reasons)) == len(reasons) > 1
     assert sum(len(gap.codes) for gap in verdict.gaps) == verdict.n_checks == len(CHECKS)
@@ -316,7 +316,7 @@ def test_findings_without_a_number_are_equal_too():
 
 
 def test_without_any_evidence_nothing_is_found_and_it_says_what_could_not_be_looked_at():
-    verdict = judge(Evidence())
+    verdict = judge(Run())
     assert (verdict.status, verdict.primary, verdict.findings) == ("unknown", None, ())
     assert verdict.coverage
     assert all(isinstance(line, str) for line in (*verdict.coverage, *verdict.ruled_out))
@@ -340,7 +340,7 @@ def test_of_any_findings_all_stay_and_each_follows_from_one_that_stands_before_i
         )
         for _ in range(rng.randint(1, 9))
     ]
-    out = explained(list(given), Evidence())
+    out = explained(list(given), Run())
     assert sorted(map(repr, map(cleared, out))) == sorted(map(repr, given))
     for k, found in enumerate(out):
         if found.consequence_of:
@@ -351,13 +351,13 @@ def test_of_any_findings_all_stay_and_each_follows_from_one_that_stands_before_i
             )
     assert not out[0].consequence_of
     shuffled = rng.sample(given, len(given))
-    assert sorted(map(repr, explained(shuffled, Evidence()))) == sorted(map(repr, out))
+    assert sorted(map(repr, explained(shuffled, Run()))) == sorted(map(repr, out))
 
 
 def test_info_is_nobodys_cause():
     for code in CHECKS:
         for to in ("loss.flat", "update.too_small", "grad.attenuated"):
-            out = explained([Finding(code, "info", step=0), Finding(to, "error", step=5)], Evidence())
+            out = explained([Finding(code, "info", step=0), Finding(to, "error", step=5)], Run())
             assert [f.consequence_of for f in out if f.severity == "error"] == [""]
 
 
@@ -529,7 +529,7 @@ def test_where_to_read_the_rest_is_never_cut(width, last):
 
 def test_a_slow_training_is_no_fault_of_the_model():
     slow = Finding("time.data_bound", "error", message="It waits.")
-    seen = Evidence(n_batches=9, observations=[])
+    seen = Run(n_batches=9, observations=[])
     assert status_of([slow], "") == "suspect"
     verdict = verdict_of(slow, status="suspect")
     assert verdict
@@ -541,7 +541,7 @@ def test_a_slow_training_is_no_fault_of_the_model():
 
 @pytest.mark.parametrize("status", ["healthy", "suspect", "unknown"])
 def test_a_verdict_of_one_of_several_ranks_says_so_first(status):
-    given = Evidence(n_batches=0 if status == "unknown" else 9, of_rank="rank 0", sources={"loss"})
+    given = Run(n_batches=0 if status == "unknown" else 9, of_rank="rank 0", sources={"loss"})
     given.loss = Series.of(range(9), [1.0] * 9)
     observed = Observation("data.same_order", text="The order is the same.")
     given.observations += [observed] if status == "suspect" else []

@@ -16,7 +16,7 @@ from hookcb import (
     MemoryStats,
     StepTimer,
 )
-from hookcb.diagnosis.evidence import Series
+from hookcb.diagnosis.run import Series
 from hookcb.report.collect import collect, of_records
 from hookcb.report.data import (
     HistogramOverTime,

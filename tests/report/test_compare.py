@@ -7,7 +7,7 @@ import pytest
 
 from hookcb import Diagnose, compare, synth_learner
 from hookcb.cli.main import main
-from hookcb.diagnosis.evidence import Series
+from hookcb.diagnosis.run import Series
 from hookcb.report.compare import Comparison, Figure
 from hookcb.report.data import MemoryUsed, PageData, TimeSpent
 from hookcb.report.page import Page

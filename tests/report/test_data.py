@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hookcb.diagnosis.evidence import Series
+from hookcb.diagnosis.run import Series
 from hookcb.report.data import (
     HistogramOverTime,
     MemoryUsed,

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from hookcb.diagnosis.evidence import Series
+from hookcb.diagnosis.run import Series
 from hookcb.report.data import PageData, Recorded
 from hookcb.report.departures import departures
 

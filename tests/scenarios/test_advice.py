@@ -18,9 +18,9 @@ from hookcb.diagnosis.checks.loss import diverging_loss, first_loss
 from hookcb.diagnosis.checks.optimizer import constant_clipping
 from hookcb.diagnosis.checks.step_size import large_updates, small_updates
 from hookcb.diagnosis.checks.weight_decay import dominating_decay
-from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.registry import Passed
+from hookcb.diagnosis.run import Layer, Param, Run, Series
 from hookcb.diagnosis.verdict import Finding
 from tests.support import covering
 
@@ -43,7 +43,7 @@ def layer(name, place, kind="Linear", **stats):
 
 
 def evidence(*params, layers=(), loss=STAYS, **kwargs):
-    return Evidence(
+    return Run(
         params={p.name: p for p in params},
         layers={x.name: x for x in layers},
         lr=series([0.1] * N),
@@ -263,7 +263,7 @@ def grows(kind, end_of_outputs):
     loss = [1.0] * 10 + [6.0] * 90
     outputs = [0.5] * 10 + [end_of_outputs] * 90
     head = Layer("head", "Linear", "", 0, {"std": series(outputs), "mean": series([0.0] * 100)})
-    return Evidence(loss=series(loss), loss_kind=kind, layers={"head": head})
+    return Run(loss=series(loss), loss_kind=kind, layers={"head": head})
 
 
 @pytest.mark.parametrize("kind", ["mse", "huber"])

@@ -8,9 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 import hookcb
 from hookcb import ActivationStats, Diagnose, GradientHealth, Learner, watch
-from hookcb.diagnosis.evidence import Evidence, Layer, Observation, Param, Series
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.probes.loss_graph import read_loss
+from hookcb.diagnosis.run import Layer, Observation, Param, Run, Series
 from tests.support import fit
 
 HEAD = "an activation before the loss"
@@ -292,9 +292,7 @@ def test_gradient_health_alone_does_not_know_which_layers_are_used():
 
 
 def test_nan_is_not_ruled_out_where_a_loss_was_nan():
-    evidence = Evidence(
-        sources={"batch", "loss"}, n_batches=3, loss=Series([0, 1, 2], [1.0, float("nan"), 1.0])
-    )
+    evidence = Run(sources={"batch", "loss"}, n_batches=3, loss=Series([0, 1, 2], [1.0, float("nan"), 1.0]))
     evidence.observed = {"backward", "loss"}
     assert "NaN and infinities" not in judge(evidence).ruled_out
     assert not_checked(judge(evidence), "nonfinite.first").startswith("the loss of step 1 was not finite")
@@ -303,7 +301,7 @@ def test_nan_is_not_ruled_out_where_a_loss_was_nan():
 def test_a_part_of_a_model_can_show_a_fault_and_cannot_rule_it_out():
     layer = Layer("0", "Linear", "Linear 8→8", 0, {"std": Series([0, 1, 2], [1.0, 1.0, 1.0])})
     param = Param("0.weight", "0", "Linear", "Linear 8→8", 0, (8, 8), stats={"norm": Series([0], [1.0])})
-    evidence = Evidence(
+    evidence = Run(
         sources={"activations", "model"}, n_batches=3, params={"0.weight": param}, layers={"0": layer}
     )
     assert any("scale of activations" in fine for fine in judge(evidence).ruled_out)

@@ -21,8 +21,8 @@ from hookcb import (
     synth_learner,
     watch,
 )
-from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.run import Run
 from tests.support import fit, make_learner, make_model
 
 CBS = {"Diagnose": lambda: [Diagnose(show=False)], "records": lambda: [ActivationStats(), GradientHealth()]}
@@ -178,14 +178,14 @@ def test_a_training_that_was_seen_is_never_unknown():
 
 def test_a_verdict_is_true_only_if_it_is_healthy():
     assert judge(fit(synth_learner(), 2, cbs=Diagnose(show=False)).diagnosis.evidence())
-    assert not judge(Evidence())
+    assert not judge(Run())
     sick = Finding("unit.dead", "error", message="all units are dead", next_steps=("look",))
     assert not Verdict("sick", sick, (sick,), (), ())
     assert not Verdict("suspect", sick, (sick,), (), ())
 
 
 def test_unknown_is_said_in_text_json_and_color():
-    verdict = judge(Evidence())
+    verdict = judge(Run())
     assert str(verdict).startswith("UNKNOWN  nothing was seen: no training batch was seen")
     told = json.loads(verdict.to_json())
     assert (told["status"], told["reason"], told["primary"]) == ("unknown", verdict.reason, None)
@@ -195,7 +195,7 @@ def test_unknown_is_said_in_text_json_and_color():
 
 
 def test_assert_healthy_does_not_pass_what_was_not_seen(monkeypatch):
-    monkeypatch.setitem(assert_healthy.__globals__, "diagnose", lambda *args, **kwargs: judge(Evidence()))
+    monkeypatch.setitem(assert_healthy.__globals__, "diagnose", lambda *args, **kwargs: judge(Run()))
     with pytest.raises(AssertionError, match="UNKNOWN  nothing was seen"):
         assert_healthy(make_model(), None)
 

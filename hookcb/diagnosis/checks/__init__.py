@@ -1,4 +1,4 @@
-"""The checks, by topic; each is a function from an Evidence to findings.
+"""The checks, by topic; each is a function from a Run to findings.
 
 They register when they are imported, and are judged in the order of these imports.
 """

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import MAX_EXCESS, RECURRENT, begins_small, gradient_sizes, init_advice
-from hookcb.diagnosis.evidence import Evidence, Param, Series
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.run import Param, Run, Series
 from hookcb.diagnosis.trends import LATEST, Span, finite, median, records_needed, trailing, weights
 from hookcb.diagnosis.verdict import Finding
 
@@ -28,7 +28,7 @@ _Low = tuple[Param, float, Span]  # a weight with small gradients, their ratio t
     needs=("gradients",),
     leads_to=("update.too_small", "loss.flat", "loss.trivial", "param.not_stepped"),
 )
-def attenuated_gradients(evidence: Evidence) -> Iterator[Result]:
+def attenuated_gradients(evidence: Run) -> Iterator[Result]:
     """Gradients that fade on the way from the loss to the input, so early layers do not learn.
 
     Formula: RMS of a weight's gradient / the largest RMS behind it (of all weights if their order is
@@ -64,7 +64,7 @@ def attenuated_gradients(evidence: Evidence) -> Iterator[Result]:
     yield Passed(f"vanishing gradients (smallest {worst:.1g} of the largest)", worst, MIN_RATIO)
 
 
-def _is_faint_before(param: Param, largest: float, evidence: Evidence) -> bool:
+def _is_faint_before(param: Param, largest: float, evidence: Run) -> bool:
     """Whether all parameters nearer to the input have small gradients, too; attention keys always do."""
     before = [p for p in evidence.params.values() if _comes_before(p, param)]
     return not any(median(p.series("rms").values[-LATEST:]) > MAX_FAINT * largest for p in before)
@@ -97,7 +97,7 @@ def _ratios(params: Sequence[Param], sizes: dict[str, Series]) -> list[Series]:
 
 
 def _attenuated(
-    evidence: Evidence, params: Sequence[Param], sizes: dict[str, Series], low: Sequence[_Low]
+    evidence: Run, params: Sequence[Param], sizes: dict[str, Series], low: Sequence[_Low]
 ) -> Finding:
     usual = [median(sizes[p.name].values[-LATEST:]) for p in params]
     names = [p.name for p in params]
@@ -129,7 +129,7 @@ def _attenuated(
     )
 
 
-def _why_attenuated(evidence: Evidence, chain: Sequence[Param]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _why_attenuated(evidence: Run, chain: Sequence[Param]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     kinds = [layer.kind for layer in evidence.layers.values() if layer.kind in FLAT]
     if len(kinds) > 2:
         kind = max(sorted(set(kinds)), key=kinds.count)

@@ -7,8 +7,8 @@ from itertools import takewhile
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import lower_rate
-from hookcb.diagnosis.evidence import Evidence, Param, Series
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.run import Param, Run, Series
 from hookcb.diagnosis.trends import LATEST, Span, finite, place, records_needed, trailing, weights
 from hookcb.diagnosis.verdict import Finding
 
@@ -34,7 +34,7 @@ ALL_DEAD, NO_DIAGNOSE, SILENT = 0.999, 0.99, 0.95  # share of rows, of rows in r
         "param.unreachable",
     ),
 )
-def dead_units(evidence: Evidence) -> Iterator[Result]:
+def dead_units(evidence: Run) -> Iterator[Result]:
     """Units that no sample activates, so their weights get no gradient and never change.
 
     Formula: share of the rows of a weight with a gradient of exactly zero in each of 8 inspected steps with
@@ -81,7 +81,7 @@ def dead_units(evidence: Evidence) -> Iterator[Result]:
     yield _dead(evidence, param, max(worst if begins else 0.0, shares[param.layer][1]), others)
 
 
-def _silent_since(evidence: Evidence) -> Span | None:
+def _silent_since(evidence: Run) -> Span | None:
     """The last records, if all their gradients are zero and a small loss does not explain it."""
     norms = list(evidence.steps.get("total_norm", Series()))
     silent = [step for step, _ in takewhile(lambda at: at[1] == 0, reversed(norms))]
@@ -95,7 +95,7 @@ def _silent_since(evidence: Evidence) -> Span | None:
     return Span(silent[-1], silent[0], len(silent)) if is_fault else None
 
 
-def _silent_weights(evidence: Evidence) -> Span | None:
+def _silent_weights(evidence: Run) -> Span | None:
     """All records, if all weights have zero gradients; in a training, another parameter must have one."""
     norms = [p.series("norm") for p in weights(evidence) if p.stats]
     if min(map(len, norms), default=0) < records_needed(evidence) or any(any(x.values) for x in norms):
@@ -105,7 +105,7 @@ def _silent_weights(evidence: Evidence) -> Span | None:
     return Span(norms[0].steps[0], norms[0].steps[-1], len(norms[0]))
 
 
-def _all_silent(evidence: Evidence, span: Span, what: str) -> Finding:
+def _all_silent(evidence: Run, span: Span, what: str) -> Finding:
     shares = {p.layer: (p, 1.0) for p in weights(evidence)}
     param = _first_silent(evidence, shares)
     where = f", and all outputs from {as_layer(param.layer)} on are zero" if param else ""
@@ -128,7 +128,7 @@ def _all_silent(evidence: Evidence, span: Span, what: str) -> Finding:
     )
 
 
-def _dead_shares(evidence: Evidence, has_converged: bool) -> dict[str, tuple[Param, float]]:
+def _dead_shares(evidence: Run, has_converged: bool) -> dict[str, tuple[Param, float]]:
     """The weight with the fewest dead units and their share, by layer in order; in a list, the most."""
     shares: dict[str, tuple[Param, float]] = {}
     for p in weights(evidence):
@@ -154,12 +154,12 @@ def _dead_share(param: Param, has_converged: bool) -> float:
     return min(rows) if min(rows) >= NO_DIAGNOSE else 0.0
 
 
-def _is_silent_throughout(evidence: Evidence) -> bool:
+def _is_silent_throughout(evidence: Run) -> bool:
     """Whether no parameter has ever had a gradient, as with a constant loss."""
     return not any(x > 0 for p in evidence.params.values() for x in p.series("norm").values)
 
 
-def _first_silent(evidence: Evidence, shares: dict[str, tuple[Param, float]]) -> Param | None:
+def _first_silent(evidence: Run, shares: dict[str, tuple[Param, float]]) -> Param | None:
     """Weight of the first layer after which, before the next layer with weights, all outputs are zero."""
     last: Param | None = None
     with_weights = {p.layer for p in weights(evidence)}
@@ -171,7 +171,7 @@ def _first_silent(evidence: Evidence, shares: dict[str, tuple[Param, float]]) ->
     return None
 
 
-def _last_dead(evidence: Evidence, dead: list[Param]) -> Param | None:
+def _last_dead(evidence: Run, dead: list[Param]) -> Param | None:
     """The dead weight nearest to the loss, except those fed with zeros only: their bias has a gradient."""
     with_bias = {
         p.layer
@@ -182,7 +182,7 @@ def _last_dead(evidence: Evidence, dead: list[Param]) -> Param | None:
     return next((p for p in reversed(ordered) if p.layer not in with_bias), ordered[-1])
 
 
-def _dead(evidence: Evidence, param: Param, share: float, others: int) -> Finding:
+def _dead(evidence: Run, param: Param, share: float, others: int) -> Finding:
     rows = param.series("zero_rows")
     span = trailing(rows, lambda x: x >= min(share, MAX_DEAD_WARNING))
     more = f" The same is true of {others} more layer{'s' * (others > 1)}." if others else ""

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import MAX_EXCESS, RECURRENT, begins_large, gradient_sizes, lower_rate
-from hookcb.diagnosis.evidence import WINDOW, Evidence, Param, Series
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.run import WINDOW, Param, Run, Series
 from hookcb.diagnosis.trends import (
     Span,
     before,
@@ -39,7 +39,7 @@ MAX_RISE, MIN_AFTER = 2.0, 3  # loss after a jump / loss before it, and the numb
         "param.*",
     ),
 )
-def exploding_gradients(evidence: Evidence) -> Iterator[Result]:
+def exploding_gradients(evidence: Run) -> Iterator[Result]:
     """Gradients that grow on the way from the loss to the input, or from one step to the next.
 
     Formula: (a) RMS of a layer's largest weight gradient / the RMS of the median layer or of the last one,
@@ -70,7 +70,7 @@ def exploding_gradients(evidence: Evidence) -> Iterator[Result]:
         yield Skipped("fewer than two layers had a gradient other than 0")
 
 
-def _by_layer(evidence: Evidence, until: float) -> list[tuple[Param, Series]]:
+def _by_layer(evidence: Run, until: float) -> list[tuple[Param, Series]]:
     """The weight with the largest gradient in each layer, and the series of its RMS, in order."""
     layers: dict[str, list[tuple[Param, Series]]] = {}
     for p in weights(evidence):
@@ -112,7 +112,7 @@ def _passed_on(sizes: list[float]) -> Iterator[int]:
             previous = size
 
 
-def _exploding(evidence: Evidence, params: Sequence[Param], i: int, excess: float, span: Span) -> Finding:
+def _exploding(evidence: Run, params: Sequence[Param], i: int, excess: float, span: Span) -> Finding:
     param = params[i]
     is_recurrent = param.kind in RECURRENT
     cause = "a recurrent layer that multiplies the gradient at each time step" if is_recurrent else ""
@@ -133,7 +133,7 @@ def _exploding(evidence: Evidence, params: Sequence[Param], i: int, excess: floa
     )
 
 
-def _jump(evidence: Evidence, norms: Series) -> tuple[int, float] | None:
+def _jump(evidence: Run, norms: Series) -> tuple[int, float] | None:
     """The first step with a total norm far above those before it, after which the loss is higher."""
     values = norms.values
     for i in range(MIN_BEFORE, len(values)):
@@ -143,7 +143,7 @@ def _jump(evidence: Evidence, norms: Series) -> tuple[int, float] | None:
     return None
 
 
-def _rises(evidence: Evidence, step: int) -> bool:
+def _rises(evidence: Run, step: int) -> bool:
     """Whether the loss is twice as high in the ten batches after a step as in the ten before."""
     before_it = [x for at, x in evidence.loss if at <= step][-WINDOW:]
     after = sorted([x for at, x in evidence.loss if at > step][:WINDOW])
@@ -153,7 +153,7 @@ def _rises(evidence: Evidence, step: int) -> bool:
     return after[len(after) // 2] > usual + (MAX_RISE - 1) * abs(usual)  # an infinite loss is high, too
 
 
-def _jumping(evidence: Evidence, step: int, jump: float) -> Finding:
+def _jumping(evidence: Run, step: int, jump: float) -> Finding:
     norms = [(dict(p.series("norm")).get(step, math.nan), p) for p in evidence.params.values()]
     param = max(((x, p) for x, p in norms if x > 0), key=lambda pair: pair[0], default=(0.0, None))[1]
     most = f" Most of it comes from {param.name}." if param else ""

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable, Iterator
 
-from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series
 from hookcb.diagnosis.registry import Result
+from hookcb.diagnosis.run import Layer, Param, Run, Series
 from hookcb.diagnosis.trends import Span
 from hookcb.diagnosis.verdict import Finding, Severity
 
@@ -35,7 +35,7 @@ def finding(
     )
 
 
-def findings_of(check: Callable[[Evidence], Iterator[Result]], evidence: Evidence) -> list[Finding]:
+def findings_of(check: Callable[[Run], Iterator[Result]], evidence: Run) -> list[Finding]:
     """Findings of another check, on which one depends."""
     return [result for result in check(evidence) if isinstance(result, Finding)]
 

@@ -5,12 +5,12 @@ from collections.abc import Collection, Iterable, Iterator
 
 from hookcb.core.text import join_names
 from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.run import Run
 
 
 @check("param.frozen_between", site=Site.BACKWARD, needs=("gradients", "activations"), exact=True)
-def frozen_between(evidence: Evidence) -> Iterator[Result]:
+def frozen_between(evidence: Run) -> Iterator[Result]:
     """A frozen layer with trained layers before and after it: a note, as it may be on purpose.
 
     Exact: `requires_grad` is False for all parameters of a linear, convolutional or recurrent layer, called

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.evidence import WINDOW, Evidence, Series
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.run import WINDOW, Run, Series
 from hookcb.diagnosis.trends import format_factor, median
 from hookcb.diagnosis.verdict import Finding
 
@@ -18,7 +18,7 @@ N_FIRST = 5  # records in the median of the beginning; the end is a single one, 
 @check(
     "gan.balance", site=Site.RUN, shown_by="run.loss", needs=("gradients", "steps", "loss"), subject="players"
 )
-def balance(evidence: Evidence) -> Iterator[Result]:
+def balance(evidence: Run) -> Iterator[Result]:
     """A discriminator so good that its generator no longer learns.
 
     Formula: of two networks with an optimizer each, the loss of one is below 0.05, while the gradient norm of
@@ -39,7 +39,7 @@ def balance(evidence: Evidence) -> Iterator[Result]:
     yield Passed("balance of two networks", max(_fall(norms[a]), _fall(norms[b])), MAX_FALL)
 
 
-def _norms_by_optimizer(evidence: Evidence) -> dict[int, Series]:
+def _norms_by_optimizer(evidence: Run) -> dict[int, Series]:
     """Largest gradient norm among the parameters of each optimizer, by step."""
     by_optimizer: dict[int, dict[int, float]] = {}
     for p in evidence.params.values():
@@ -68,7 +68,7 @@ def _has_fallen(loss: Series) -> bool:
     return median(loss.values[-WINDOW:]) < median(loss.values[:WINDOW])
 
 
-def _unbalanced(evidence: Evidence, loser: int, fall: float, norms: Series) -> Finding:
+def _unbalanced(evidence: Run, loser: int, fall: float, norms: Series) -> Finding:
     params = [p for p in evidence.params.values() if p.optimizer == loser and p.stats]
     names = list(dict.fromkeys(p.name.partition(".")[0] for p in params))
     own, limit = as_layer(names[0]), median(norms.values[:N_FIRST]) / MAX_FALL

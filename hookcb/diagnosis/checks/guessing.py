@@ -15,7 +15,6 @@ from hookcb.diagnosis.checks.updates import (
     recent_updates,
     usual_update,
 )
-from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.falling import (
     MAX_OF_CONSTANT,
     MIN_BATCHES,
@@ -31,6 +30,7 @@ from hookcb.diagnosis.falling import (
     why_unknown,
 )
 from hookcb.diagnosis.registry import Absent, Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.trends import before
 from hookcb.diagnosis.verdict import Finding
 
@@ -50,7 +50,7 @@ PREDICTIONS = {
 
 
 @check("loss.trivial", site=Site.RUN, shown_by="run.loss", needs=("loss",), leads_to=("loss.flat",))
-def trivial_loss(evidence: Evidence) -> Iterator[Result]:
+def trivial_loss(evidence: Run) -> Iterator[Result]:
     """A model that is no better than the best constant prediction, which ignores the input.
 
     Formula: mean loss of the last tenth of 50 batches or more / loss of the best constant for the targets
@@ -114,7 +114,7 @@ def trivial_loss(evidence: Evidence) -> Iterator[Result]:
     needs=("loss", "batch", "graph"),
     leads_to=("loss.trivial", "loss.flat"),
 )
-def dominant_penalty(evidence: Evidence) -> Iterator[Result]:
+def dominant_penalty(evidence: Run) -> Iterator[Result]:
     """A penalty on parameters that is nearly all of the loss.
 
     Formula: (loss - mean error of the batch) / loss, the largest share in a batch. Limit: 0.9. A
@@ -150,7 +150,7 @@ def dominant_penalty(evidence: Evidence) -> Iterator[Result]:
     )
 
 
-def _trivial_validation(evidence: Evidence, last: float, ratio: float) -> Finding:
+def _trivial_validation(evidence: Run, last: float, ratio: float) -> Finding:
     return finding(
         "loss.trivial",
         "info",
@@ -167,7 +167,7 @@ def _trivial_validation(evidence: Evidence, last: float, ratio: float) -> Findin
     )
 
 
-def _of_constant(evidence: Evidence) -> str:
+def _of_constant(evidence: Run) -> str:
     """The best constant prediction and its loss, in words."""
     predicting = PREDICTIONS.get(evidence.loss_kind, "always predicting the median of the targets")
     return f"{predicting} would give {evidence.constant:.3g}"
@@ -180,7 +180,7 @@ def _of_constant(evidence: Evidence) -> str:
     needs=("loss", "batch", "graph"),
     leads_to=("loss.*", "update.*", "grad.*", "unit.dead", "act.collapse"),
 )
-def stuck_head(evidence: Evidence) -> Iterator[Result]:
+def stuck_head(evidence: Run) -> Iterator[Result]:
     """A ReLU as the head of a regression that holds outputs at 0 although their targets are larger.
 
     Formula: squared errors of these outputs, which get no gradient / all squared errors, the least of the
@@ -216,7 +216,7 @@ def stuck_head(evidence: Evidence) -> Iterator[Result]:
 
 
 @check("train.unfinished", site=Site.RUN, shown_by="run.loss", needs=("loss",), subject="end")
-def unfinished_training(evidence: Evidence) -> Iterator[Result]:
+def unfinished_training(evidence: Run) -> Iterator[Result]:
     """A loss that is far from its end: a note, never an alarm.
 
     Formula: fall to be expected in as many batches again, at the median slope of the last half of 50 batches
@@ -263,7 +263,7 @@ def unfinished_training(evidence: Evidence) -> Iterator[Result]:
     )
 
 
-def _few(evidence: Evidence) -> Result:
+def _few(evidence: Run) -> Result:
     """Note about a training of a few batches that has learned little yet, or learns with each of them."""
     values, n = evidence.loss.values, len(evidence.loss)
     falls = n >= MIN_FALLS and all(x > y for x, y in pairwise(values))
@@ -284,7 +284,7 @@ def _few(evidence: Evidence) -> Result:
     )
 
 
-def _advice(evidence: Evidence) -> tuple[str, ...]:
+def _advice(evidence: Run) -> tuple[str, ...]:
     """Advice to raise the learning rate, if steps are small by the records, or else to train longer."""
     usual = usual_update(recent_updates(evidence))
     n = multiplier(evidence, usual) if 0 < usual < SMALL_UPDATE else 1

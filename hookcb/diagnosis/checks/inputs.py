@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import MAX_FIRST_UPDATE, RECURRENT, updates
-from hookcb.diagnosis.evidence import Evidence, Layer, Param
 from hookcb.diagnosis.falling import (
     MAX_OF_CONSTANT,
     MIN_BATCHES,
@@ -14,6 +13,7 @@ from hookcb.diagnosis.falling import (
     need_not_fall,
 )
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.run import Layer, Param, Run
 from hookcb.diagnosis.trends import MAX_SATURATED, finite, format_factor, median
 from hookcb.diagnosis.verdict import Finding
 
@@ -32,7 +32,7 @@ MAX_FIRST_LOSS, MAX_DEAD = 3.0, 0.5  # times the loss of guessing; share of unit
     needs=("batch", "gradients"),
     leads_to=("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "update.*"),
 )
-def input_scale(evidence: Evidence) -> Iterator[Result]:
+def input_scale(evidence: Run) -> Iterator[Result]:
     """Inputs on a scale far above 1 that harm the training, or far below 1 where nothing is learned.
 
     Formula: median root mean square of the first three inspected batches above 30, of all inputs or of one
@@ -83,7 +83,7 @@ def input_scale(evidence: Evidence) -> Iterator[Result]:
     )
 
 
-def _too_small(evidence: Evidence, rms: float) -> Finding:
+def _too_small(evidence: Run, rms: float) -> Finding:
     return finding(
         "input.scale",
         "warning",
@@ -97,7 +97,7 @@ def _too_small(evidence: Evidence, rms: float) -> Finding:
     )
 
 
-def _scale(evidence: Evidence) -> tuple[float, str]:
+def _scale(evidence: Run) -> tuple[float, str]:
     """Root mean square of the inputs, or of the one column that stands out; number of that column, or ""."""
     rms = median(evidence.input_rms.values[:N_FIRST])
     columns = [median(values) for values in zip(*evidence.input_columns, strict=False)]
@@ -107,12 +107,12 @@ def _scale(evidence: Evidence) -> tuple[float, str]:
     return top, str(columns.index(top))
 
 
-def _is_apart(evidence: Evidence) -> bool:
+def _is_apart(evidence: Run) -> bool:
     """Whether the inputs of this rank are on another scale than those of the others."""
     return median(evidence.input_rms.values) > MAX_TIMES_OTHERS * evidence.rms_of_others
 
 
-def _way(evidence: Evidence, is_one_column: bool) -> tuple[list[Layer], list[Param]]:
+def _way(evidence: Run, is_one_column: bool) -> tuple[list[Layer], list[Param]]:
     """The layers, and their weights, on which the scale of the inputs, or of one of their columns, acts."""
     layers = sorted(evidence.layers.values(), key=lambda layer: layer.place)
     params = [p for p in evidence.params.values() if p.is_weight]
@@ -124,7 +124,7 @@ def _way(evidence: Evidence, is_one_column: bool) -> tuple[list[Layer], list[Par
     return [layer for layer in layers if layer.place < norm], before_it
 
 
-def _harm(evidence: Evidence, is_one_column: bool) -> str:
+def _harm(evidence: Run, is_one_column: bool) -> str:
     """Harm that large inputs have done on their way, "" if none was seen."""
     layers, params = _way(evidence, is_one_column)
     is_whole = len(layers) == len(evidence.layers)

@@ -7,9 +7,9 @@ from hookcb.core.text import as_layer
 from hookcb.diagnosis.checks.attenuated import attenuated_gradients
 from hookcb.diagnosis.checks.finding import finding, findings_of
 from hookcb.diagnosis.checks.updates import begins_large, init_advice, is_trained, lower_rate
-from hookcb.diagnosis.evidence import SPARSE_KINDS, Evidence, Layer, Series
 from hookcb.diagnosis.falling import MIN_BATCHES, has_learned, is_trivial
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.run import SPARSE_KINDS, Layer, Run, Series
 from hookcb.diagnosis.trends import (
     LATEST,
     MAX_SATURATED,
@@ -34,11 +34,11 @@ MIN_SPREAD_LEFT = 1e-3  # by one layer, share of the spread before it; if more i
 MIN_SPREAD = 1e-6  # variance across the batch / second moment; float32 resolves 1e-14 of a square
 
 
-def _in_order(evidence: Evidence) -> list[Layer]:
+def _in_order(evidence: Run) -> list[Layer]:
     return sorted(evidence.layers.values(), key=lambda layer: layer.place)
 
 
-def _head(evidence: Evidence) -> float:
+def _head(evidence: Run) -> float:
     """Place of the last layer with weights; of the last layer if no place is known."""
     places = [p.place_of_layer for p in weights(evidence) if p.place_of_layer is not None]
     places = places or [layer.place for layer in evidence.layers.values()]
@@ -54,7 +54,7 @@ def _head(evidence: Evidence) -> float:
     leads_to=("grad.attenuated", "loss.flat", "loss.trivial", "act.collapse", "update.too_small"),
     subject="flat ends",
 )
-def saturated_units(evidence: Evidence) -> Iterator[Result]:
+def saturated_units(evidence: Run) -> Iterator[Result]:
     """Saturated units of tanh and sigmoid, which pass almost no gradient.
 
     Formula: median over five records, up to the last one before convergence, of the share of outputs with
@@ -86,7 +86,7 @@ def saturated_units(evidence: Evidence) -> Iterator[Result]:
     yield Passed(f"saturated units ({worst:.0%})", worst, MAX_SATURATED)
 
 
-def _saturated(evidence: Evidence, layer: Layer, share: float, span: Span, began: bool) -> Finding:
+def _saturated(evidence: Run, layer: Layer, share: float, span: Span, began: bool) -> Finding:
     feeds = [p for p in weights(evidence) if p.place_of_layer is not None and p.place_of_layer < layer.place]
     is_large = begins_large(feeds[-1:])
     is_harmful = evidence.n_batches >= MIN_BATCHES and not has_learned(evidence, evidence.first_loss)
@@ -119,7 +119,7 @@ def _saturated(evidence: Evidence, layer: Layer, share: float, span: Span, began
     needs=("activations",),
     leads_to=("grad.*", "loss.*", "update.*", "unit.*", "nonfinite.*", "attn.collapse", "act.collapse"),
 )
-def activation_scale(evidence: Evidence) -> Iterator[Result]:
+def activation_scale(evidence: Run) -> Iterator[Result]:
     """Activations that grow from layer to layer, or come close to the largest number of their dtype.
 
     Formula: std(output) / std(input), both in the median of the first three records and in that of all, since
@@ -166,9 +166,7 @@ def _is_masked(layer: Layer) -> bool:
     return len(values) >= N_FIRST and min(values) == max(values) > 1e3
 
 
-def _grown(
-    evidence: Evidence, layers: list[Layer], worst: Layer, stds: dict[str, float], base: float
-) -> Finding:
+def _grown(evidence: Run, layers: list[Layer], worst: Layer, stds: dict[str, float], base: float) -> Finding:
     upto = layers[: layers.index(worst) + 1]
     previous = [base, *(stds[layer.name] for layer in upto)]
     growth = [stds[layer.name] / was for layer, was in zip(upto, previous, strict=False)]
@@ -223,7 +221,7 @@ def _near_overflow(layer: Layer, most: float, span: Span) -> Finding:
     needs=("activations",),
     leads_to=("loss.flat", "loss.trivial", "grad.attenuated", "unit.dead"),
 )
-def collapsed_activations(evidence: Evidence) -> Iterator[Result]:
+def collapsed_activations(evidence: Run) -> Iterator[Result]:
     """Outputs that are the same for every sample of a batch, so the samples can no longer be told apart.
 
     Formula: variance across the batch / second moment, the median over five records up to the last before
@@ -273,7 +271,7 @@ def collapsed_activations(evidence: Evidence) -> Iterator[Result]:
         )
 
 
-def _is_harmful(evidence: Evidence, span: Span, spreads: Series) -> bool:
+def _is_harmful(evidence: Run, span: Span, spreads: Series) -> bool:
     """Whether outputs were the same from the beginning, and nothing else says why nothing was learned."""
     begins_so = span.first == spreads.steps[0]
     return begins_so and is_trivial(evidence) and not findings_of(attenuated_gradients, evidence)

@@ -15,7 +15,6 @@ from hookcb.diagnosis.checks.updates import (
     init_advice,
     lower_rate,
 )
-from hookcb.diagnosis.evidence import WINDOW, Evidence, Series
 from hookcb.diagnosis.falling import (
     MIN_BATCHES,
     falls_by,
@@ -26,6 +25,7 @@ from hookcb.diagnosis.falling import (
     why_unknown,
 )
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.run import WINDOW, Run, Series
 from hookcb.diagnosis.trends import (
     LATEST,
     does_well,
@@ -52,7 +52,7 @@ N_LATEST = 4_096  # batches that are searched for spikes, so that a long run tak
 
 
 @check("loss.init", site=Site.LOSS, shown_by="run.loss", draws_limit=True, needs=("loss",))
-def first_loss(evidence: Evidence) -> Iterator[Result]:
+def first_loss(evidence: Run) -> Iterator[Result]:
     """A first loss far above that of guessing: the model begins confident and wrong.
 
     Formula: loss of the first batch, before any update / loss of guessing, which is ln C for cross-entropy
@@ -96,7 +96,7 @@ def first_loss(evidence: Evidence) -> Iterator[Result]:
 
 
 @check("loss.flat", site=Site.RUN, shown_by="run.loss", draws_limit=True, needs=("loss",))
-def flat_loss(evidence: Evidence) -> Iterator[Result]:
+def flat_loss(evidence: Run) -> Iterator[Result]:
     """A loss that has not fallen since the beginning.
 
     Formula: over 50 batches or more, the moving average is never below 0.95 of the first ten, and the
@@ -150,7 +150,7 @@ def flat_loss(evidence: Evidence) -> Iterator[Result]:
     needs=("loss",),
     leads_to=("nonfinite.*",),
 )
-def diverging_loss(evidence: Evidence) -> Iterator[Result]:
+def diverging_loss(evidence: Run) -> Iterator[Result]:
     """A loss that is higher than at the beginning and stays there.
 
     Formula: the moving average is above the beginning by 50 % of its size, above twice its minimum if that
@@ -222,13 +222,13 @@ def _may_be_chance(loss: Series, first: float) -> bool:
     return median(values) - (math.log(first) if is_positive else first) < NOISE * noise
 
 
-def _has_large_steps(evidence: Evidence) -> bool:
+def _has_large_steps(evidence: Run) -> bool:
     """Whether steps change a weight so much that they may be why the loss rises."""
     # a large first step may leave nothing that moves any more
     return any(map(has_large_updates, weights(evidence))) or first_update(evidence) > MAX_FIRST_UPDATE
 
 
-def _has_growing_targets(evidence: Evidence, since: int) -> bool:
+def _has_growing_targets(evidence: Run, since: int) -> bool:
     """Whether outputs from step `since` on are larger than the errors and the first targets explain.
 
     If no output was inspected since then, the last one before counts.
@@ -254,7 +254,7 @@ def _squared(loss: float, kind: str) -> float:
     return loss if kind == "mse" else max(2 * loss, (loss + 0.5) ** 2 if loss > 0.5 else 0.0)
 
 
-def _beginning(evidence: Evidence) -> float:
+def _beginning(evidence: Run) -> float:
     """Mean of the first ten losses; the first one if the ten already diverge or are not finite."""
     first, start = evidence.first_loss, evidence.loss.values[0] if len(evidence.loss) else math.nan
     is_inflated = not math.isfinite(first) or first > start + (INFLATED - 1) * abs(start)
@@ -269,7 +269,7 @@ def _beginning(evidence: Evidence) -> float:
     needs=("loss",),
     leads_to=("loss.diverging", "update.*", "act.*", "grad.*", "nonfinite.*", "unit.*"),
 )
-def unbounded_loss(evidence: Evidence) -> Iterator[Result]:
+def unbounded_loss(evidence: Run) -> Iterator[Result]:
     """A negative loss of a kind that is never negative, such as cross-entropy or MSE, or of a sum of such.
 
     Formula: the smallest loss. Limit: -1e-6, which leaves room for rounding. A negated loss has no minimum,
@@ -317,7 +317,7 @@ def unbounded_loss(evidence: Evidence) -> Iterator[Result]:
 
 
 @check("loss.spike", site=Site.RUN, shown_by="run.loss", draws_limit=True, needs=("loss",))
-def loss_spikes(evidence: Evidence) -> Iterator[Result]:
+def loss_spikes(evidence: Run) -> Iterator[Result]:
     """Single losses far above those before them: a note, never an alarm.
 
     Formula: at least two of the last 4,096 losses are above the median of the up to 128 batches before them

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.observed import EVERYTHING, passed_on
-from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.reader import why_unseen
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.run import Run, Series
 from hookcb.diagnosis.verdict import Finding
 
 
@@ -21,7 +21,7 @@ from hookcb.diagnosis.verdict import Finding
     exact=True,
     leads_to=EVERYTHING,
 )
-def nonfinite_first(evidence: Evidence) -> Iterator[Result]:
+def nonfinite_first(evidence: Run) -> Iterator[Result]:
     """The first module that makes NaN or infinity from finite inputs, or from finite gradients.
 
     Formula: the batch is run again, see `hookcb.nans.search`. Without `Diagnose`: the parameters with NaN or
@@ -43,7 +43,7 @@ def nonfinite_first(evidence: Evidence) -> Iterator[Result]:
         yield Skipped(why_unseen(["batch"], evidence.reader))
 
 
-def _nonfinite_gradients(evidence: Evidence) -> dict[str, int]:
+def _nonfinite_gradients(evidence: Run) -> dict[str, int]:
     """First step with a NaN or infinite gradient that no GradScaler handles, by parameter."""
     scale, skipped = (dict(evidence.steps.get(stat, Series())) for stat in ("scale", "skipped"))
     bad = {}
@@ -55,7 +55,7 @@ def _nonfinite_gradients(evidence: Evidence) -> dict[str, int]:
     return bad
 
 
-def _nonfinite(evidence: Evidence, bad: dict[str, int]) -> Finding:
+def _nonfinite(evidence: Run, bad: dict[str, int]) -> Finding:
     step = min(bad.values())
     first, *others = [evidence.params[name] for name, at in bad.items() if at == step]
     n = dict(first.series("nonfinite")).get(step, math.nan)
@@ -83,7 +83,7 @@ def _nonfinite(evidence: Evidence, bad: dict[str, int]) -> Finding:
     needs=("gradients",),
     exact=True,
 )
-def nonfinite_contained(evidence: Evidence) -> Iterator[Result]:
+def nonfinite_contained(evidence: Run) -> Iterator[Result]:
     """A NaN or infinite gradient of a layer's output, at a step with finite gradients of all parameters.
 
     Formula: number of NaN or infinite elements > 0 in the gradient of an output, = 0 in those of parameters,

@@ -1,4 +1,4 @@
-"""Checks that pass on what probes observed during the training, `Evidence.observations`."""
+"""Checks that pass on what probes observed during the training, `Run.observations`."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.checks.loss import flat_loss
-from hookcb.diagnosis.evidence import Evidence, Observation
 from hookcb.diagnosis.falling import MIN_BATCHES, falls_slowly, is_trivial
 from hookcb.diagnosis.registry import Absent, Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.run import Observation, Run
 from hookcb.diagnosis.trends import loss_left
 from hookcb.diagnosis.verdict import Finding, Severity
 
@@ -17,7 +17,7 @@ COPIED = 0.05  # share of the first loss
 
 
 def passed_on(
-    evidence: Evidence, code: str, severity: Severity, passed: str, requires: str = ""
+    evidence: Run, code: str, severity: Severity, passed: str, requires: str = ""
 ) -> Iterator[Result]:
     """One finding per severity for all observations with a code: the first, with the places of the others.
 
@@ -26,7 +26,7 @@ def passed_on(
         code: code of the observations.
         severity: severity of the finding, unless the observation has its own.
         passed: text of `Passed` if there is no observation.
-        requires: key in `Evidence.observed` without which it is `Skipped`; alternatives separated by " or ".
+        requires: key in `Run.observed` without which it is `Skipped`; alternatives separated by " or ".
     """
     observations = [x for x in evidence.observations if x.code == code]
     if not observations:
@@ -42,9 +42,7 @@ def passed_on(
         yield _finding(evidence, first, others, given or severity)  # type: ignore[arg-type]
 
 
-def _finding(
-    evidence: Evidence, first: Observation, others: Sequence[Observation], severity: Severity
-) -> Finding:
+def _finding(evidence: Run, first: Observation, others: Sequence[Observation], severity: Severity) -> Finding:
     places = [
         as_layer(x.layer) or x.param
         for x in others
@@ -69,7 +67,7 @@ def _finding(
     )
 
 
-def _about(evidence: Evidence, seen: Observation) -> str:
+def _about(evidence: Run, seen: Observation) -> str:
     """Type and sizes of the layer."""
     if seen.layer in evidence.layers:
         return evidence.layers[seen.layer].about
@@ -92,7 +90,7 @@ def _row(
 ) -> None:
     """Registers a check that only passes on observations; see `passed_on` and `Check` for the arguments."""
 
-    def pass_on(evidence: Evidence) -> Iterator[Result]:
+    def pass_on(evidence: Run) -> Iterator[Result]:
         return passed_on(evidence, code, severity, passed, requires)
 
     pass_on.__name__, pass_on.__doc__ = code.replace(".", "_"), doc
@@ -153,7 +151,7 @@ _row("label.single_class", Site.INPUT, ("batch", "graph"), ("loss.*", "grad.*", 
 
 
 @check("data.labels", site=Site.INPUT, needs=("loss",), exact=False, leads_to=("loss.flat", "loss.trivial"))
-def data_labels(evidence: Evidence) -> Iterator[Result]:
+def data_labels(evidence: Run) -> Iterator[Result]:
     """The model can overfit a single batch but learns nothing: the labels do not follow from the inputs.
 
     Formula: a flat loss and no other finding, and 60 steps of a copy of the model on one batch bring its loss
@@ -187,7 +185,7 @@ def data_labels(evidence: Evidence) -> Iterator[Result]:
     leads_to=("loss.*", "update.*"),
     subject="tokens",
 )
-def copied_inputs(evidence: Evidence) -> Iterator[Result]:
+def copied_inputs(evidence: Run) -> Iterator[Result]:
     """Targets that are the tokens which the model embeds at the same position.
 
     Exact: all targets of a cross-entropy, in three batches, at least 64. A note, as they are in an
@@ -303,7 +301,7 @@ _row("embed.single_index", Site.MODULES, ("batches",), (), "info", "embeddings t
     leads_to=("loss.trivial", "loss.flat"),
     subject="embeddings",
 )
-def embedding_scales(evidence: Evidence) -> Iterator[Result]:
+def embedding_scales(evidence: Run) -> Iterator[Result]:
     """An embedding that is lost in the sum, as a far larger one is added to it.
 
     Formula: RMS of one table / RMS of the other, of embeddings of tokens or positions whose outputs are added
@@ -449,7 +447,7 @@ _row("label.broadcast", Site.INPUT, ("batch", "graph"), EVERYTHING, "error", "ta
     exact=True,
     leads_to=("loss.trivial", "loss.flat"),
 )
-def loss_of_values(evidence: Evidence) -> Iterator[Result]:
+def loss_of_values(evidence: Run) -> Iterator[Result]:
     """Classes, as 0 and 1 or one-hot, in a loss for values: a note.
 
     Exact: the targets of the first batch, one per sample or rows with a single 1, in a squared, absolute or

@@ -7,9 +7,9 @@ from itertools import takewhile
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.observed import passed_on
 from hookcb.diagnosis.checks.updates import USUAL_UPDATE, VISIBLE_UPDATE, recent_updates, usual_update
-from hookcb.diagnosis.evidence import SPARSE_KINDS, WINDOW, Evidence, Param, Series
 from hookcb.diagnosis.falling import has_learned, need_not_fall
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.run import SPARSE_KINDS, WINDOW, Param, Run, Series
 from hookcb.diagnosis.trends import LATEST, Span, before, finite, median, rates, ratio
 from hookcb.diagnosis.verdict import Finding
 
@@ -33,7 +33,7 @@ MAX_SKIPPED, MAX_SKIPPED_STEPS = 0.1, 4
     needs=("gradients",),
     leads_to=("update.too_small", "loss.flat", "loss.trivial"),
 )
-def constant_clipping(evidence: Evidence) -> Iterator[Result]:
+def constant_clipping(evidence: Run) -> Iterator[Result]:
     """Gradient clipping that cuts almost every gradient to a small part, which only lowers the learning rate.
 
     Formula: share of records with clipped norm / norm below 1, and the median of that ratio. Limit: above
@@ -76,7 +76,7 @@ def constant_clipping(evidence: Evidence) -> Iterator[Result]:
     )
 
 
-def _clip_advice(evidence: Evidence) -> str:
+def _clip_advice(evidence: Run) -> str:
     """Advice to clip near the median norm, unless that norm is what clipping protects from."""
     norm = median(evidence.steps.get("total_norm", Series()).values)
     if norm > MAX_NORM:
@@ -93,7 +93,7 @@ def _clip_advice(evidence: Evidence) -> str:
     exact=True,
     leads_to=("loss.flat", "loss.trivial"),
 )
-def unmoved_parameters(evidence: Evidence) -> Iterator[Result]:
+def unmoved_parameters(evidence: Run) -> Iterator[Result]:
     """Parameters that never change: no step is made, the learning rate is 0, or steps do nothing.
 
     Exact: no step in twenty batches with a backward, and no sampled element of any weight has changed. Or a
@@ -161,7 +161,7 @@ def _not_stepped(unmoved: list[tuple[Param, Span]]) -> Finding:
     )
 
 
-def _without_rate(evidence: Evidence) -> Span | None:
+def _without_rate(evidence: Run) -> Span | None:
     """The last batches if their learning rate was 0 for too long to be the end of a decay."""
     lr = rates(evidence)
     zeros = [step for step, _ in takewhile(lambda pair: pair[1] == 0, reversed(list(lr)))]
@@ -172,7 +172,7 @@ def _without_rate(evidence: Evidence) -> Span | None:
     return Span(zeros[-1], zeros[0], n)
 
 
-def _no_rate(evidence: Evidence, span: Span) -> Finding:
+def _no_rate(evidence: Run, span: Span) -> Finding:
     top = max(finite(rates(evidence).values), default=0.0)
     past = f"; before, it was up to {top:.2g}" if top > 0 else ""
     return finding(
@@ -198,7 +198,7 @@ def _no_rate(evidence: Evidence, span: Span) -> Finding:
     needs=("loss",),
     leads_to=("loss.flat", "loss.trivial", "update.too_small", "train.unfinished"),
 )
-def vanished_rate(evidence: Evidence) -> Iterator[Result]:
+def vanished_rate(evidence: Run) -> Iterator[Result]:
     """A learning rate that falls to almost nothing long before the end, while the model has learned nothing.
 
     Formula: share of the batches after the largest rate with one below a thousandth of it. Limit: half of all
@@ -243,7 +243,7 @@ def vanished_rate(evidence: Evidence) -> Iterator[Result]:
     leads_to=("param.not_stepped", "update.too_small", "loss.flat", "loss.trivial"),
     subject="scaler",
 )
-def collapsed_scale(evidence: Evidence) -> Iterator[Result]:
+def collapsed_scale(evidence: Run) -> Iterator[Result]:
     """A GradScaler that skips many steps or whose scale is below 1: gradients overflow at any scale.
 
     Formula: more than 10 % of steps and at least five are skipped (a scaler that begins too high skips a

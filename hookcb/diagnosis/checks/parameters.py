@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import VISIBLE_UPDATE
-from hookcb.diagnosis.evidence import Evidence, Param, Series
 from hookcb.diagnosis.falling import has_learned
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.run import Param, Run, Series
 from hookcb.diagnosis.trends import records_needed
 from hookcb.diagnosis.verdict import Finding
 
@@ -23,7 +23,7 @@ MIN_STEPS = 20  # of the run
     exact=True,
     leads_to=("loss.flat", "loss.trivial"),
 )
-def unreachable(evidence: Evidence) -> Iterator[Result]:
+def unreachable(evidence: Run) -> Iterator[Result]:
     """A layer that was called in the forward and never received a gradient.
 
     Formula: `requires_grad`, and `.grad` is None in at least five inspected steps, or after one backward
@@ -74,13 +74,13 @@ def unreachable(evidence: Evidence) -> Iterator[Result]:
     )
 
 
-def _takes_part(evidence: Evidence, layer: str) -> bool:
+def _takes_part(evidence: Run, layer: str) -> bool:
     """Whether a layer was called in most of the batches in which any layer was."""
     most = max(_n_calls(evidence, name) for name in evidence.layers)
     return 2 * _n_calls(evidence, layer) > most or not most
 
 
-def _n_calls(evidence: Evidence, layer: str) -> int:
+def _n_calls(evidence: Run, layer: str) -> int:
     return max(map(len, evidence.layers[layer].stats.values()), default=0)
 
 
@@ -112,7 +112,7 @@ def _without_gradient(params: Sequence[Param], steps: Series) -> Finding:
     exact=True,
     leads_to=("loss.*",),
 )
-def not_in_optimizer(evidence: Evidence) -> Iterator[Result]:
+def not_in_optimizer(evidence: Run) -> Iterator[Result]:
     """A parameter that gets gradients but is in no optimizer, so it is never updated.
 
     Formula: `.grad` is not None at some step, and no parameter group of a known optimizer contains the
@@ -160,7 +160,7 @@ def not_in_optimizer(evidence: Evidence) -> Iterator[Result]:
     exact=True,
     leads_to=("loss.flat", "loss.trivial", "unit.dead", "grad.attenuated", "act.collapse"),
 )
-def zero_layer(evidence: Evidence) -> Iterator[Result]:
+def zero_layer(evidence: Run) -> Iterator[Result]:
     """A hidden layer whose weight is all zero and gets no gradient, so it stays zero.
 
     Formula: the norms of the weight and of its gradient are 0 in each of at least five inspected steps, and
@@ -200,7 +200,7 @@ def zero_layer(evidence: Evidence) -> Iterator[Result]:
     exact=True,
     leads_to=("loss.flat", "loss.trivial"),
 )
-def restored(evidence: Evidence) -> Iterator[Result]:
+def restored(evidence: Run) -> Iterator[Result]:
     """A weight that steps change, but that ends bit-identical to how it began.
 
     Formula: the median update ratio of at least five inspected steps is above 1e-6, there were twenty steps

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator
 
 from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.trends import ratio
 
 MIN_STEPS = 4
@@ -21,7 +21,7 @@ ROUNDING = 1e-3  # relative difference of two norms that are rounded
     leads_to=("loss.*", "update.*"),
     subject="replicas",
 )
-def rescaled_gradients(evidence: Evidence) -> Iterator[Result]:
+def rescaled_gradients(evidence: Run) -> Iterator[Result]:
     """Gradients that are averaged or summed over ranks once more after DistributedDataParallel's backward.
 
     Exact: norm of a parameter's gradient as the optimizer gets it / norm after the backward, which is one

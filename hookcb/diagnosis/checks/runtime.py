@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from hookcb.core.threads import n_cores
 from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.run import Run, Series
 from hookcb.diagnosis.trends import median, ratio
 from hookcb.diagnosis.verdict import Finding
 from hookcb.profiling.memory.growth import fit_line
@@ -29,7 +29,7 @@ MAX_BYTES = 1e18  # more cannot be real
 
 
 @check("time.data_bound", site=Site.RUN, needs=("time",))
-def waiting_for_data(evidence: Evidence) -> Iterator[Result]:
+def waiting_for_data(evidence: Run) -> Iterator[Result]:
     """Training that waits for its batches, for each of them or for some.
 
     Formula: median time to fetch a batch / median time from the end of one batch to the end of the next,
@@ -77,7 +77,7 @@ def _low(values: Iterable[float]) -> float:
     return in_order[len(in_order) // 4]
 
 
-def _slow_batches(evidence: Evidence) -> tuple[float, float, float, str] | None:
+def _slow_batches(evidence: Run) -> tuple[float, float, float, str] | None:
     """Mean seconds of fetches and of batches, those of a slow fetch, and what to say, if some are slow."""
     waits, inspected = dict(evidence.waits), set(evidence.sizes.steps)
     pairs = [
@@ -101,7 +101,7 @@ def _slow_batches(evidence: Evidence) -> tuple[float, float, float, str] | None:
     return mean_wait, mean, median(slow), text
 
 
-def _slow_fetches(evidence: Evidence) -> Result:
+def _slow_fetches(evidence: Run) -> Result:
     """Verdict on the fetches that were seen as lines of the loop."""
     spent = evidence.spent
     wait, line = math.fsum(spent.fetches.values()), max(spent.fetches, key=spent.fetches.__getitem__)
@@ -112,7 +112,7 @@ def _slow_fetches(evidence: Evidence) -> Result:
     return _data_bound(evidence, share, wait, text, f" They are fetched in {line}.")
 
 
-def _data_bound(evidence: Evidence, share: float, delay: float, text: str, more: str) -> Finding:
+def _data_bound(evidence: Run, share: float, delay: float, text: str, more: str) -> Finding:
     n = min(MAX_WORKERS, n_cores())  # with more workers than processors they wait for each other
     why = f", as this process may use {n} processor{'s' * (n > 1)}" if n < MAX_WORKERS else ""
     return finding(
@@ -132,7 +132,7 @@ def _data_bound(evidence: Evidence, share: float, delay: float, text: str, more:
 
 
 @check("time.straggler", site=Site.RUN, needs=("ranks",), subject="ranks")
-def waiting_for_a_rank(evidence: Evidence) -> Iterator[Result]:
+def waiting_for_a_rank(evidence: Run) -> Iterator[Result]:
     """One rank that all the others wait for.
 
     Formula: mean own work of the slowest rank in a step - median of that of the others / mean step, over
@@ -188,7 +188,7 @@ def _causes_of_lag(phase: str) -> tuple[str, ...]:
 
 
 @check("memory.growth", site=Site.RUN, needs=("memory",))
-def growing_memory(evidence: Evidence) -> Iterator[Result]:
+def growing_memory(evidence: Run) -> Iterator[Result]:
     """Memory that grows from step to step until it runs out.
 
     Formula: slope by least squares over 50 steps or more after the first ten. Limit: 1 MB per step, with a

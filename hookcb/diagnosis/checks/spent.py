@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from hookcb.core.time_split import DATA, EPOCH, GARBAGE, VALIDATION
 from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.trends import median, ratio
 
 MAX_OTHER, MIN_OTHER = 0.3, 1e-3  # share of a mean batch, and seconds; less is the noise of a machine
@@ -37,7 +37,7 @@ WORK = {"Checkpoint": "checkpoints", "Log": "logging"}  # of callbacks
 
 
 @check("time.other", site=Site.RUN, needs=("time",))
-def time_elsewhere(evidence: Evidence) -> Iterator[Result]:
+def time_elsewhere(evidence: Run) -> Iterator[Result]:
     """Time that is spent neither in the model nor in waiting for data, by what it is spent on.
 
     Formula: mean seconds a batch in a callback, in validation, in a line of the loop or between epochs / mean
@@ -95,7 +95,7 @@ def time_elsewhere(evidence: Evidence) -> Iterator[Result]:
 
 
 @check("time.layer", site=Site.RUN, needs=("time",))
-def slow_layer(evidence: Evidence) -> Iterator[Result]:
+def slow_layer(evidence: Run) -> Iterator[Result]:
     """A layer that takes far more time for its work than the other layers.
 
     Formula: (seconds of its forward / its work) / (seconds of the others / their work); work is in
@@ -168,7 +168,7 @@ def _part(name: str, seconds: float, whole: float) -> str:
     return f"{which} takes {share:.0%} of the forward, {1e3 * seconds:.1f} of {1e3 * whole:.1f} ms"
 
 
-def _why_unknown(evidence: Evidence, name: str) -> str:
+def _why_unknown(evidence: Run, name: str) -> str:
     """Why the time of a layer cannot be compared with its work; "" if it can."""
     layer = evidence.layers.get(name)
     if layer is not None and layer.kind in SEQUENTIAL:
@@ -187,7 +187,7 @@ def _excess(seconds: Mapping[str, float], work: Mapping[str, float]) -> dict[str
 
 
 @check("time.garbage", site=Site.RUN, needs=("time",))
-def garbage_collections(evidence: Evidence) -> Iterator[Result]:
+def garbage_collections(evidence: Run) -> Iterator[Result]:
     """Python's garbage collector, which looks through all objects again and again.
 
     Formula: mean seconds a batch in collections of older generations / mean seconds of a batch. Limit: 0.15,
@@ -220,7 +220,7 @@ def garbage_collections(evidence: Evidence) -> Iterator[Result]:
 
 
 @check("time.growing", site=Site.RUN, needs=("time",))
-def growing_batches(evidence: Evidence) -> Iterator[Result]:
+def growing_batches(evidence: Run) -> Iterator[Result]:
     """Batches that grow, and steps that take longer and longer with them.
 
     Formula: median number of elements in the inputs of the last third of the inspected batches / that of the

@@ -21,9 +21,9 @@ from hookcb.diagnosis.checks.updates import (
     updates,
     usual_update,
 )
-from hookcb.diagnosis.evidence import Evidence, Param, Series
 from hookcb.diagnosis.falling import has_learned, need_not_fall
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.run import Param, Run, Series
 from hookcb.diagnosis.trends import (
     LATEST,
     LEARNED,
@@ -67,7 +67,7 @@ MIN_WARM_UP = 80  # batches; a shorter warmup may still be as intended
         "update.lost_to_rounding",
     ),
 )
-def large_updates(evidence: Evidence) -> Iterator[Result]:
+def large_updates(evidence: Run) -> Iterator[Result]:
     """Steps that change a weight by a large part of its size.
 
     Formula: max over weights of ‖ΔW‖ / ‖W‖, with ‖W‖ at least that of torch's default initialization, a std
@@ -127,7 +127,7 @@ def _large(param: Param, series: Series) -> _Large | None:
     return None
 
 
-def _death(evidence: Evidence) -> int:
+def _death(evidence: Run) -> int:
     """First step after which units are dead, or outputs the same for all samples; 0 if none, or at once."""
     found = [*findings_of(dead_units, evidence), *findings_of(collapsed_activations, evidence)]
     return min((f.step or 0 for f in found), default=0)
@@ -175,7 +175,7 @@ def _beginning(large: list[_Large], largest: dict[int, float]) -> int:
     return first
 
 
-def _too_large(evidence: Evidence, large: list[_Large], largest: dict[int, float], is_error: bool) -> Finding:
+def _too_large(evidence: Run, large: list[_Large], largest: dict[int, float], is_error: bool) -> Finding:
     param, size, span, limit = max(large, key=lambda x: x[1])
     return finding(
         "update.too_large",
@@ -202,7 +202,7 @@ def _too_large(evidence: Evidence, large: list[_Large], largest: dict[int, float
     needs=("gradients",),
     leads_to=("loss.flat", "loss.trivial", "train.unfinished"),
 )
-def small_updates(evidence: Evidence) -> Iterator[Result]:
+def small_updates(evidence: Run) -> Iterator[Result]:
     """Steps that barely change the weights, so nothing is learned in reasonable time.
 
     Formula: median over weights of the median ‖ΔW‖ / ‖W‖ of the last ten records before convergence (at least
@@ -245,13 +245,13 @@ def small_updates(evidence: Evidence) -> Iterator[Result]:
     )
 
 
-def _has_barely_moved(evidence: Evidence, size: float) -> bool:
+def _has_barely_moved(evidence: Run, size: float) -> bool:
     """Whether steps of this size cannot have moved the weights far, and the loss has not fallen."""
     is_flat = any(f.severity == "warning" for f in findings_of(flat_loss, evidence))
     return is_flat and size * evidence.n_steps < MAX_SMALL_SUM
 
 
-def _why_small(evidence: Evidence, size: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _why_small(evidence: Run, size: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Causes and advice; no learning rate helps if all gradients are zero."""
     if size == 0:
         return ("the gradient of most weights is exactly zero, whatever the learning rate",), (
@@ -269,7 +269,7 @@ def _why_small(evidence: Evidence, size: float) -> tuple[tuple[str, ...], tuple[
     )
 
 
-def _never_warm(evidence: Evidence) -> Iterator[Result]:
+def _never_warm(evidence: Run) -> Iterator[Result]:
     """Finding on a warmup that has lasted long and has barely moved the weights yet."""
     sizes = [p.series("update_ratio").median(LATEST) for p in weights(evidence) if p.is_optimized]
     size, lr = median(sizes), rates(evidence)

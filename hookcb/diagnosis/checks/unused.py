@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.evidence import Evidence, Param
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.run import Param, Run
 from hookcb.hooks.coverage import NOT_CALLED, USED
 
 
 @check("hook.silent", site=Site.MODULES, needs=("activations",), exact=True)
-def hook_silent(evidence: Evidence) -> Iterator[Result]:
+def hook_silent(evidence: Run) -> Iterator[Result]:
     """Layers that were not called in any inspected batch, so nothing is known of their outputs: a note.
 
     Formula: number of calls = 0, and no parameter of the layer had a gradient. Not noted are layers with a
@@ -50,7 +50,7 @@ def hook_silent(evidence: Evidence) -> Iterator[Result]:
     )
 
 
-def _is_unused(evidence: Evidence, layer: str) -> bool:
+def _is_unused(evidence: Run, layer: str) -> bool:
     """Whether a layer that was not called is not used in another way either, judging by its parameters."""
     if params := [p for p in evidence.params.values() if p.layer == layer]:
         is_known = "gradients" in evidence.sources  # else a hook has already looked for a gradient

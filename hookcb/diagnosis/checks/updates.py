@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from hookcb.core.text import as_layer
-from hookcb.diagnosis.evidence import WINDOW, Evidence, Layer, Param, Series
+from hookcb.diagnosis.run import WINDOW, Layer, Param, Run, Series
 from hookcb.diagnosis.trends import (
     LATEST,
     before,
@@ -76,7 +76,7 @@ def begins_large(params: Sequence[Param]) -> bool:
     return any(init_scale(p) > MAX_INIT for p in params)
 
 
-def first_update(evidence: Evidence) -> float:
+def first_update(evidence: Run) -> float:
     """Largest update of a weight in the first steps, up to the first one after which the loss is higher."""
     losses = evidence.loss
     start = losses.values[0] if len(losses) else math.nan
@@ -91,7 +91,7 @@ def first_update(evidence: Evidence) -> float:
     return max(finite(sizes), default=math.nan)
 
 
-def recent_updates(evidence: Evidence) -> list[Series]:
+def recent_updates(evidence: Run) -> list[Series]:
     """Update ratios of each trained weight before convergence, scaled to the largest learning rate.
 
     Scaled so, neither warmup nor the end of a decay makes them small. Weights with fewer than five records
@@ -114,7 +114,7 @@ def usual_update(recent: Sequence[Series]) -> float:
     return median(median(series.values[-WINDOW:]) for series in recent)
 
 
-def divisor(evidence: Evidence) -> int:
+def divisor(evidence: Run) -> int:
     """Divisor of the learning rate that brings the first updates to 0.01; 1 if they are smaller.
 
     Later updates would make the learning rate too low: weights that have run away get gradients of another
@@ -123,13 +123,13 @@ def divisor(evidence: Evidence) -> int:
     return _round_down(first_update(evidence) / TARGET_UPDATE)
 
 
-def is_trained(evidence: Evidence, upto: Layer) -> bool:
+def is_trained(evidence: Run, upto: Layer) -> bool:
     """Whether a step changes any layer from the input up to this one; not if all of them are frozen."""
     trained = [p for p in evidence.params.values() if p.is_optimized and p.stats]
     return any(p.place_of_layer is None or p.place_of_layer <= upto.place for p in trained)
 
 
-def lower_rate(evidence: Evidence, at: Layer | None = None) -> tuple[str, ...]:
+def lower_rate(evidence: Run, at: Layer | None = None) -> tuple[str, ...]:
     """Advice to lower the learning rate, by a factor from the first steps; empty if they are fine.
 
     Empty also if no step changes the output of the layer `at`, if one is given.
@@ -138,7 +138,7 @@ def lower_rate(evidence: Evidence, at: Layer | None = None) -> tuple[str, ...]:
     return (f"Divide the learning rate by {n:,}",) if n >= MIN_FACTOR else ()
 
 
-def multiplier(evidence: Evidence, usual: float) -> int:
+def multiplier(evidence: Run, usual: float) -> int:
     """Factor of the learning rate that brings the median update, `usual`, to 1e-3 and none above 0.01."""
     largest = max((median(updates(p).values) for p in weights(evidence) if len(updates(p))), default=math.nan)
     return _round_down(min(USUAL_UPDATE / usual, TARGET_UPDATE / largest if largest > 0 else math.inf))

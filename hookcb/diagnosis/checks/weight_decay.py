@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from hookcb.core.text import join_names
 from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.evidence import SPARSE_KINDS, WINDOW, Evidence, Param, Series
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.run import SPARSE_KINDS, WINDOW, Param, Run, Series
 from hookcb.diagnosis.trends import (
     LATEST,
     Span,
@@ -35,7 +35,7 @@ MAX_DECAY_OF_NORMS = 0.05  # sum of lr · weight decay
     needs=("gradients", "optimizers"),
     leads_to=("loss.flat", "loss.trivial", "act.collapse", "unit.*", "grad.attenuated", "update.*"),
 )
-def dominating_decay(evidence: Evidence) -> Iterator[Result]:
+def dominating_decay(evidence: Run) -> Iterator[Result]:
     """Weight decay that moves the weights more than the loss does, toward zero.
 
     Formula: share of the decay in a step, for the median weight. If it is added to the gradient (SGD, Adam):
@@ -96,7 +96,7 @@ def _median_share(shares: list[Series]) -> Series:
     return Series(steps, [median(row.get(step, math.nan) for row in table) for step in steps])
 
 
-def _has_decayed(params: list[Param], evidence: Evidence, until: float) -> bool:
+def _has_decayed(params: list[Param], evidence: Run, until: float) -> bool:
     """Whether the median weight has shrunk to almost nothing, and decay explains it."""
     size, drift, share, decay = [], [], [], []
     lr = median(x for x in rates(evidence).values if x > 0)
@@ -139,7 +139,7 @@ def _decayed(params: list[Param], shares: Series, span: Span) -> Finding:
 
 
 @check("wd.norms", site=Site.OPTIMIZER, needs=("optimizers", "steps"), subject="attention")
-def decayed_norms(evidence: Evidence) -> Iterator[Result]:
+def decayed_norms(evidence: Run) -> Iterator[Result]:
     """Weight decay of norms and embeddings in a transformer: a note, as many leave them out of it.
 
     Formula: sum over the steps of lr · weight decay, the part by which AdamW has shrunk them, for weights of

@@ -1,1 +1,1 @@
-"""Probes that measure a running training for its `Evidence`."""
+"""Probes that measure a running training for its `Run`."""

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from hookcb.core.text import as_layer
 from hookcb.core.torch_private import DispatchMode
-from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.probes.dropout import DropoutProbe
 from hookcb.diagnosis.probes.samples import hash_of
 from hookcb.diagnosis.probes.sequence_axis import SequenceAxis
 from hookcb.diagnosis.probes.tokens import Tokens
+from hookcb.diagnosis.run import Observation
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import contains_compiled, is_compiled, named_modules
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hookcb.activations.stats import has_stats
 from hookcb.core.batch import parts
-from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.loss_graph import LossGraph
+from hookcb.diagnosis.run import Observation
 
 COLUMNS = ("std", "rms", "nonfinite", "differs")  # `differs`: whether any two samples do
 REFUSED = re.compile(r"Target (-?\d+) is out of bounds")  # error of cross-entropy

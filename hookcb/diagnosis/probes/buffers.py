@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from hookcb.core.ranks import Ranks, name_ranks
 from hookcb.core.torch_private import BatchNorm, buffers_of, unsaved_buffer_names
-from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.replicas import can_compare, hashes, is_shared, others_of, ranks_apart
+from hookcb.diagnosis.run import Observation
 from hookcb.hooks.modules import named_modules
 
 MAX_APART = 0.5  # standard deviations of a channel

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from hookcb.core.graph import node_name
 from hookcb.core.torch_private import input_shape, saved
-from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.loss_graph import main_term
 from hookcb.diagnosis.probes.loss_terms import read_terms
+from hookcb.diagnosis.run import Observation
 
 FEATURES = {"Convolution": 1, "Addmm": -1, "Mm": -1, "Linear": -1}  # axis of the features by layer
 SAME_ORDER = (

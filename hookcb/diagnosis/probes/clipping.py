@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from hookcb.core.optim import detached_scalar
 from hookcb.core.precision import at_least_float32
 from hookcb.core.shards import local_part
-from hookcb.diagnosis.evidence import Series
 from hookcb.diagnosis.probes.curves import Curve
+from hookcb.diagnosis.run import Series
 from hookcb.gradients.steps import is_unscaled, scale_of
 
 

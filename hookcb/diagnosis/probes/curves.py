@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hookcb.core.optim import largest_lr
 from hookcb.diagnosis.attached import Noted
-from hookcb.diagnosis.evidence import Series
+from hookcb.diagnosis.run import Series
 
 STATM = Path("/proc/self/statm")  # in pages
 MAX_POINTS = 8_192

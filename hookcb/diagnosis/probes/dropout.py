@@ -8,10 +8,10 @@ from torch import Tensor
 
 from hookcb.core.graph import node_name
 from hookcb.core.torch_private import DispatchMode, saved
-from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.probes.loss_graph import HEADS, main_term
 from hookcb.diagnosis.probes.loss_terms import FREED, behind, read_saved, read_terms
+from hookcb.diagnosis.run import Observation
 
 MAX_ELEMENTS = 65_536  # of a mask that are read
 N_MEANT = 3  # evaluations of a batch in a row of validations, as for a mean over masks of dropout

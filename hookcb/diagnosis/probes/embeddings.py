@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from hookcb.core.graph import node_name
 from hookcb.core.optim import detached_scalar
-from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.linear_links import nodes_of
+from hookcb.diagnosis.run import Observation
 from hookcb.hooks.modules import named_modules
 
 SAME_SCALE = ("Slice", "Alias", "Unsqueeze", "Expand", "View", "ToCopy")

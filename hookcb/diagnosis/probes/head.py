@@ -11,7 +11,6 @@ from torch import Tensor
 from hookcb.core.batch import parts
 from hookcb.core.graph import node_name, nodes_behind
 from hookcb.core.torch_private import input_shape, saved
-from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.loss_graph import LossGraph, main_term
 from hookcb.diagnosis.probes.loss_terms import (
     BY_A_NUMBER,
@@ -24,6 +23,7 @@ from hookcb.diagnosis.probes.loss_terms import (
     read_saved,
     read_terms,
 )
+from hookcb.diagnosis.run import Observation
 
 RANGES = {  # of the outputs of operations
     "Softmax": (0.0, 1.0),

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from hookcb.activations.stats import has_stats
 from hookcb.core.batch import parts
 from hookcb.core.torch_private import in_transform
-from hookcb.diagnosis.evidence import Layer, Series
 from hookcb.diagnosis.probes.attention import saturated_share
+from hookcb.diagnosis.run import Layer, Series
 from hookcb.hooks.hook import detached
 from hookcb.hooks.modules import named_modules
 from hookcb.records.memory import Memory
@@ -82,7 +82,7 @@ class LayerProbe:
         self._memory.take_back()
 
     def add_to(self, layers: dict[str, Layer], about: dict[str, str]) -> None:
-        """Adds the records to the `layers` of an Evidence."""
+        """Adds the records to the `layers` of a Run."""
         steps = [info.step for info in self._store.infos]
         for name in self._store.names:
             kind = about.get(name, "")

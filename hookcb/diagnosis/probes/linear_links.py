@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from hookcb.core.graph import node_name
 from hookcb.core.text import as_layer
-from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.loss_terms import is_opaque
+from hookcb.diagnosis.run import Observation
 from hookcb.hooks.modules import named_modules
 
 MAX_NODES = 4096

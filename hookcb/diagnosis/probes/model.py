@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from hookcb.core.text import as_layer
 from hookcb.core.torch_private import Convolution, Dropout, parameters_of
-from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.linear_links import linear_stack
+from hookcb.diagnosis.run import Observation
 from hookcb.hooks.modules import named_modules
 from hookcb.hooks.params import named_params
 

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from hookcb.core.precision import at_least_float32
 from hookcb.core.shards import is_shard
-from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.model import ALIKE, MIN_UNITS, is_of_torch, share_alike
+from hookcb.diagnosis.run import Observation
 from hookcb.gradients.stats import is_readable, sketch_copy
 from hookcb.hooks.modules import named_modules
 from hookcb.hooks.params import find_params

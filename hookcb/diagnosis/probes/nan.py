@@ -12,9 +12,9 @@ from hookcb.core.batch import parts
 from hookcb.core.ranks import is_sharded
 from hookcb.core.restore import preserve_modes
 from hookcb.core.text import as_layer
-from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.batch import nonfinite_input
 from hookcb.diagnosis.reader import ADVICE, Way, way_of
+from hookcb.diagnosis.run import Observation
 from hookcb.hooks.modules import named_modules
 from hookcb.nans.loss_operation import operation_in_loss
 from hookcb.nans.nonfinite import tensors_in

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hookcb.core.text import as_layer
 from hookcb.core.torch_private import BatchNorm, Dropout
-from hookcb.diagnosis.evidence import Observation
+from hookcb.diagnosis.run import Observation
 from hookcb.hooks.modules import named_modules
 
 MIN_CALLS = 3  # without gradients

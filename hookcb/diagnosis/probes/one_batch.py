@@ -14,7 +14,6 @@ from hookcb.core.batch import split_batch
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.core.restore import preserve_state
-from hookcb.diagnosis.evidence import Evidence, Series
 from hookcb.diagnosis.probes.batch import (
     column_squares,
     guess_of,
@@ -30,6 +29,7 @@ from hookcb.diagnosis.probes.loss_graph import read_loss
 from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
 from hookcb.diagnosis.probes.nan import find_origin, is_from_weights
 from hookcb.diagnosis.registry import CHECKS
+from hookcb.diagnosis.run import Run, Series
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import device_of, has_uninitialized, is_leaf, named_modules
 from hookcb.nans.replay import BatchStarts, as_at_start
@@ -38,7 +38,7 @@ SOURCES = ("batch", "model", "graph")
 BEFORE_LOSS = (Event.BEFORE_BATCH, Event.AFTER_PRED)  # a callback may change the loss's input there
 
 
-def add_preflight(evidence: Evidence, learn: Any, cbs: list[Callback]) -> None:
+def add_preflight(evidence: Run, learn: Any, cbs: list[Callback]) -> None:
     """Adds the evidence that one training batch gives at any time of a training, and leaves no trace.
 
     It runs a forward, the loss and its gradients, with the model in train mode and without torch.compile.
@@ -75,8 +75,8 @@ def _why_not(learn: Any, cbs: list[Callback]) -> str:
     return why_not_readable(learn.dls.train)
 
 
-def _inspect(evidence: Evidence, learn: Any) -> None:
-    found, loader = Evidence(), learn.dls.train
+def _inspect(evidence: Run, learn: Any) -> None:
+    found, loader = Run(), learn.dls.train
     modules = [m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)]
     with preserve_loader(loader), learn.restored(), preserve_state(*modules):
         batch = copy.deepcopy(first_batch(loader))  # models may change their input in place
@@ -100,14 +100,14 @@ def _inspect(evidence: Evidence, learn: Any) -> None:
     evidence.notes.append("one more batch after the training")
 
 
-def _leave_out_later(found: Evidence) -> None:
+def _leave_out_later(found: Run) -> None:
     """Leaves out what this batch cannot say: how NaN began in an earlier step, of which there are records."""
     found.observations = [x for x in found.observations if not is_from_weights(x)]
     found.observed.discard("inputs")
     found.missing["inputs"] = "the batch of the first NaN was not inspected; that needs Diagnose"
 
 
-def _observe_model(found: Evidence, learn: Any) -> None:
+def _observe_model(found: Run, learn: Any) -> None:
     found.observations += observe_model(learn.model)
     found.sources.add("model")
     if learn.opt is not None:
@@ -115,7 +115,7 @@ def _observe_model(found: Evidence, learn: Any) -> None:
         found.observed.add("groups of the optimizer")
 
 
-def _observe_batch(found: Evidence, learn: Any, step: int) -> None:
+def _observe_batch(found: Run, learn: Any, step: int) -> None:
     numbers, squares = input_numbers(learn.xb), column_squares(learn.xb)
     with _last_called(learn.model) as called:
         learn.pred = learn.predict()
@@ -137,7 +137,7 @@ def _observe_batch(found: Evidence, learn: Any, step: int) -> None:
     _observe_loss(found, learn, called[-1] if called else "")
 
 
-def _observe_loss(found: Evidence, learn: Any, last: str) -> None:
+def _observe_loss(found: Run, learn: Any, last: str) -> None:
     graph = read_loss(learn.loss.grad_fn)
     found.guess = guess_of(graph, learn.pred, learn.yb)
     found.loss_kind, found.loss_kinds = graph.sure_kind, graph.kinds

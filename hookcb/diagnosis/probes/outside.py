@@ -15,8 +15,8 @@ from hookcb.core.graph import MAX_NODES, leaves_behind, node_name, nodes_behind
 from hookcb.core.shards import is_shard
 from hookcb.core.text import join_names
 from hookcb.core.torch_private import version_of
-from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.loss_terms import COMPILED, HIDING
+from hookcb.diagnosis.run import Observation
 from hookcb.hooks.modules import named_modules
 from hookcb.hooks.optimizer_steps import params_of
 from hookcb.hooks.params import find_params

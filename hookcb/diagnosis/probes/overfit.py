@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hookcb.core.ranks import is_sharded
 from hookcb.core.restore import preserve_attribute, preserve_random
-from hookcb.diagnosis.evidence import Observation
+from hookcb.diagnosis.run import Observation
 from hookcb.diagnosis.verdict import Finding
 from hookcb.hooks.modules import is_compiled, total_params, unwrapped
 

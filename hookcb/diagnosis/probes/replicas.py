@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.core.ranks import Ranks, name_ranks
-from hookcb.diagnosis.evidence import Observation
+from hookcb.diagnosis.run import Observation
 from hookcb.hooks.modules import plain_name
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes

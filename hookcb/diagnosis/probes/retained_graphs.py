@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import ReferenceType, ref
 
-from hookcb.diagnosis.evidence import Observation
+from hookcb.diagnosis.run import Observation
 
 N_TRACKED = 60  # batches
 EVERY = 8  # batches, of which one is tracked once there are so many: a token takes 20 µs of a small step

@@ -11,8 +11,8 @@ from torch.utils.data import DistributedSampler
 from hookcb.activations.stats import has_stats
 from hookcb.core.batch import parts
 from hookcb.core.randomness import parts_of
-from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.replicas import INTEGERS, hash_bits
+from hookcb.diagnosis.run import Observation
 
 N_EPOCHS, N_BATCHES = 4, 20  # epochs, and first batches of each, that are hashed
 N_ELEMENTS = 4_096  # of a tensor that are hashed

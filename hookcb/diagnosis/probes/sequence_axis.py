@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hookcb.core.batch import n_samples, parts
 from hookcb.core.text import as_layer
-from hookcb.diagnosis.evidence import Observation
+from hookcb.diagnosis.run import Observation
 
 MIN_BATCHES = 3
 

@@ -1,8 +1,8 @@
 """Time of a training by phases, callbacks, and lines of the user's loop."""
 
 from hookcb.core.time_split import BETWEEN, EPOCH, VALIDATION, TimeSplit
-from hookcb.diagnosis.evidence import Spent
 from hookcb.diagnosis.probes.lines import LineSamples
+from hookcb.diagnosis.run import Spent
 
 N_WARM_UP, MIN_BATCHES = 5, 10  # batches left out, in which memory is allocated; and timed before lines are
 OF_USER = (BETWEEN, "loss")  # phases in which code of the user runs, in a loop of theirs

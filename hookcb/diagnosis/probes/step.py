@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookcb.core.optim import detached_scalar, mark_of
-from hookcb.diagnosis.evidence import Observation
+from hookcb.diagnosis.run import Observation
 from hookcb.gradients.hand_steps import StepByHand
 from hookcb.gradients.stats import sketch_copy
 from hookcb.hooks.params import named_params

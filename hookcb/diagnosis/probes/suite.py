@@ -17,7 +17,6 @@ from hookcb.core.optim import detached_scalar
 from hookcb.core.shards import has_no_part
 from hookcb.core.time_split import TimeSplit
 from hookcb.diagnosis.attached import Noted
-from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks
 from hookcb.diagnosis.probes.backward_times import BackwardTimes
@@ -65,6 +64,7 @@ from hookcb.diagnosis.probes.step import (
 )
 from hookcb.diagnosis.probes.targets import Targets, compares_output
 from hookcb.diagnosis.probes.tokens import Tokens
+from hookcb.diagnosis.run import Observation
 from hookcb.diagnosis.verdict import Finding
 from hookcb.hooks.modules import device_of
 from hookcb.hooks.params import find_params
@@ -103,7 +103,7 @@ class Probes:
         self.observations: list[Observation] = []
         self.notes: list[str] = []
         self.is_alarmed, self.is_dense, self.is_external = False, True, is_external
-        self.observed: set[str] = set()  # see `Evidence.observed`
+        self.observed: set[str] = set()  # see `Run.observed`
         self.sources = {"batches", "batch", "steps", "time"}
         self.sequences, self.tokens = made("sequences", SequenceAxis), made("tokens", Tokens)
         self.layers = made("layers", LayerProbe, model, self._see_output)
@@ -132,7 +132,7 @@ class Probes:
         self.optimizers: dict[int, Optimizer] = {}
         self.graph: LossGraph | None = None
         self._has_read_loss = False
-        self.is_loss_of_others, self.n_in_loss = False, 0  # see `Evidence`
+        self.is_loss_of_others, self.n_in_loss = False, 0  # see `Run`
         self.guess, self.targets = math.nan, made("targets", Targets)
         self.n_batches = self.n_looked = self.n_steps = 0
         self.n_examples = self._n_samples = 0  # in the gradients of the next step, and in the current batch

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hookcb.core.batch import parts
-from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.entropy import Losses, losses_of_bits, losses_of_classes, noise_of
 from hookcb.diagnosis.probes.loss_graph import LossGraph, main_term
 from hookcb.diagnosis.probes.loss_terms import behind, behind_shapes, read_terms
+from hookcb.diagnosis.run import Observation
 
 MAX_ELEMENTS = 16_384  # of a batch that are kept, spread over it
 MAX_BATCHES = 64

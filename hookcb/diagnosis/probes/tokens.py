@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hookcb.core.batch import parts
 from hookcb.core.text import as_layer
-from hookcb.diagnosis.evidence import Observation
 from hookcb.diagnosis.probes.loss_graph import LossGraph
+from hookcb.diagnosis.run import Observation
 from hookcb.hooks.hook import Hook
 
 MIN_BATCHES = 3  # and no more are compared

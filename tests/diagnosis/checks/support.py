@@ -1,6 +1,6 @@
 """Made-up evidence for the checks."""
 
-from hookcb.diagnosis.evidence import Evidence, Param, Series
+from hookcb.diagnosis.run import Param, Run, Series
 
 
 def series(values, every=1):
@@ -33,7 +33,7 @@ def stack(factors, n=20):
 def evidence(*params, lr=0.1, loss=(), loss_kind="mse", **kwargs):
     rates = series(lr if isinstance(lr, list) else [lr] * 40)
     named = {p.name: p for p in params}
-    return Evidence(params=named, lr=rates, loss=series(loss), loss_kind=loss_kind, **kwargs)
+    return Run(params=named, lr=rates, loss=series(loss), loss_kind=loss_kind, **kwargs)
 
 
 def only(check, given):

@@ -3,8 +3,8 @@
 import pytest
 
 from hookcb.diagnosis.checks.attenuated import attenuated_gradients
-from hookcb.diagnosis.evidence import Layer
 from hookcb.diagnosis.registry import Passed, Skipped
+from hookcb.diagnosis.run import Layer
 from tests.diagnosis.checks.support import evidence, gradient, only, stack
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from hookcb.diagnosis.checks.dead_units import dead_units
-from hookcb.diagnosis.evidence import Layer, Param
 from hookcb.diagnosis.registry import Passed, Skipped
+from hookcb.diagnosis.run import Layer, Param
 from tests.diagnosis.checks.support import evidence, gradient, only, series
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from hookcb.activations.stats import LAYER_STATS
 from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series
 from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.run import Layer, Param, Run, Series
 from hookcb.diagnosis.trends import Span
 from hookcb.diagnosis.verdict import Finding
 from hookcb.gradients.stats import GRAD_STATS, STEP_STATS
@@ -76,7 +76,7 @@ def test_numbers_of_which_none_is_known_find_nothing_and_rule_nothing_out(n):
         ("lr", "loss", "penalty", "stuck", "input_std", "input_rms", "waits", "batches", "sizes", "memory"),
         unknown(n),
     )
-    given = Evidence(
+    given = Run(
         {
             "activations",
             "gradients",

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from hookcb.diagnosis.checks.frozen import frozen_between
-from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.registry import Skipped
+from hookcb.diagnosis.run import Run
 from tests.diagnosis.checks.test_parameters import net, trained
 
 
@@ -55,5 +55,5 @@ def test_a_frozen_network_inside_and_norms_and_parts_of_a_layer_are_not():
 
 
 def test_without_gradients_or_calls_nothing_is_said_of_frozen_layers():
-    given = Evidence(frozen={"b": 64})
+    given = Run(frozen={"b": 64})
     assert [type(x) for x in frozen_between(given)] == [Skipped]

@@ -3,8 +3,8 @@
 import pytest
 
 from hookcb.diagnosis.checks.gan import MAX_FALL, balance
-from hookcb.diagnosis.evidence import Evidence, Param, Series
 from hookcb.diagnosis.registry import Passed, Skipped
+from hookcb.diagnosis.run import Param, Run, Series
 
 N = 40
 STAYS, FALLS = [1.0] * N, [1.0] * 10 + [1e-3] * (N - 10)
@@ -23,7 +23,7 @@ def weight(name, optimizer, norms):
 def game(generator=FALLS, discriminator=STAYS, loss_of_generator=HIGHER, loss_of_discriminator=WINS):
     params = [weight("generator", 0, generator), weight("discriminator", 1, discriminator)]
     losses = {0: series(loss_of_generator), 1: series(loss_of_discriminator)}
-    return Evidence(params={p.name: p for p in params}, losses=losses)
+    return Run(params={p.name: p for p in params}, losses=losses)
 
 
 def test_a_discriminator_that_has_won_is_found_at_the_generator():

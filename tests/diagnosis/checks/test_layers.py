@@ -3,8 +3,8 @@
 import pytest
 
 from hookcb.diagnosis.checks.layers import activation_scale, collapsed_activations, saturated_units
-from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series
 from hookcb.diagnosis.registry import Passed, Skipped
+from hookcb.diagnosis.run import Layer, Param, Run, Series
 
 
 def series(values, every=10):
@@ -18,7 +18,7 @@ def evidence(*layers, heads=(), **kwargs):
     params = [
         Param(f"{x.name}.w", x.name, "Linear", "", 0, (8, 8), x.place) for x in layers if x.name in heads
     ]
-    return Evidence(layers={x.name: x for x in layers}, params={p.name: p for p in params}, **kwargs)
+    return Run(layers={x.name: x for x in layers}, params={p.name: p for p in params}, **kwargs)
 
 
 def layer(name, kind="Linear", largest=3.4e38, **stats):

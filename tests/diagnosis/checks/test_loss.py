@@ -15,9 +15,9 @@ from hookcb.diagnosis.checks.loss import (
     loss_spikes,
     unbounded_loss,
 )
-from hookcb.diagnosis.evidence import Evidence, Layer, Series
 from hookcb.diagnosis.falling import falls_slowly
 from hookcb.diagnosis.registry import Passed, Skipped
+from hookcb.diagnosis.run import Layer, Run, Series
 from hookcb.diagnosis.verdict import Finding
 from hookcb.hooks.coverage import BY_CLOSURE
 
@@ -26,7 +26,7 @@ CE = "cross-entropy"
 
 
 def evidence(values, kind=CE, guess=NAN, **kwargs):
-    return Evidence(loss=Series.of(range(len(values)), values), loss_kind=kind, guess=guess, **kwargs)
+    return Run(loss=Series.of(range(len(values)), values), loss_kind=kind, guess=guess, **kwargs)
 
 
 def noisy(values, size=0.1):
@@ -334,7 +334,7 @@ def test_a_small_first_loss_among_losses_that_vary_is_no_divergence_in_a_short_r
     """Batches of four samples, of which nothing is learned; a rise by more than the noise is one."""
     noisy = [0.198, 2.814, 1.417, 0.294, 1.124, 2.292, 1.149, 0.409, 3.11, 0.433, 0.346, 1.916, 0.478, 1.318]
     noisy += [1.192, 1.792, 0.277, 1.157, 1.345, 0.759]
-    seen = Evidence(sources={"loss"}, loss=Series.of(range(20), noisy), n_batches=20, loss_kind="mse")
+    seen = Run(sources={"loss"}, loss=Series.of(range(20), noisy), n_batches=20, loss_kind="mse")
     assert not [x for x in diverging_loss(seen) if isinstance(x, Finding)]
     seen.loss = Series.of(range(20), [0.02, *noisy[1:]])
     assert [x.code for x in diverging_loss(seen) if isinstance(x, Finding)] == ["loss.diverging"]

@@ -3,14 +3,14 @@
 import pytest
 
 from hookcb.diagnosis.checks.nonfinite import nonfinite_contained
-from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series
 from hookcb.diagnosis.registry import Passed, Skipped
+from hookcb.diagnosis.run import Layer, Param, Run, Series
 
 
 def of_gradients(outputs, params):
     layer = Layer("body", "Linear", "Linear 4→4", 0, {} if outputs is None else {"grad_nonfinite": outputs})
     param = Param("body.weight", "body", "Linear", "Linear 4→4", 0, (4, 4), stats={"nonfinite": params})
-    return Evidence(layers={"body": layer}, params={param.name: param})
+    return Run(layers={"body": layer}, params={param.name: param})
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from hookcb.diagnosis.checks.optimizer import (
     unmoved_parameters,
     vanished_rate,
 )
-from hookcb.diagnosis.evidence import Evidence
 from hookcb.diagnosis.registry import Passed, Skipped
+from hookcb.diagnosis.run import Run
 from tests.diagnosis.checks.support import FALLS, STAYS, evidence, only, series, weight
 
 # ---- clip.always
@@ -125,8 +125,8 @@ def test_four_steps_are_too_few_to_stay():
 @pytest.mark.parametrize(
     "given",
     [
-        Evidence(n_steps=100, n_skipped=30, steps={"skipped": series([0.0] * 7 + [1.0] * 30)}),
-        Evidence(n_steps=100, steps={"scale": series([65536.0] * 7 + [0.5])}),
+        Run(n_steps=100, n_skipped=30, steps={"skipped": series([0.0] * 7 + [1.0] * 30)}),
+        Run(n_steps=100, steps={"scale": series([65536.0] * 7 + [0.5])}),
     ],
 )
 def test_many_skipped_steps_or_a_scale_below_one_are_told(given):
@@ -137,12 +137,12 @@ def test_many_skipped_steps_or_a_scale_below_one_are_told(given):
 @pytest.mark.parametrize(("n_steps", "n_skipped"), [(20, 4), (100, 10), (1_000, 50), (50, 0)])
 def test_a_few_skipped_steps_are_how_a_scaler_begins(n_steps, n_skipped):
     scale = {"scale": series([1.0] * 20)}
-    given = Evidence(n_steps=n_steps, n_skipped=n_skipped, steps=scale)
+    given = Run(n_steps=n_steps, n_skipped=n_skipped, steps=scale)
     assert isinstance(only(collapsed_scale, given), Passed)
 
 
 def test_without_a_step_nothing_is_said_of_the_scale():
-    assert isinstance(only(collapsed_scale, Evidence()), Skipped)
+    assert isinstance(only(collapsed_scale, Run()), Skipped)
 
 
 # ---- lr.vanished

@@ -9,8 +9,8 @@ from torch import nn
 
 from hookcb import Callback, Diagnose, Learner, watch
 from hookcb.diagnosis.checks.parameters import restored, unreachable, zero_layer
-from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series
 from hookcb.diagnosis.registry import Passed, Skipped
+from hookcb.diagnosis.run import Layer, Param, Run, Series
 from tests.support import fit
 
 
@@ -24,7 +24,7 @@ def weight(name, **stats):
 
 
 def evidence(*params, n_steps=40):
-    return Evidence(params={p.name: p for p in params}, n_steps=n_steps)
+    return Run(params={p.name: p for p in params}, n_steps=n_steps)
 
 
 def trained(model, cbs=()):

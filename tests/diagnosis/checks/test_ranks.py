@@ -3,8 +3,8 @@
 import pytest
 
 from hookcb.diagnosis.checks.ranks import MIN_STEPS, rescaled_gradients
-from hookcb.diagnosis.evidence import Evidence, Param, Series
 from hookcb.diagnosis.registry import Passed, Skipped
+from hookcb.diagnosis.run import Param, Run, Series
 
 AFTER = [1.0, 0.7, 2.0, 0.3, 0.9]
 
@@ -13,7 +13,7 @@ def gradients(given, after=AFTER, world=4, is_adaptive=False):
     stats = {"clipped_norm": Series.of(range(len(given)), given)}
     param = Param("0.bias", "0", "Linear", "", 0, (4,), stats=stats, is_adaptive=is_adaptive)
     reduced = Series.of(range(len(after)), after)
-    return Evidence(params={"0.bias": param}, reduced=("0.bias", reduced), world=world)
+    return Run(params={"0.bias": param}, reduced=("0.bias", reduced), world=world)
 
 
 def only(evidence):
@@ -46,7 +46,7 @@ def test_gradients_that_are_clipped_or_left_as_they_are_are_fine(given):
 @pytest.mark.parametrize(
     "evidence",
     [
-        Evidence(),
+        Run(),
         gradients(AFTER[: MIN_STEPS - 1]),
         gradients(AFTER, after=[]),
         gradients(AFTER, after=[0.0] * 5),

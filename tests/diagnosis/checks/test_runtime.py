@@ -17,8 +17,8 @@ from hookcb.diagnosis.checks import runtime as checks_runtime
 from hookcb.diagnosis.checks import step_size as checks_step_size
 from hookcb.diagnosis.checks import weight_decay as checks_weight_decay
 from hookcb.diagnosis.checks.runtime import growing_memory, waiting_for_a_rank, waiting_for_data
-from hookcb.diagnosis.evidence import Evidence, Layer, Param, Series
 from hookcb.diagnosis.registry import CHECKS, Finding, Passed, Skipped
+from hookcb.diagnosis.run import Layer, Param, Run, Series
 from hookcb.hooks.coverage import BY_CLOSURE
 from hookcb.profiling.steps.stragglers import Straggler
 
@@ -51,7 +51,7 @@ def only(check, given):
 
 
 def timed(wait, batch, n=20):
-    return Evidence(waits=series([1.0] * 5 + [wait] * (n - 5)), batches=series([9.0] * 5 + [batch] * (n - 5)))
+    return Run(waits=series([1.0] * 5 + [wait] * (n - 5)), batches=series([9.0] * 5 + [batch] * (n - 5)))
 
 
 @pytest.mark.parametrize(("wait", "severity"), [(0.045, "warning"), (0.08, "error")])
@@ -107,7 +107,7 @@ def test_short_waits_are_judged_by_the_batches_that_the_machine_has_delayed_leas
 
 
 def delayed(waits, rest):
-    return Evidence(waits=series(waits), batches=series([w + x for w, x in zip(waits, rest, strict=True)]))
+    return Run(waits=series(waits), batches=series([w + x for w, x in zip(waits, rest, strict=True)]))
 
 
 def test_a_few_slow_fetches_are_told():
@@ -127,21 +127,21 @@ def test_delays_that_a_busy_machine_spreads_over_everything_are_no_waiting():
 @pytest.mark.parametrize("every", [2, 3, 10, 1000])
 def test_time_without_the_fetch_of_a_batch_is_no_waiting(every):
     waits = series([9.0 if i % every == 0 else 0.0 for i in range(41)])
-    found = only(waiting_for_data, Evidence(waits=waits, batches=series([10.0] * 41)))
+    found = only(waiting_for_data, Run(waits=waits, batches=series([10.0] * 41)))
     assert isinstance(found, Skipped)
     assert "the fetch of a batch was seen before" in found.reason
 
 
 def test_fourteen_batches_are_too_few_to_be_timed():
     assert isinstance(only(waiting_for_data, timed(0.09, 0.1, n=14)), Skipped)
-    assert isinstance(only(waiting_for_data, Evidence(batches=series([1.0] * 50))), Skipped)
+    assert isinstance(only(waiting_for_data, Run(batches=series([1.0] * 50))), Skipped)
 
 
 # ---- time.straggler
 
 
 def slowest(share=0.5, excess=0.02, n_slowest=7, n_blocks=8, phase="data"):
-    return Evidence(
+    return Run(
         slowest_rank=Straggler(5, "node7", 0.03, 0.01, excess, share, phase, 0.019, n_slowest, n_blocks)
     )
 
@@ -163,14 +163,14 @@ def test_a_rank_that_is_little_or_not_always_slower_is_no_straggler(given):
 
 def test_four_blocks_are_too_few_for_a_straggler():
     assert isinstance(only(waiting_for_a_rank, slowest(n_slowest=4, n_blocks=4)), Skipped)
-    assert isinstance(only(waiting_for_a_rank, Evidence()), Skipped)
+    assert isinstance(only(waiting_for_a_rank, Run()), Skipped)
 
 
 # ---- memory.growth
 
 
 def memory(values):
-    return Evidence(memory=series(values))
+    return Run(memory=series(values))
 
 
 def test_memory_that_grows_is_told():
@@ -182,12 +182,12 @@ def test_memory_that_grows_is_told():
 
 def test_of_a_long_run_the_growth_so_far_is_that_of_all_its_steps():
     steps = range(0, 4_000, 4)  # of which every fourth is kept
-    found = only(growing_memory, Evidence(memory=Series.of(steps, [2 * MB * step for step in steps])))
+    found = only(growing_memory, Run(memory=Series.of(steps, [2 * MB * step for step in steps])))
     assert "Memory grows by 2.0 MB per step, 7.9 GB so far" in found.message
 
 
 def test_the_history_of_lbfgs_may_grow():
-    given = Evidence(memory=series([2 * MB * i for i in range(100)]), unseen={"before_step": BY_CLOSURE})
+    given = Run(memory=series([2 * MB * i for i in range(100)]), unseen={"before_step": BY_CLOSURE})
     assert "history" in only(growing_memory, given).reason
 
 
@@ -247,7 +247,7 @@ class Odd:
 
     def evidence(self):
         given = ("lr", "loss", "input_std", "input_rms", "waits", "batches", "memory")
-        return Evidence(
+        return Run(
             layers={x.name: x for x in map(self.layer, range(5))},
             params={x.name: x for x in map(self.param, range(8))},
             steps={stat: self.series() for stat in OF_STEPS},
@@ -266,7 +266,7 @@ class Odd:
 
 @pytest.mark.parametrize("check", BY_NAME)
 def test_no_check_raises_and_each_says_one_thing(check):
-    given = [Evidence()]
+    given = [Run()]
     for seed in range(12):
         for n in (0, 1, 2, 12, 70):
             draws = ODD if seed % 3 else [random.Random(seed).choice(ODD)]
@@ -283,7 +283,7 @@ def test_no_check_raises_and_each_says_one_thing(check):
 
 @pytest.mark.parametrize("check", BY_NAME)
 def test_without_any_number_a_check_is_unable(check):
-    (found,) = check.function(Evidence())
+    (found,) = check.function(Run())
     is_unable = isinstance(found, Skipped)
     assert is_unable or found == Passed("weight decay (none)")
 

@@ -10,8 +10,8 @@ from hookcb.diagnosis.checks.spent import (
     slow_layer,
     time_elsewhere,
 )
-from hookcb.diagnosis.evidence import Evidence, Layer, Series, Spent
 from hookcb.diagnosis.registry import Finding, Passed, Skipped
+from hookcb.diagnosis.run import Layer, Run, Series, Spent
 
 STEP = {"forward": 0.004, "backward": 0.004, "optimizer": 0.002}
 
@@ -26,7 +26,7 @@ def only(check, evidence):
 
 
 def spent(n=20, phases=STEP, **kinds):
-    return Evidence(spent=Spent(n, dict(phases), **kinds))
+    return Run(spent=Spent(n, dict(phases), **kinds))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_garbage_collections_are_told_by_their_share(seconds, found):
 
 
 def layers(seconds, work):
-    return Evidence(layer_seconds=seconds, layer_work=work)
+    return Run(layer_seconds=seconds, layer_work=work)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_layer_of_unknown_work_is_not_ruled_out():
 
 def growing(sizes, seconds):
     n = len(seconds)
-    return Evidence(
+    return Run(
         sizes=Series(list(range(len(sizes))), [float(x) for x in sizes]),
         batches=Series(list(range(n)), list(seconds)),
         waits=Series(list(range(n)), [0.0] * n),

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from hookcb.diagnosis.checks.step_size import large_updates, small_updates
-from hookcb.diagnosis.evidence import Layer
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.registry import Passed, Skipped
+from hookcb.diagnosis.run import Layer
 from tests.diagnosis.checks.support import FALLS, RISES, STAYS, evidence, only, series, weight
 
 # ---- update.too_large

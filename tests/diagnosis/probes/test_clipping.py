@@ -9,10 +9,10 @@ from torch import nn
 
 from hookcb import Diagnose, watch
 from hookcb.diagnosis.checks.optimizer import constant_clipping
-from hookcb.diagnosis.evidence import Series
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.probes.clipping import Clipping
 from hookcb.diagnosis.registry import Passed
+from hookcb.diagnosis.run import Series
 from tests.diagnosis.checks.support import only
 
 

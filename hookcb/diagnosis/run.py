@@ -1,4 +1,4 @@
-"""Evidence: records of a training as plain numbers, for checks to read."""
+"""Run: what was recorded of a training, as plain numbers, for checks to read."""
 
 import math
 import statistics
@@ -168,7 +168,7 @@ class Spent:
 
 
 @dataclass(slots=True)
-class Evidence:
+class Run:
     """Everything that was recorded about a training.
 
     Attributes:
@@ -299,7 +299,7 @@ class Evidence:
 
     def __repr__(self) -> str:
         counts = f"{self.n_batches:,} batches, {len(self.layers)} layers, {len(self.params)} parameters"
-        return f"Evidence({counts})"
+        return f"Run({counts})"
 
     @property
     def is_by_closure(self) -> bool:
