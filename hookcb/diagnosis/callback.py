@@ -1,28 +1,38 @@
 """Diagnose: watches a training and reports what is wrong with it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from torch import nn
+
 from hookcb.activations.callback import ActivationStats
+from hookcb.core import orders
 from hookcb.core.arguments import check_number
 from hookcb.core.callback import Callback
 from hookcb.core.callback_list import is_among
 from hookcb.core.console import attempt, show, warn
 from hookcb.core.events import CancelFitException, Event
-from hookcb.core.ranks import ALONE, Ranks
-from hookcb.diagnosis.falling import falls_slowly
+from hookcb.core.ranks import ALONE, Ranks, name_own_rank
+from hookcb.diagnosis.dispatcher import Dispatcher
+from hookcb.diagnosis.failures import note_end
+from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.frame import Frame
-from hookcb.diagnosis.gather import gather, note_unseen
-from hookcb.diagnosis.guard import Guard
+from hookcb.diagnosis.gather import gather, note_unseen, recorded
 from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.led import Led, LedHealth, LedStats, LedTimer
+from hookcb.diagnosis.measurements.clock import Clock
+from hookcb.diagnosis.measurements.legacy import Legacy
 from hookcb.diagnosis.on_ranks import compare_batches, keep_losses, share_inputs, share_losses
 from hookcb.diagnosis.probes.one_batch import add_preflight
 from hookcb.diagnosis.probes.replicas import can_compare
-from hookcb.diagnosis.recorder import EvidenceRecorder
 from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import Finding, Status, Verdict
 from hookcb.gradients.callback import GradientHealth
+from hookcb.hooks.modules import ModelGoneError, has_params, named_modules
+from hookcb.profiling.steps.timer import StepTimer
 from hookcb.training.progress import Progress
 
 OnSick = Literal["warn", "stop", "ignore"] | Callable[[Verdict], object]
@@ -37,7 +47,7 @@ class TakesVerdict(Protocol):
         """Takes the verdict, once the fit has ended or failed."""
 
 
-class Diagnose(EvidenceRecorder):
+class Diagnose(Callback):
     """Watches a training closely at first, then less and less often, and reports what is wrong with it.
 
     It attaches its own `ActivationStats` and `GradientHealth`, and checks inputs, targets, train and eval
@@ -57,6 +67,7 @@ class Diagnose(EvidenceRecorder):
         name: its name on the learner.
 
     Attributes:
+        is_wanted: whether the current batch, and the step it leads to, are inspected.
         verdict: verdict of the last fit, None until that ends.
         reason: why it has ended the fit, or asked a loop to end; None if it has not.
 
@@ -72,6 +83,10 @@ class Diagnose(EvidenceRecorder):
     """
 
     default_name = "diagnosis"  # diagnose is a method of a Learner
+    order = orders.DIAGNOSE
+    run_valid = False
+    run_lr_find = False  # it tries rates that are too high on purpose
+    is_wanted = False
     _users_error: Exception | None = None  # while it is raised
 
     def __init__(
@@ -88,53 +103,145 @@ class Diagnose(EvidenceRecorder):
                 f"on_sick must be 'warn', 'stop', 'ignore' or a function of the verdict, got {on_sick!r:.80}"
             )
         share = check_number("budget", budget, 0, 1, closed=True, hint=", the share of batches to inspect")
-        super().__init__(float(share), name=name)
-        self.on_sick, self.show = on_sick, show
+        super().__init__(name=name)
+        self.on_sick, self.show, self.budget = on_sick, show, float(share)
         self.verdict: Verdict | None = None
         self.reason: str | None = None
         self._told: dict[str, Finding] = {}  # errors told in this fit, by code
+        self._final: Run | None = None  # of the last fit that ended
+        self._dispatcher: Dispatcher | None = None  # while a fit runs
+        self._led: list[Led] = []  # likewise
+
+    # ---- events
 
     def before_fit(self) -> None:
-        self.verdict = self.reason = None
+        self.verdict = self.reason = self._final = None
         self._told = {}
         self._next_check, self._has_reacted = FIRST_CHECK, False
-        super().before_fit()
+        self._is_new_step, self.is_wanted = True, False
+        self._dispatcher = dispatcher = Dispatcher(
+            Run(loop=self.learn), [Legacy, *FAULTS.values()], self.budget
+        )
+        dispatcher.run.of_rank = name_own_rank()  # the group may be gone at the end
+        self._frame = dispatcher.guarded("frame", Frame.of, self.model, []) or Frame()
+        self._names = {id(m): name or type(m).__name__ for name, m in named_modules(self.model).items()}
+        self._led = list(self._to_lead())
+        for cb in self._led:
+            cb.leader = self
+        dispatcher.run.measured(Clock).own = (self, *self._led)
+        dispatcher.emit("on_model")
+        self.learn.add_cbs(self._led)
+
+    def _to_lead(self) -> Iterator[Led]:
+        """The callbacks that record for it."""
+        model, cbs = self.model, self.learn.cbs
+        kinds: list[tuple[type[Led], dict[str, Any]]] = [(LedHealth, {"detail_every": 1})]
+        if any(m is not model for m in model.modules()) or has_params(model):
+            kinds.insert(0, (LedStats, {"include_paramless": True}))
+        if self.learn.ranks.world > 1 and not any(isinstance(cb, StepTimer) for cb in cbs):
+            kinds.append((LedTimer, {}))
+        taken = {cb.name for cb in cbs}
+        for kind, options in kinds:
+            name = kind.usual_name
+            yield kind(**options, name=f"{self.name}_{name}" if name in taken else name)
+
+    def see_output(self, m: nn.Module, output: Any) -> None:
+        """Shows a layer's output, in a batch that is inspected, to what looks at that."""
+        if self._dispatcher is not None:
+            self._dispatcher.emit_output(self._names.get(id(m), ""), m, output)
+
+    def before_batch(self) -> None:
+        if (dispatcher := self._dispatcher) is None:
+            return
+        if self._is_new_step or not dispatcher.run.n_steps:  # decided once for all batches of a step
+            self._is_new_step, self.is_wanted = False, dispatcher.schedule.is_due()
+        dispatcher.run.looking = self.is_wanted
+        dispatcher.emit("on_batch")
+
+    def after_pred(self) -> None:
+        self._emit("on_prediction")
+
+    def after_loss(self) -> None:
+        if self._dispatcher is not None:
+            self._dispatcher.show_loss()
+
+    def before_backward(self) -> None:
+        self._emit("on_backward")
+
+    def after_backward(self) -> None:
+        if self._dispatcher is not None:
+            self._dispatcher.end_backward()
+
+    def before_step(self) -> None:
+        if (dispatcher := self._dispatcher) is None:
+            return
+        if dispatcher.run.looking and dispatcher.guarded("events", self._has_new_params, dispatcher.run):
+            for cb in self._led:
+                if isinstance(cb, LedHealth):
+                    cb.look_again()
+        dispatcher.emit("on_step")
+
+    def _has_new_params(self, run: Run) -> bool:
+        probes = run.measured(Legacy).probes
+        return probes is not None and probes.find_new_params(run.loop)
+
+    def after_step(self) -> None:
+        self._is_new_step = True
+        if self._dispatcher is not None:
+            self._dispatcher.end_step()
+
+    def after_cancel_backward(self) -> None:
+        self._emit("on_cancel", "backward")
+
+    def after_cancel_step(self) -> None:
+        self._emit("on_cancel", "step")
+
+    def after_cancel_batch(self) -> None:
+        if self._dispatcher is not None:
+            self._dispatcher.run.looking = False
+        self._emit("on_cancel", "batch")
+
+    def after_train(self) -> None:
+        self._emit("on_epoch")
+
+    def before_validate(self) -> None:
+        self._emit("on_validation")
+
+    def _emit(self, event: str, *args: Any) -> None:
+        if self._dispatcher is not None:
+            self._dispatcher.emit(event, *args)
 
     def after_batch(self) -> None:
-        super().after_batch()
-        if (probes := self._probes) is None:
+        if (dispatcher := self._dispatcher) is None:
             return
-        is_alarmed = self.learn.agree_on_alarm(probes.is_alarmed)
-        probes.is_alarmed = False
-        if probes.n_batches >= self._next_check:
+        dispatcher.end_batch()
+        run = dispatcher.run
+        is_alarmed, run.alarmed = self.learn.agree_on_alarm(run.alarmed), False
+        if run.n_batches >= self._next_check:
             self._next_check *= CHECK_GROWTH
             is_alarmed = True
         if is_alarmed:
             self.react()
-        else:
-            self.fall_asleep(self._next_check - 1 - probes.n_batches)
 
     def after_fit(self) -> None:
-        if self._probes is None:
+        if (dispatcher := self._dispatcher) is None:
             return
-        error, guard = self.learn.fit_error, self._guard
-        guard.always("events", self._probes.observe_end, self.learn, error)
+        error = self.learn.fit_error
+        if error is not None:
+            dispatcher.guarded("events", note_end, dispatcher.run, error)
+            dispatcher.emit("on_error", error)
+        dispatcher.emit("on_end")
         ranks = self.learn.ranks if error is None else ALONE  # after an error, others may not come
-        evidence = Run()
+        run = Run()
         try:
-            evidence = self.evidence()
-            slowly = bool(guard.always("overfit", falls_slowly, evidence))
-            verdict = self._judge(evidence, ranks)
-            if error is None:
-                has_more = self._probes.try_to_overfit(self.learn, verdict.findings, slowly)
-                if any(ranks.max([has_more])):
-                    verdict = self._judge(evidence := self.evidence(), ranks)
+            run = self.evidence()
+            verdict = self._judge(replace(run), ranks)
+            if error is None and any(ranks.max([dispatcher.doubt(run, verdict.findings)])):
+                verdict = self._judge(replace(run := self.evidence()), ranks)
         finally:
-            self.finish(evidence)
-        if new := [note for note in guard.notes if note not in evidence.notes]:  # of what has just failed
-            evidence.notes += new
-            evidence.partial |= guard.partial
-            verdict = self._judge(evidence, ALONE)
+            self._end(run)
+        if run.add_failures(dispatcher.run):  # of what has just failed
+            verdict = self._judge(run, ALONE)
         self.verdict = verdict
         for cb in self.learn.cbs:
             if isinstance(cb, TakesVerdict):
@@ -142,35 +249,90 @@ class Diagnose(EvidenceRecorder):
         if self.show and not self._is_quiet():
             show(verdict)
 
-    def _judge(self, evidence: Run, ranks: Ranks) -> Verdict:
+    def _end(self, run: Run) -> None:
+        """Removes all hooks at the end of the fit; what was recorded stays as plain values in `run`."""
+        self._final = run
+        if self._dispatcher is not None:
+            self._dispatcher.close()
+        led, self._led, self._dispatcher = self._led, [], None
+        try:
+            self.learn.remove_cbs([cb for cb in led if is_among(cb, self.learn.cbs)])
+        finally:
+            for cb in led:
+                cb.leader = None  # its records can be read without it
+
+    # ---- the verdict
+
+    def evidence(self) -> Run:
+        """What was recorded so far in this fit, or in the last one.
+
+        Raises:
+            RuntimeError: If there was no fit yet.
+        """
+        if self._final is not None:
+            return self._final
+        if (dispatcher := self._dispatcher) is None:
+            raise RuntimeError("nothing is recorded yet; train first, learn.fit(1, cbs=Diagnose())")
+        dispatcher.guarded("frame", self._look_at_model, dispatcher.run)
+        run = dispatcher.told(self._frame)
+        if self.learn.is_external:
+            dispatcher.guarded("unseen", note_unseen, run, self.learn)
+        dispatcher.guarded("events", gather, [*self._led, *self.learn.cbs], self._frame, run, dispatcher)
+        run.add_failures(dispatcher.run)
+        return run
+
+    def _look_at_model(self, run: Run) -> None:
+        with suppress(ModelGoneError):  # a watched model may have been freed
+            self._frame = Frame.of(self.model, run.measured(Legacy).optimizers())
+
+    def _judge(self, run: Run, ranks: Ranks) -> Verdict:
         """Verdict on what was recorded; several ranks call this together, and share their losses."""
         told = tuple(self._told.values())
         if ranks.world == 1:
-            verdict = self._guard.always("verdict", partial(judge, evidence, told=told))
-            return self._no_verdict() if verdict is None else verdict
+            try:
+                return judge(run, told=told)
+            except Exception as error:
+                if self._dispatcher is not None:
+                    self._dispatcher.fail("verdict", error)
+                return self._no_verdict()
         # a rank with labels of its own kind may learn nothing, though all together do
-        own = [finding for finding in judge(evidence).findings if finding.code == "loss.trivial"]
-        evidence.notes.append(f"{ranks.world} ranks")
-        keep_losses(evidence, ranks)
-        share_losses(evidence, ranks)
-        share_inputs(evidence, ranks)
-        compare_batches(evidence, ranks, can_compare(self.learn))
-        return judge(evidence, ranks, own, told)
+        own = [finding for finding in judge(run).findings if finding.code == "loss.trivial"]
+        run.notes.append(f"{ranks.world} ranks")
+        keep_losses(run, ranks)
+        share_losses(run, ranks)
+        share_inputs(run, ranks)
+        compare_batches(run, ranks, can_compare(self.learn))
+        return judge(run, ranks, own, told)
 
     def _no_verdict(self) -> Verdict:
         """Verdict if none can be made: what was told, and why there is no more."""
-        notes, told = tuple(self._guard.notes), tuple(self._told.values())
+        notes = tuple(self._dispatcher.run.notes) if self._dispatcher is not None else ()
+        told = tuple(self._told.values())
         status: Status = "sick" if told else "unknown"
         return Verdict(status, next(iter(told), None), told, (), notes, "; ".join(notes))
 
+    # ---- failures
+
     def takes_error(self, error: Exception, event: str) -> bool:
         theirs, self._users_error = self._users_error, None
-        is_taken = error is not theirs and super().takes_error(error, event)
-        if is_taken and event == Event.AFTER_FIT:
-            if self._probes is not None:
-                self.finish(Run())
+        is_refusal = event == Event.BEFORE_FIT  # of a callback that is attached
+        dispatcher = self._dispatcher
+        # on several ranks others may wait for this one in a collective
+        if error is theirs or is_refusal or dispatcher is None or self.learn.ranks.world > 1:
+            return False
+        dispatcher.fail("events", error)
+        if event == Event.AFTER_FIT:
             self.verdict = self._no_verdict() if self.verdict is None else self.verdict
-        return is_taken
+            self._end(Run())
+        return True
+
+    def take_error_of(self, cb: Led, error: Exception) -> bool:
+        """Whether an error of a callback that it leads is contained, which then does nothing more."""
+        if self._dispatcher is None or self.learn.ranks.world > 1:
+            return False
+        self._dispatcher.fail(cb.part, error)
+        cb.stop()
+        return True
 
     def _is_quiet(self) -> bool:
         has_progress = hasattr(self.learn, "no_logging")
@@ -205,6 +367,16 @@ class Diagnose(EvidenceRecorder):
                 raise CancelFitException(self.reason)
             self.learn.stop_requested = True  # hookcb cannot end this loop
 
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: a resumed fit is recorded from its start."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Does nothing."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_dispatcher": None, "_led": []}
+
     def _call(self, on_sick: Callable[[Verdict], object], verdict: Verdict) -> None:
         try:
             on_sick(verdict)
@@ -237,18 +409,14 @@ def diagnose_loop(loop: Any) -> Verdict:
     if diagnose is not None:
         return diagnose.judge()
     records = [cb for cb in cbs if isinstance(cb, ActivationStats | GradientHealth)]
-    evidence = Run()
-    if records:
-        model, guard = loop.model, Guard()
-        frame = guard.call("frame", Frame.of, model, [] if loop.opt is None else [loop.opt]) or Frame()
-        evidence = gather(cbs, frame, guard=guard)
+    run = recorded(cbs, loop) if records else Run()
     if loop.is_external and records:
-        note_unseen(evidence, loop)
+        note_unseen(run, loop)
     elif loop.is_external:
         what = "watch a Diagnose(), cbs=Diagnose()" if loop.way == "watch" else "HookcbCallback a Diagnose()"
         raise RuntimeError(f"nothing is recorded in this loop; give {what}")
-    elif not evidence.n_batches:
+    elif not run.n_batches:
         raise RuntimeError("nothing is recorded yet; train first, learn.fit(1, cbs=Diagnose())")
     else:
-        add_preflight(evidence, loop, cbs)
-    return judge(evidence)
+        add_preflight(run, loop, cbs)
+    return judge(run)

@@ -2,6 +2,7 @@
 
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,3 +36,17 @@ def describe_failure(part: str, error: Exception) -> str:
 def _place(frame: traceback.FrameSummary) -> str:
     line = "" if frame.lineno is None else f":{frame.lineno}"
     return f"{frame.name}, {Path(frame.filename).name}{line}"
+
+
+def note_end(run: Any, error: BaseException) -> None:
+    """Notes the error that has ended a training, unless that is an end like any other."""
+    is_end = isinstance(error, SystemExit) and not error.code  # as of sys.exit(main())
+    if is_end or isinstance(error, KeyboardInterrupt):
+        return
+    ranks = run.loop.ranks
+    if failure := ranks.find_failure():
+        run.note(f"the training was ended, as {failure[:100]}")
+    else:
+        run.note(f"the training was ended by {type(error).__name__}: {str(error)[:80]}")
+    if ranks.world > 1:
+        run.note(f"only what rank {ranks.rank} has seen, as they did not end together")

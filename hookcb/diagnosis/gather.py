@@ -1,7 +1,7 @@
 """Collects evidence from the records of callbacks."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from hookcb.activations.callback import ActivationStats
 from hookcb.activations.stats import LAYER_STATS
 from hookcb.core.callback import Callback
 from hookcb.core.text import as_layer, join_names
+from hookcb.diagnosis.dispatcher import Dispatcher
 from hookcb.diagnosis.frame import Frame
-from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.reader import way_of
 from hookcb.diagnosis.run import Layer, Run, Series
 from hookcb.gradients.callback import GradientHealth
@@ -26,18 +26,26 @@ from hookcb.training.recorder import Recorder
 OF_OTHERS = "each loss of the model is one of another model too, which another optimizer trains"
 
 
-def gather(
-    cbs: Iterable[Callback], frame: Frame, probed: Run | None = None, guard: Guard | None = None
-) -> Run:
-    """Evidence from what these callbacks have recorded.
+def recorded(cbs: Sequence[Callback], loop: Any) -> Run:
+    """A run from what callbacks have recorded of a loop without `Diagnose`."""
+    run = Run()
+    dispatcher = Dispatcher(run, (), 0.0)
+    optimizers = [] if loop.opt is None else [loop.opt]
+    frame = dispatcher.guarded("frame", Frame.of, loop.model, optimizers) or Frame()
+    gather(cbs, frame, run, dispatcher)
+    return run
+
+
+def gather(cbs: Iterable[Callback], frame: Frame, evidence: Run, dispatcher: Dispatcher) -> None:
+    """Adds to a run what these callbacks have recorded.
 
     Args:
         cbs: callbacks; the first `ActivationStats`, `GradientHealth`, `Recorder` and `StepTimer` are used.
         frame: layers and parameters of the model.
-        probed: evidence from the probes of `Diagnose`, which is completed in place.
-        guard: has noted what has failed so far, which becomes a part of the evidence.
+        evidence: what `Diagnose` has measured, or nothing.
+        dispatcher: keeps failures.
     """
-    evidence, guard = probed or Run(), guard or Guard()
+    guarded = dispatcher.guarded
     found: dict[type, Any] = {}
     for cb in cbs:
         for kind in (ActivationStats, GradientHealth, Recorder, StepTimer):
@@ -49,20 +57,18 @@ def gather(
     if frame.n_optimizers:
         evidence.sources.add("optimizers")
     if stats := found.get(ActivationStats):
-        guard.always("activations", _add_activations, evidence, stats, frame)
+        guarded("activations", _add_activations, evidence, stats, frame)
     if health := found.get(GradientHealth):
-        guard.always("gradients", lambda: _add_gradients(evidence, health.records))
+        guarded("gradients", lambda: _add_gradients(evidence, health.records))
     if recorder := found.get(Recorder):
-        guard.always("validations", _add_validation, evidence, recorder)
-        if probed is None:
-            guard.always("curves", _add_losses, evidence, recorder)
+        guarded("validations", _add_validation, evidence, recorder)
+        if not len(evidence.loss):
+            guarded("curves", _add_losses, evidence, recorder)
     if evidence.is_by_closure:
         evidence.sources.discard("gradients")
         evidence.missing["gradients"] = BY_CLOSURE
-    guard.always("ranks", _add_ranks, evidence, found.get(StepTimer))
-    evidence.notes += guard.notes
-    evidence.partial |= guard.partial
-    return evidence
+    guarded("ranks", _add_ranks, evidence, found.get(StepTimer))
+    evidence.add_failures(dispatcher.run)
 
 
 def _add_validation(evidence: Run, recorder: Recorder) -> None:
@@ -83,6 +89,8 @@ def note_unseen(evidence: Run, loop: Any) -> None:
     evidence.unseen = dict(loop.coverage.missing)
     evidence.reader = way_of(loop.way)
     facts = loop.facts
+    if facts.of_rank:
+        evidence.note(facts.of_rank)
     if facts.n_losses_of_others and not (facts.n_losses_found or facts.n_losses_reported):
         evidence.absent |= dict.fromkeys(("loss", "graph", "targets"), OF_OTHERS)
 

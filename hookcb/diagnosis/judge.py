@@ -8,10 +8,10 @@ from fnmatch import fnmatchcase
 import hookcb.diagnosis.checks  # noqa: F401  # which registers them
 from hookcb.core.ranks import ALONE, Ranks
 from hookcb.diagnosis.failures import describe_failure
+from hookcb.diagnosis.fault import FAULTS, Fault, Result, key_of, parts_for
 from hookcb.diagnosis.on_ranks import findings_of_all
 from hookcb.diagnosis.reader import why_unseen
-from hookcb.diagnosis.registry import CHECKS, Absent, Check, Passed, Result, Skipped
-from hookcb.diagnosis.run import Run
+from hookcb.diagnosis.run import Absent, Passed, Run, Skipped
 from hookcb.diagnosis.verdict import UNFINISHED, Finding, Gap, Status, Verdict
 
 RANK = {"error": 0, "warning": 1, "info": 2}
@@ -30,7 +30,7 @@ def judge(
         own: further findings of this rank.
         told: errors that were told during the training; those that are over by now are among the findings.
     """
-    results = [(check, result) for check in CHECKS.values() for result in _run(check, evidence)]
+    results = [(check, result) for check in FAULTS.values() for result in _run(check, evidence)]
     found = [result for _, result in results if isinstance(result, Finding)]
     passed = [(check, result.text) for check, result in results if isinstance(result, Passed)]
     skipped: dict[str, list[str]] = {}  # codes by reason
@@ -82,7 +82,7 @@ def _with_past(found: Sequence[Finding], told: Sequence[Finding], evidence: Run)
 
 def _recovered_by(finding: Finding, evidence: Run) -> int:
     """Number of the batch by which it was over: as the curve of the loss shows, if it is about that."""
-    check, last = CHECKS[finding.code], max(0, evidence.n_batches - 1)
+    check, last = FAULTS[finding.code], max(0, evidence.n_batches - 1)
     if check.shown_by != "run.loss" or not check.draws_limit:
         return last
     high = [step for step, x in evidence.smooth_loss() if x > finding.limit]
@@ -96,15 +96,16 @@ def _without_idle_advice(findings: Sequence[Finding], is_unknown: bool) -> list[
     return [f for f in findings if not ((is_faulty or is_unknown) and f.code == UNFINISHED)]
 
 
-def _run(check: Check, evidence: Run) -> Sequence[Result]:
+def _run(check: type[Fault], evidence: Run) -> Sequence[Result]:
     if absent := [evidence.absent[x] for x in (check.subject, *check.needs) if x in evidence.absent]:
         return [Absent(absent[0])]
-    partial = [evidence.partial[x] for x in (check.code, *check.needs) if x in evidence.partial]
+    parts = (key_of(part) for part in parts_for([check]))
+    partial = [evidence.partial[x] for x in (*parts, *check.needs) if x in evidence.partial]
     if missing := [need for need in check.needs if need not in evidence.sources]:
         known = partial + [evidence.missing[need] for need in missing if need in evidence.missing]
         return [Skipped(known[0] if known else why_unseen(missing, evidence.reader))]
     try:
-        results = list(check.function(evidence))
+        results = list(evidence.measured(check).findings(evidence))
     except Exception as error:  # a verdict without this check is better than none
         return [Skipped(describe_failure("the check itself", error))]
     # a part can show a fault, but not rule it out
@@ -147,11 +148,11 @@ def _with_raised_severity(findings: Sequence[Finding]) -> Iterator[Finding]:
 def _leads_to(cause: Finding, finding: Finding) -> bool:
     if cause.severity == "info" or cause.code == finding.code:
         return False
-    return any(fnmatchcase(finding.code, pattern) for pattern in CHECKS[cause.code].leads_to)
+    return any(fnmatchcase(finding.code, pattern) for pattern in FAULTS[cause.code].leads_to)
 
 
 def _key(finding: Finding, evidence: Run) -> tuple[float, int, float, bool, str]:
-    layer, check = evidence.layers.get(finding.layer), CHECKS[finding.code]
+    layer, check = evidence.layers.get(finding.layer), FAULTS[finding.code]
     step = -1 if finding.step is None else finding.step
     place = math.inf if layer is None else layer.place
     return step, check.site, place, not check.exact, check.code  # independent of the order of checks
@@ -159,7 +160,7 @@ def _key(finding: Finding, evidence: Run) -> tuple[float, int, float, bool, str]
 
 def _weight(finding: Finding) -> tuple[bool, bool, int, bool]:
     is_note = finding.severity == "info"
-    return is_note, finding.is_slow, RANK[finding.severity], not CHECKS[finding.code].exact
+    return is_note, finding.is_slow, RANK[finding.severity], not FAULTS[finding.code].exact
 
 
 def primary_of(findings: Sequence[Finding]) -> Finding | None:
@@ -178,7 +179,7 @@ def status_of(findings: Sequence[Finding], why_unseen: str) -> Status:
     return "sick" if "error" in severities else "suspect"
 
 
-def _in_order(passed: Sequence[tuple[Check, str]], primary: Finding | None) -> tuple[str, ...]:
+def _in_order(passed: Sequence[tuple[type[Fault], str]], primary: Finding | None) -> tuple[str, ...]:
     """Texts of passed checks; first those that could have led to the primary finding."""
     if primary is None:
         return tuple(text for _, text in passed)

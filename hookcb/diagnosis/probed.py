@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from hookcb.core.optim import is_adaptive
-from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.probes.attention import MIN_BATCHES, observe_attention, observe_blind
 from hookcb.diagnosis.probes.batch import observe_inputs
 from hookcb.diagnosis.probes.dropout import observe_dropout_in_eval
@@ -23,23 +22,19 @@ TOKENS = (  # in `Run.observed`
 )
 
 
-def probed_evidence(probes: Probes, frame: Frame) -> Run:
-    """Evidence that the probes have recorded so far; see `gather` for that of callbacks.
+def add_probed(probes: Probes, evidence: Run) -> None:
+    """Adds to a run what the probes have recorded so far; see `gather` for what callbacks have.
 
     What a probe that has failed has recorded before is part of it, if it can be read.
     """
-    evidence = Run(sources=set(probes.sources), params=frame.params)
-    # a batch after its backward may be the last one; an external loop does not report its end
-    evidence.n_batches = probes.n_batches + (probes.under_way is not None)
-    evidence.n_looked = probes.n_looked + bool(probes.under_way)
-    evidence.n_steps, evidence.world = probes.n_steps, probes.world
+    evidence.sources, evidence.world = set(probes.sources), probes.world
     evidence.is_by_hand = any(isinstance(opt, StepByHand) for opt in probes.optimizers.values())
     if evidence.is_by_hand:
         evidence.notes.append(
             "the loop updates its weights without a torch.optim.Optimizer, at an unknown learning rate"
         )
     evidence.observed, evidence.observations = set(probes.observed), list(probes.observations)
-    probes.guard.always("layers", lambda: probes.layers.add_to(evidence.layers, frame.about))
+    probes.guard.always("layers", lambda: probes.layers.add_to(evidence.layers, probes.about))
     for part, add in PARTS.items():
         probes.guard.always(part, add, probes, evidence)
     for part, tell in REASONS.items():
@@ -50,7 +45,6 @@ def probed_evidence(probes: Probes, frame: Frame) -> Run:
     for part, observe in _late_observations(probes):
         evidence.observations += probes.guard.always(part, lambda observe=observe: list(observe())) or []
     evidence.notes += probes.notes
-    return evidence
 
 
 def _add_curves(probes: Probes, evidence: Run) -> None:

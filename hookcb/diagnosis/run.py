@@ -3,11 +3,14 @@
 import math
 import statistics
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from hookcb.diagnosis.reader import ADVICE, Way, way_of
 from hookcb.hooks.coverage import BY_CLOSURE
 from hookcb.profiling.steps.stragglers import Straggler
 from hookcb.records.series import Series as Series
+
+T = TypeVar("T")
 
 # Types of modules that have small gradients by nature, because few samples use each row.
 SPARSE_KINDS = ("Embedding", "EmbeddingBag")
@@ -105,6 +108,35 @@ class Param:
     def series(self, stat: str) -> Series:
         """One of `stats`; empty if it was not recorded."""
         return self.stats.get(stat, Series())
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """Fault that was ruled out.
+
+    Attributes:
+        text: the fault, with the number that rules it out: "dead units (0 %)".
+        value: number compared with the limit, in the unit of `Finding.value`; NaN if there is none.
+        limit: the limit; if there are several, the nearest one.
+    """
+
+    text: str
+    value: float = math.nan
+    limit: float = math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Reason why a fault could not be judged: "fewer than 8 batches were inspected"."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """Reason why a training cannot have the fault: "there is no GradScaler"."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +266,16 @@ class Run:
         unseen: reason why an event of an external loop was not seen, by event.
         reader: how whoever reads the verdict runs hookcb, for advice that fits.
         of_rank: the only rank that it is of, though others train too: "rank 0"; "" if there is no other.
+        loop: the loop, while it is followed.
+        looking: whether the current batch is inspected.
+        alarmed: whether a fault was seen that should be told at once.
+        parts: what was measured, and faults, by their classes, see `measured`.
     """
 
+    loop: Any = None
+    looking: bool = False
+    alarmed: bool = False
+    parts: dict[type, Any] = field(default_factory=dict)
     sources: set[str] = field(default_factory=set)
     n_batches: int = 0
     n_looked: int = 0
@@ -300,6 +340,38 @@ class Run:
     def __repr__(self) -> str:
         counts = f"{self.n_batches:,} batches, {len(self.layers)} layers, {len(self.params)} parameters"
         return f"Run({counts})"
+
+    @property
+    def step(self) -> int:
+        """Number of the current batch."""
+        number: int = self.loop.train_iter
+        return number
+
+    def measured(self, kind: type[T]) -> T:
+        """A measurement; a new one if nothing was measured."""
+        if kind not in self.parts:
+            self.parts[kind] = kind()
+        found: T = self.parts[kind]
+        return found
+
+    def note(self, text: str) -> None:
+        """Adds a remark, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def add_failures(self, live: "Run") -> bool:
+        """Adds what has failed in a live run; True if that is new."""
+        new = [note for note in live.notes if note not in self.notes]
+        self.notes += new
+        self.partial |= {key: why for key, why in live.partial.items() if key not in self.partial}
+        return bool(new)
+
+    def about(self, layer: str, param: str) -> str:
+        """Type and sizes of a layer, or of the one that has a parameter; "" if unknown."""
+        if layer in self.layers:
+            return self.layers[layer].about
+        params = (p for p in self.params.values() if param == p.name or layer == p.layer != "")
+        return next((p.about for p in params), "")
 
     @property
     def is_by_closure(self) -> bool:

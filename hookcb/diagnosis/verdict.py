@@ -38,7 +38,7 @@ class Finding:
     """Something wrong with a training, or, with severity "info", something worth knowing.
 
     Attributes:
-        code: name of the check, `grad.attenuated`; see `hookcb.diagnosis.registry.CHECKS`.
+        code: name of the check, `grad.attenuated`; see `hookcb.diagnosis.fault.FAULTS`.
         severity: "error", "warning" or "info".
         layer: qualified name of the module, "" if it concerns no single one.
         param: qualified name of the parameter, "" if it concerns no single one.

@@ -19,12 +19,12 @@ from hookcb.activations.callback import ActivationStats
 from hookcb.core.arguments import check_page
 from hookcb.core.callback import Callback
 from hookcb.core.shards import plain_class
-from hookcb.diagnosis.attached import Attached
 from hookcb.diagnosis.callback import Diagnose, recorded_in
-from hookcb.diagnosis.frame import Frame, about
-from hookcb.diagnosis.gather import gather
+from hookcb.diagnosis.fault import FAULTS
+from hookcb.diagnosis.frame import about
+from hookcb.diagnosis.gather import recorded
+from hookcb.diagnosis.led import Led
 from hookcb.diagnosis.reader import Way, also, way_of
-from hookcb.diagnosis.registry import CHECKS
 from hookcb.diagnosis.run import Run, Series
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.gradients.callback import GradientHealth
@@ -113,13 +113,13 @@ def of_records(cbs: Sequence[Callback], evidence: Run | None = None) -> PageData
     return data
 
 
-def _evidence(loop: Any, cbs: Iterable[Callback]) -> Run:
+def _evidence(loop: Any, cbs: Sequence[Callback]) -> Run:
     """Evidence of the loop's `Diagnose`, or else from the records of its other callbacks."""
     diagnose, found = _first(cbs, Diagnose), Run()
     with suppress(RuntimeError):  # nothing is recorded, or a watched model has been freed
         if diagnose is not None:
             return diagnose.evidence()
-        found = gather(cbs, Frame.of(loop.model, [] if loop.opt is None else [loop.opt]))
+        found = recorded(cbs, loop)
     found.reader = way_of(loop.way if loop.is_external else "learner")
     return found
 
@@ -348,7 +348,7 @@ def _config(loop: Any, cbs: Iterable[Callback]) -> Iterator[tuple[str, list[list
         size = sum(p.numel() for p in group["params"] if not is_lazy(p))
         rest = [[key, f"{x}"[:200]] for key, x in group.items() if key != "params"]
         yield title, [["parameters", f"{size:,}"], *rest]
-    own = [cb for cb in cbs if not isinstance(cb, Attached)]
+    own = [cb for cb in cbs if not isinstance(cb, Led)]
     yield "Callbacks", [[type(cb).__name__, ", ".join(_arguments(cb))] for cb in own]
 
 
@@ -400,7 +400,7 @@ def with_series(verdict: Verdict, data: PageData) -> dict[str, Any]:
 
 
 def _shown_by(finding: dict[str, Any], data: PageData) -> dict[str, Any] | None:
-    check = CHECKS.get(finding["code"])
+    check = FAULTS.get(finding["code"])
     if check is None or not check.shown_by:
         return None
     of, _, stat = check.shown_by.partition(".")

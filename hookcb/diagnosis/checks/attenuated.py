@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import MAX_EXCESS, RECURRENT, begins_small, gradient_sizes, init_advice
-from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
-from hookcb.diagnosis.run import Param, Run, Series
+from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped
 from hookcb.diagnosis.trends import LATEST, Span, finite, median, records_needed, trailing, weights
 from hookcb.diagnosis.verdict import Finding
 

@@ -7,8 +7,9 @@ from itertools import takewhile
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import lower_rate
-from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
-from hookcb.diagnosis.run import Param, Run, Series
+from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped
 from hookcb.diagnosis.trends import LATEST, Span, finite, place, records_needed, trailing, weights
 from hookcb.diagnosis.verdict import Finding
 

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 
 from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.updates import MAX_EXCESS, RECURRENT, begins_large, gradient_sizes, lower_rate
-from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
-from hookcb.diagnosis.run import WINDOW, Param, Run, Series
+from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.run import WINDOW, Param, Passed, Run, Series, Skipped
 from hookcb.diagnosis.trends import (
     Span,
     before,

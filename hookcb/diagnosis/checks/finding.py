@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 
-from hookcb.diagnosis.registry import Result
+from hookcb.diagnosis.fault import Result
 from hookcb.diagnosis.run import Layer, Param, Run, Series
 from hookcb.diagnosis.trends import Span
 from hookcb.diagnosis.verdict import Finding, Severity

@@ -5,8 +5,9 @@ from collections.abc import Collection, Iterable, Iterator
 
 from hookcb.core.text import join_names
 from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
-from hookcb.diagnosis.run import Run
+from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.run import Passed, Run, Skipped
 
 
 @check("param.frozen_between", site=Site.BACKWARD, needs=("gradients", "activations"), exact=True)

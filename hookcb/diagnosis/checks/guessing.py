@@ -29,8 +29,9 @@ from hookcb.diagnosis.falling import (
     ratio_to_constant,
     why_unknown,
 )
-from hookcb.diagnosis.registry import Absent, Passed, Result, Site, Skipped, check
-from hookcb.diagnosis.run import Run
+from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.run import Absent, Passed, Run, Skipped
 from hookcb.diagnosis.trends import before
 from hookcb.diagnosis.verdict import Finding
 

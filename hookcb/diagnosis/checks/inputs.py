@@ -12,8 +12,9 @@ from hookcb.diagnosis.falling import (
     loss_of_constant,
     need_not_fall,
 )
-from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
-from hookcb.diagnosis.run import Layer, Param, Run
+from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.run import Layer, Param, Passed, Run, Skipped
 from hookcb.diagnosis.trends import MAX_SATURATED, finite, format_factor, median
 from hookcb.diagnosis.verdict import Finding
 

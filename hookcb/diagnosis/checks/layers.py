@@ -8,8 +8,9 @@ from hookcb.diagnosis.checks.attenuated import attenuated_gradients
 from hookcb.diagnosis.checks.finding import finding, findings_of
 from hookcb.diagnosis.checks.updates import begins_large, init_advice, is_trained, lower_rate
 from hookcb.diagnosis.falling import MIN_BATCHES, has_learned, is_trivial
-from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
-from hookcb.diagnosis.run import SPARSE_KINDS, Layer, Run, Series
+from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.run import SPARSE_KINDS, Layer, Passed, Run, Series, Skipped
 from hookcb.diagnosis.trends import (
     LATEST,
     MAX_SATURATED,

@@ -24,8 +24,9 @@ from hookcb.diagnosis.falling import (
     need_not_fall,
     why_unknown,
 )
-from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
-from hookcb.diagnosis.run import WINDOW, Run, Series
+from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.run import WINDOW, Passed, Run, Series, Skipped
 from hookcb.diagnosis.trends import (
     LATEST,
     does_well,

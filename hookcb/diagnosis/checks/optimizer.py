@@ -8,8 +8,9 @@ from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.observed import passed_on
 from hookcb.diagnosis.checks.updates import USUAL_UPDATE, VISIBLE_UPDATE, recent_updates, usual_update
 from hookcb.diagnosis.falling import has_learned, need_not_fall
-from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
-from hookcb.diagnosis.run import SPARSE_KINDS, WINDOW, Param, Run, Series
+from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.run import SPARSE_KINDS, WINDOW, Param, Passed, Run, Series, Skipped
 from hookcb.diagnosis.trends import LATEST, Span, before, finite, median, rates, ratio
 from hookcb.diagnosis.verdict import Finding
 

@@ -4,8 +4,9 @@ import math
 from collections.abc import Iterator
 
 from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
-from hookcb.diagnosis.run import Run
+from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.diagnosis.trends import ratio
 
 MIN_STEPS = 4

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from hookcb.core.threads import n_cores
 from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
-from hookcb.diagnosis.run import Run, Series
+from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.run import Passed, Run, Series, Skipped
 from hookcb.diagnosis.trends import median, ratio
 from hookcb.diagnosis.verdict import Finding
 from hookcb.profiling.memory.growth import fit_line

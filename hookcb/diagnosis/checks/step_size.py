@@ -22,8 +22,9 @@ from hookcb.diagnosis.checks.updates import (
     usual_update,
 )
 from hookcb.diagnosis.falling import has_learned, need_not_fall
-from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
-from hookcb.diagnosis.run import Param, Run, Series
+from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped
 from hookcb.diagnosis.trends import (
     LATEST,
     LEARNED,

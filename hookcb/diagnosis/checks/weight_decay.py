@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 from hookcb.core.text import join_names
 from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
-from hookcb.diagnosis.run import SPARSE_KINDS, WINDOW, Param, Run, Series
+from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.run import SPARSE_KINDS, WINDOW, Param, Passed, Run, Series, Skipped
 from hookcb.diagnosis.trends import (
     LATEST,
     Span,

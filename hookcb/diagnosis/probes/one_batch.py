@@ -14,6 +14,7 @@ from hookcb.core.batch import split_batch
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.core.restore import preserve_state
+from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.probes.batch import (
     column_squares,
     guess_of,
@@ -28,7 +29,6 @@ from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_li
 from hookcb.diagnosis.probes.loss_graph import read_loss
 from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
 from hookcb.diagnosis.probes.nan import find_origin, is_from_weights
-from hookcb.diagnosis.registry import CHECKS
 from hookcb.diagnosis.run import Run, Series
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import device_of, has_uninitialized, is_leaf, named_modules
@@ -89,7 +89,7 @@ def _inspect(evidence: Run, learn: Any) -> None:
         _leave_out_later(found)
     at_any_time = {"batch", "model", "graph", "optimizers"}.issuperset
     # a fault at the end may have been there from the beginning, and then explains the others
-    lasting = [replace(x, step=None) for x in found.observations if at_any_time(CHECKS[x.code].needs)]
+    lasting = [replace(x, step=None) for x in found.observations if at_any_time(FAULTS[x.code].needs)]
     evidence.observations += lasting
     evidence.sources |= found.sources
     evidence.missing |= found.missing

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from hookcb.core.batch import n_samples, parts
 from hookcb.core.optim import detached_scalar
 from hookcb.core.shards import has_no_part
-from hookcb.core.time_split import TimeSplit
-from hookcb.diagnosis.attached import Noted
+from hookcb.diagnosis.frame import about
 from hookcb.diagnosis.guard import Guard
+from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks
 from hookcb.diagnosis.probes.backward_times import BackwardTimes
 from hookcb.diagnosis.probes.batch import (
@@ -64,9 +64,9 @@ from hookcb.diagnosis.probes.step import (
 )
 from hookcb.diagnosis.probes.targets import Targets, compares_output
 from hookcb.diagnosis.probes.tokens import Tokens
-from hookcb.diagnosis.run import Observation
+from hookcb.diagnosis.run import Observation, Run
 from hookcb.diagnosis.verdict import Finding
-from hookcb.hooks.modules import device_of
+from hookcb.hooks.modules import device_of, named_modules
 from hookcb.hooks.params import find_params
 from hookcb.nans.replay import Autocast, autocasts
 from hookcb.records.store import StatStore
@@ -85,24 +85,21 @@ class Probes:
     the guard, by the name of its attribute, so that its failure costs nothing but what it is for.
 
     Args:
-        loop: loop to measure.
-        split: measures the time spent fetching batches.
-        acts: whether to measure a call of the model that begins now.
-        is_external: whether hookcb does not run the loop, so that its loss function is unknown.
+        run: the run, live.
         guard: calls the probes.
 
     Attributes:
         is_dense: whether dead units are still checked in each step.
-        is_alarmed: whether a fault was seen that should be reported at once.
     """
 
-    def __init__(
-        self, loop: Any, split: TimeSplit, acts: Callable[[], bool], is_external: bool, guard: Guard
-    ) -> None:
-        self.guard, self._split, model, made = guard, split, loop.model, guard.made
+    def __init__(self, run: Run, guard: Guard) -> None:
+        loop = run.loop
+        self.run, self._is_forward, is_external = run, False, loop.is_external
+        self.guard, model, made = guard, loop.model, guard.made
+        self.about = {name: about(m) for name, m in named_modules(model).items()}
         self.observations: list[Observation] = []
         self.notes: list[str] = []
-        self.is_alarmed, self.is_dense, self.is_external = False, True, is_external
+        self.is_dense, self.is_external = True, is_external
         self.observed: set[str] = set()  # see `Run.observed`
         self.sources = {"batches", "batch", "steps", "time"}
         self.sequences, self.tokens = made("sequences", SequenceAxis), made("tokens", Tokens)
@@ -126,7 +123,7 @@ class Probes:
         self.penalty, self.stuck, self.sizes = (made(x, Curve) for x in ("penalty", "stuck", "sizes"))
         self.layer_times = made("layer_times", LayerTimes, model, lambda: loop.in_loop_thread, guard)
         seen = self.layer_times.add_work, self.sequences, self.tokens
-        self.ops = made("ops", OpHooks, model, acts, lambda: loop.in_loop_thread, *seen, guard)
+        self.ops = made("ops", OpHooks, model, self._acts, lambda: loop.in_loop_thread, *seen, guard)
         self.backward_times = made("backward_times", BackwardTimes, partial(guard.call, "backward_times"))
         self.norms, self.tables = made("norms", NormProbe, model), made("tables", AddedTables)
         self.optimizers: dict[int, Optimizer] = {}
@@ -156,6 +153,10 @@ class Probes:
         if not guard.has_failed("model"):
             self.sources.add("model")
 
+    def _acts(self) -> bool:
+        loop: Any = self.run.loop
+        return self._is_forward and loop.training and loop.in_loop_thread
+
     def observe(self, part: str, probe: Callable[..., Iterable[Observation]], *args: Any) -> None:
         """Adds what a probe observes."""
         self.observations += self.guard.call(part, lambda: list(probe(*args))) or []
@@ -166,24 +167,20 @@ class Probes:
         self.guard.always("layer_times", lambda: self.layer_times.end_forward())
         self.guard.always("curves", lambda: self.curves.close())
 
-    def rest(self, loop: Any, is_resting: bool) -> None:
-        """Takes the hooks on the model off while its calls are not measured, or puts them back."""
-        if is_resting:
-            self.guard.call("ops", self.ops.rest, loop.model)
-        else:
-            self.guard.call("ops", self.ops.wake)
-
     # ---- a batch
 
     def begin_batch(self, loop: Any, looking: bool) -> None:
         """Measures inputs and modes at the beginning of a batch."""
         self.under_way, call = None, self.guard.call
-        waited, self.ops.step = self._split.take_fetched(), loop.train_iter
+        self._is_forward, clock = looking, self.run.measured(Clock)
+        waited, self.ops.step = clock.waited, loop.train_iter
         if looking or self._is_after_look:
             call("tokens", self.tokens.begin_batch)
             times = self.layer_times.begin_batch
             call("layer_times", times, loop.model, self.n_batches, looking, loop.is_calling)
             self._is_after_look = looking
+            if clock.split is not None:
+                clock.split.leaves_out = looking or self.layer_times.is_timing is True
         call("curves", self.curves.begin_batch, loop.train_iter, waited)
         if looking or self.is_dense or self.has_modes:
             self.note_modes(loop, looking)
@@ -357,13 +354,14 @@ class Probes:
     def _find_origin(self, loop: Any, noticed: str, gradient: bool, loss_node: Any = None) -> None:
         """Finds the origin of the first non-finite number, once."""
         if not self.has_origin:
-            self.has_origin = self.is_alarmed = True
+            self.has_origin = self.run.alarmed = True
             batch = ExternalBatch(loop) if self.is_external else loop
             given = batch, noticed, gradient, loop.train_iter, self._autocasts, loss_node
             self.observe("origin", lambda: [find_origin(*given)])
 
     def begin_backward(self, loop: Any, looking: bool) -> None:
         """Ends the time of the forward, and reads the gradients that are left from earlier steps."""
+        self._is_forward = False  # a later forward is a recomputation by activation checkpointing
         self._end_forward()
         if self.is_external:
             self.guard.call("added", self.added.before_backward, self.first_param)
@@ -408,12 +406,6 @@ class Probes:
     def _add_norm(self, curve: Curve, step: int) -> None:
         if self.first_param is not None and self.first_param.grad is not None:
             curve.add(step, detached_scalar(self.first_param.grad.norm()))
-
-    def take_over(self, step: int, loss: float | Tensor | None, waited: float) -> None:
-        """Adds what was noted of a batch that did not go on as usual."""
-        self.guard.call("curves", self.curves.begin_batch, step, waited)
-        if loss is not None:
-            self.guard.call("curves", self.curves.add_loss, step, loss)
 
     def _find_first_param(self, model: nn.Module) -> nn.Parameter | None:
         """Smallest parameter of the first layer with a gradient."""
@@ -498,7 +490,7 @@ class Probes:
 
     def end_batch(self, loop: Any, looking: bool) -> None:
         """Records memory at the end of a batch."""
-        self.under_way = None
+        self.under_way, self._is_forward = None, False
         self.n_batches += 1
         self.observed.add("batches")
         self.n_looked += looking
@@ -511,26 +503,6 @@ class Probes:
     def n_losses(self) -> int:
         """Number of losses that were recorded."""
         return 0 if self.guard.has_failed("curves") else self.curves.n_losses
-
-    def usual_param(self, loop: Any) -> nn.Parameter | None:
-        """The parameter whose gradient is checked, if all batches ended in a step of the same optimizer.
-
-        None also if a number was not finite, or more is to be seen in each batch. In a loop that hookcb does
-        not run each batch must also have had a backward and told its loss.
-        """
-        is_usual = self.n_steps == self.n_batches and self.optimizers.keys() == {id(loop.opt)}
-        if self.is_external:
-            is_usual = is_usual and self.n_losses == self.n_batches and self.backwards == {1}
-        has_more = self.is_dense or self.has_origin or self.graph is None or self.graph.has_penalty
-        return self.first_param if is_usual and not has_more else None
-
-    def add_notes(self, rows: Sequence[Noted], opt: Optimizer) -> None:
-        """Adds what was noted of batches; see `BatchCurves.add_notes`."""
-        n = len(rows) - (not rows[-1].has_step)
-        self.guard.call("curves", self.curves.add_notes, rows, opt)
-        self.n_batches += len(rows)
-        self._n_before = self.n_backward + n
-        self.n_steps, self.n_backward = self.n_steps + n, self.n_backward + len(rows)
 
     def end_epoch(self, loop: Any, looking: bool) -> None:
         """Compares replicas; time until the next batch does not count as waiting for data."""
@@ -568,8 +540,8 @@ class Probes:
         self.observed.add("divisor of the loss")
         return observe_accumulation(self.added.counts, scale)
 
-    def observe_end(self, loop: Any, error: BaseException | None) -> None:
-        """Inspects the optimizers at the end of a training, and the exception that ended it, if any."""
+    def observe_end(self, loop: Any, looking: bool) -> None:
+        """Inspects the optimizers at the end of a training."""
         self.observe("optimizers", observe_optimizers, loop.model, self.optimizers.values())
         if self.first_param is None:
             self.observe("optimizers", observe_frozen, loop.model, self.optimizers.values(), self.n_backward)
@@ -578,14 +550,11 @@ class Probes:
             self.observe("added", self._observe_accumulation, loop)
         if self.optimizers:
             self.observed.add("groups of the optimizer")
+
+    def observe_error(self, loop: Any, looking: bool, error: BaseException) -> None:
+        """Inspects the exception that has ended a training."""
         is_end = isinstance(error, SystemExit) and not error.code  # as of sys.exit(main())
-        if error is not None and not is_end and not isinstance(error, KeyboardInterrupt):
-            if failure := loop.ranks.find_failure():
-                self.notes.append(f"the training was ended, as {failure[:100]}")
-            else:
-                self.notes.append(f"the training was ended by {type(error).__name__}: {str(error)[:80]}")
-            if loop.ranks.world > 1:
-                self.notes.append(f"only what rank {loop.ranks.rank} has seen, as they did not end together")
+        if not is_end and not isinstance(error, KeyboardInterrupt):
             self.guard.call("norms", self.norms.read_error, error, loop.train_iter)
             self.guard.call("outside", self.outside.read_error, error)
             self.observe("error", self._observe_labels, loop, error)

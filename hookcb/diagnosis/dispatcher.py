@@ -1,0 +1,151 @@
+"""Dispatcher: calls measurements and faults at the events of a training; keeps the failure of one to it."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from hookcb.diagnosis.failures import describe_failure
+from hookcb.diagnosis.fault import HANDLERS, RARE, Part, key_of, parts_for
+from hookcb.diagnosis.frame import Frame
+from hookcb.diagnosis.run import Run
+from hookcb.diagnosis.schedule import Schedule
+from hookcb.diagnosis.verdict import Finding
+from hookcb.hooks.modules import ModelGoneError
+
+T = TypeVar("T")
+Calls = dict[str, tuple[tuple[Part, Callable[..., object]], ...]]
+
+GONE = "the model was freed before its watch was closed, so its final state was not inspected"
+# what is not ruled out if a callback that records for the diagnosis fails, or what is common to all parts
+COSTS = {"events": ("batches", "batch", "steps"), "frame": ("gradients", "optimizers")}
+
+
+class Dispatcher:
+    """Makes the parts of a diagnosis for one fit, and calls them at its events.
+
+    Args:
+        run: what they are called with.
+        kinds: faults; the measurements that they use are made too.
+        budget: share of the batches to inspect closely, 0..1; see `Schedule`.
+    """
+
+    def __init__(self, run: Run, kinds: Iterable[type[Part]], budget: float) -> None:
+        self.run, self.schedule = run, Schedule(budget)
+        self._has_loss, self._under_way = False, False
+        self._is_looked = False  # likewise whether that batch is inspected
+        for kind in parts_for(kinds):
+            run.parts[kind] = kind()
+        self._parts = list(run.parts.values())
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Lists the handlers of each event, in batches that are inspected and in others."""
+        self._parts = [part for part in self._parts if not part.done]
+        n = self.run.n_steps
+        awake = [part for part in self._parts if part.cadence > n]
+        every = _calls(self._parts)
+        self._calls: dict[bool, Calls] = {
+            True: every,
+            False: _calls(awake) | {event: every[event] for event in RARE},
+        }
+        self._changes_at = min((part.cadence for part in awake), default=math.inf)
+        self._is_outdated = False
+
+    def emit(self, event: str, *args: Any) -> None:
+        """Calls the handlers of an event."""
+        run = self.run
+        for part, handle in self._calls[run.looking][event]:
+            try:
+                handle(run, *args)
+            except Exception as error:  # the training must go on, whatever it is
+                self.fail(part, error)
+            if part.done:
+                self._is_outdated = True
+
+    def emit_output(self, name: str, m: torch.nn.Module, output: Any) -> None:
+        """Calls the handlers of a layer's output; in code that torch compiles, as plain functions."""
+        if not torch.compiler.is_compiling():
+            self.emit("on_output", name, m, output)
+            return
+        for _, handle in self._calls[True]["on_output"]:
+            handle(self.run, name, m, output)
+
+    def show_loss(self) -> None:
+        """Shows a loss; the graph of the first one to all parts."""
+        if not self._has_loss:
+            self._has_loss = True
+            self.emit("on_first_graph")
+        self.emit("on_loss")
+
+    def end_backward(self) -> None:
+        """Ends a backward, after which the batch may be the last: an external loop does not tell its end."""
+        self.emit("on_gradients")
+        self._under_way, self._is_looked = True, self.run.looking
+
+    def end_step(self) -> None:
+        """Ends a step, also one that was cancelled."""
+        self.run.n_steps += 1
+        self.emit("on_between")
+
+    def end_batch(self) -> None:
+        """Ends a batch; leaves out parts that are done, or that are called at the beginning only."""
+        run, self._under_way = self.run, False
+        run.n_batches, run.n_looked = run.n_batches + 1, run.n_looked + run.looking
+        self.emit("on_batch_end")
+        if self._is_outdated or self.run.n_steps >= self._changes_at:
+            self._arrange()
+
+    def doubt(self, told: Run, findings: tuple[Finding, ...]) -> bool:
+        """Lets parts spend a few steps on what findings leave open; True if one has found more."""
+        asked = [(part, part.on_doubt) for part in self._parts if hasattr(part, "on_doubt")]
+        return any([bool(self.guarded(part, decide, told, findings)) for part, decide in asked])
+
+    def told(self, frame: Frame) -> Run:
+        """A run to be judged, with what was measured so far; findings of faults do not change it."""
+        live = self.run
+        run = replace(live, loop=None, parts=dict(live.parts), notes=[], partial={}, params=frame.params)
+        run.n_batches += self._under_way
+        run.n_looked += self._under_way and self._is_looked
+        run.looks = self.schedule.rule
+        for part in live.parts.values():
+            self.guarded(part, part.tell, run)
+        return run
+
+    def close(self) -> None:
+        """Removes all hooks, and keeps plain numbers only."""
+        for part in self.run.parts.values():
+            self.guarded(part, part.close, self.run)
+            self.guarded(part, part.freeze)
+
+    # ---- failures
+
+    def guarded(self, part: Part | str, function: Callable[..., T], *args: Any) -> T | None:
+        """Calls a function that belongs to a part; None if it fails."""
+        try:
+            return function(*args)
+        except Exception as error:  # likewise
+            self.fail(part, error)
+            return None
+
+    def fail(self, part: Part | str, error: Exception) -> None:
+        """Notes that a part has failed, which is called no more; what depends on it is not ruled out."""
+        run = self.run
+        if isinstance(error, ModelGoneError):
+            run.note(GONE)
+            return
+        note = describe_failure("a part of Diagnose", error)
+        run.note(note)
+        if isinstance(part, Part):
+            part.done = self._is_outdated = True
+        for key in COSTS.get(part, (part,)) if isinstance(part, str) else (key_of(type(part)),):
+            run.partial.setdefault(key, note)
+
+
+def _calls(parts: list[Part]) -> Calls:
+    return {
+        event: tuple((part, handle) for part in parts if (handle := getattr(part, event, None)) is not None)
+        for event in HANDLERS
+    }

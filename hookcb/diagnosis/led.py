@@ -1,0 +1,98 @@
+"""Callbacks that a diagnosis leads: they record for it when it looks, and a failure ends their part only."""
+
+from typing import Any, Protocol
+
+from torch import nn
+
+from hookcb.activations.callback import ActivationStats
+from hookcb.core.callback import Callback
+from hookcb.core.events import Event
+from hookcb.gradients.callback import GradientHealth
+from hookcb.profiling.steps.timer import StepTimer
+
+
+class Leader(Protocol):
+    """What they ask of a diagnosis."""
+
+    is_wanted: bool
+
+    def take_error_of(self, cb: "Led", error: Exception) -> bool: ...
+    def see_output(self, m: nn.Module, output: Any) -> None: ...
+
+
+class Led(Callback):
+    """Callback that a diagnosis leads; a resumed fit records anew.
+
+    Attributes:
+        leader: the diagnosis, None once its fit is over.
+        part: the source of a `Run` that it records.
+        usual_name: its name on the loop.
+    """
+
+    leader: Leader | None = None
+    part = usual_name = ""
+
+    def takes_error(self, error: Exception, event: str) -> bool:
+        is_refusal = event == Event.BEFORE_FIT  # what cannot be recorded is told before
+        return not is_refusal and self.leader is not None and self.leader.take_error_of(self, error)
+
+    def take_error(self, error: Exception) -> None:
+        """Tells of an error in a hook."""
+        if self.leader is not None:
+            self.leader.take_error_of(self, error)
+
+    def wants(self, i: int) -> bool:
+        """Whether the current batch is inspected."""
+        return self.leader is not None and self.leader.is_wanted
+
+    def stop(self) -> None:
+        """Does nothing more in this fit, as it has failed."""
+        self.run = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class LedStats(Led, ActivationStats):
+    """`ActivationStats` of all layers, whose hooks show their outputs to the diagnosis too."""
+
+    part, usual_name = "activations", "activation_stats"
+
+    def looks_alike(self) -> bool:
+        return True  # a diagnosis chooses batches by their numbers
+
+    def before_fit(self) -> None:
+        super().before_fit()
+        for hook in self.hooks or ():
+            hook.take_error = self.take_error
+
+    def stop(self) -> None:
+        super().stop()
+        self._acts_in = None
+
+    def hook(self, m: nn.Module, *seen: Any) -> None:
+        super().hook(m, *seen)
+        if self.leader is not None:
+            self.leader.see_output(m, seen[-1])
+
+
+class LedHealth(Led, GradientHealth):
+    """`GradientHealth` of all parameters, with details in each record, as there are few."""
+
+    part, usual_name = "gradients", "gradient_health"
+
+    def before_fit(self) -> None:
+        super().before_fit()
+        if self._watch is not None:
+            self._watch.take_error = self.take_error
+
+    def stop(self) -> None:
+        super().stop()
+        if self._watch is not None:
+            self._watch.close()
+
+
+class LedTimer(Led, StepTimer):
+    """`StepTimer`, which compares several ranks."""
+
+    part, usual_name = "ranks", "step_timer"

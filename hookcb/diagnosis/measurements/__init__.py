@@ -1,0 +1,1 @@
+"""What several faults read, measured once."""
