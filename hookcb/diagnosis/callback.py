@@ -11,7 +11,6 @@ from hookcb.core.callback_list import is_among
 from hookcb.core.console import attempt, show, warn
 from hookcb.core.events import CancelFitException, Event
 from hookcb.core.ranks import ALONE, Ranks
-from hookcb.diagnosis.falling import falls_slowly
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather, note_unseen
 from hookcb.diagnosis.guard import Guard
@@ -20,6 +19,7 @@ from hookcb.diagnosis.on_ranks import compare_batches, keep_losses, share_inputs
 from hookcb.diagnosis.probes.one_batch import add_preflight
 from hookcb.diagnosis.probes.replicas import can_compare
 from hookcb.diagnosis.recorder import EvidenceRecorder
+from hookcb.diagnosis.rules import falls_slowly
 from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import Finding, Status, Verdict
 from hookcb.gradients.callback import GradientHealth

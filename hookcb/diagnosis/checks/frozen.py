@@ -4,8 +4,8 @@ import math
 from collections.abc import Collection, Iterable, Iterator
 
 from hookcb.core.text import join_names
-from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.rules import finding
 from hookcb.diagnosis.run import Run
 
 

@@ -4,10 +4,9 @@ import math
 from collections.abc import Iterator
 
 from hookcb.core.text import as_layer
-from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.rules import finding, format_factor, median
 from hookcb.diagnosis.run import WINDOW, Run, Series
-from hookcb.diagnosis.trends import format_factor, median
 from hookcb.diagnosis.verdict import Finding
 
 MAX_FALL = 100.0  # factor by which the gradients of one network fall

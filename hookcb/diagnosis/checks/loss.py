@@ -5,37 +5,31 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.checks.updates import (
+from hookcb.diagnosis.advice import begins_large, init_advice, lower_rate
+from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.rules import (
+    LATEST,
     MAX_FIRST_UPDATE,
     MAX_RISE,
-    begins_large,
-    first_update,
-    has_large_updates,
-    init_advice,
-    lower_rate,
-)
-from hookcb.diagnosis.falling import (
     MIN_BATCHES,
+    does_well,
     falls_by,
+    finding,
+    finite,
+    first_update,
     guesses,
+    has_large_updates,
+    is_warming_up,
     limit_of_flat,
     lowest_loss,
-    need_not_fall,
-    why_unknown,
-)
-from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
-from hookcb.diagnosis.run import WINDOW, Run, Series
-from hookcb.diagnosis.trends import (
-    LATEST,
-    does_well,
-    finite,
-    is_warming_up,
     median,
+    need_not_fall,
     spread,
     trailing,
     weights,
+    why_unknown,
 )
+from hookcb.diagnosis.run import WINDOW, Run, Series
 
 ENTROPIES = ("cross-entropy", "binary cross-entropy", "nll")
 NEVER_NEGATIVE = (*ENTROPIES, "mse", "mae", "huber", "smooth l1")

@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator
 
 from hookcb.core.text import as_layer, join_names
-from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.observed import EVERYTHING, passed_on
 from hookcb.diagnosis.reader import why_unseen
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.rules import finding
 from hookcb.diagnosis.run import Run, Series
 from hookcb.diagnosis.verdict import Finding
 

@@ -3,12 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from hookcb.core.text import as_layer, join_names
-from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.checks.updates import VISIBLE_UPDATE
-from hookcb.diagnosis.falling import has_learned
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.rules import VISIBLE_UPDATE, finding, has_learned, records_needed
 from hookcb.diagnosis.run import Param, Run, Series
-from hookcb.diagnosis.trends import records_needed
 from hookcb.diagnosis.verdict import Finding
 
 MIN_RECORDS = 5  # inspected steps

@@ -3,10 +3,9 @@
 import math
 from collections.abc import Iterator
 
-from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.rules import finding, ratio
 from hookcb.diagnosis.run import Run
-from hookcb.diagnosis.trends import ratio
 
 MIN_STEPS = 4
 ROUNDING = 1e-3  # relative difference of two norms that are rounded

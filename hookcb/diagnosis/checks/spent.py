@@ -5,10 +5,9 @@ import re
 from collections.abc import Iterator, Mapping
 
 from hookcb.core.time_split import DATA, EPOCH, GARBAGE, VALIDATION
-from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.rules import finding, median, ratio
 from hookcb.diagnosis.run import Run
-from hookcb.diagnosis.trends import median, ratio
 
 MAX_OTHER, MIN_OTHER = 0.3, 1e-3  # share of a mean batch, and seconds; less is the noise of a machine
 MAX_OWN = 0.6  # share of the optimizer or the loss; a third is usual for Adam on small batches

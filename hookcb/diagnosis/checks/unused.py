@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from hookcb.core.text import as_layer, join_names
-from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.registry import Passed, Result, Site, Skipped, check
+from hookcb.diagnosis.rules import finding
 from hookcb.diagnosis.run import Param, Run
 from hookcb.hooks.coverage import NOT_CALLED, USED
 
