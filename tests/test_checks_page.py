@@ -1,11 +1,8 @@
 """The page of all checks is made from their registry, and says of each what it looks at and why there."""
 
 import math
-import random
 import re
 from dataclasses import replace
-from functools import partial
-from operator import lt
 
 import margins
 import pytest
@@ -20,8 +17,7 @@ from hookcb.diagnosis.judge import _run, explained
 from hookcb.diagnosis.reader import SOURCES
 from hookcb.diagnosis.registry import CHECKS, Absent, Passed, Site, Skipped
 from hookcb.diagnosis.registry import check as register
-from hookcb.diagnosis.run import Run, Series
-from hookcb.diagnosis.trends import persistent, persistent_max
+from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import Finding
 
 DESIGNED = re.findall(
@@ -253,18 +249,6 @@ def test_what_is_written_is_read_again(tmp_path):
 
 
 # ---- numbers that are ruled out
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_persistent_max_is_what_persistent_compares(seed):
-    draw = random.Random(seed)
-    values = [draw.random() for _ in range(draw.randint(0, 12))]
-    series, of = Series(list(range(len(values))), values), draw.randint(1, 6)
-    n = draw.randint(1, of)
-    most = persistent_max(series, n, of)
-    assert math.isnan(most) == (len(values) < n)
-    for limit in (*values, 0.5):
-        assert (persistent(series, partial(lt, limit), n, of) is not None) == (most > limit)
 
 
 def test_a_healthy_training_is_on_the_right_side_of_each_limit():

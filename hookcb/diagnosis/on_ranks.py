@@ -7,8 +7,8 @@ from typing import Any
 from zlib import crc32
 
 from hookcb.core.ranks import Ranks, name_ranks
+from hookcb.diagnosis.rules import median
 from hookcb.diagnosis.run import Observation, Run, Series
-from hookcb.diagnosis.trends import median
 from hookcb.diagnosis.verdict import Finding, Gap
 
 MIN_COMPARED, N_COMPARED = 4, 8  # batches that are compared

@@ -3,12 +3,23 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.checks.updates import MAX_EXCESS, RECURRENT, begins_small, gradient_sizes, init_advice
+from hookcb.diagnosis.advice import begins_small, init_advice
 from hookcb.diagnosis.fault import Result, Site
 from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.rules import (
+    LATEST,
+    MAX_EXCESS,
+    RECURRENT,
+    Span,
+    finding,
+    finite,
+    gradient_sizes,
+    median,
+    records_needed,
+    trailing,
+    weights,
+)
 from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped
-from hookcb.diagnosis.trends import LATEST, Span, finite, median, records_needed, trailing, weights
 from hookcb.diagnosis.verdict import Finding
 
 # RMS of a weight's gradient / that of the largest; the smallest of 75 healthy trainings had 3e-4

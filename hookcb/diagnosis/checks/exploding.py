@@ -3,21 +3,24 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.checks.updates import MAX_EXCESS, RECURRENT, begins_large, gradient_sizes, lower_rate
+from hookcb.diagnosis.advice import begins_large, lower_rate
 from hookcb.diagnosis.fault import Result, Site
 from hookcb.diagnosis.registry import check
-from hookcb.diagnosis.run import WINDOW, Param, Passed, Run, Series, Skipped
-from hookcb.diagnosis.trends import (
+from hookcb.diagnosis.rules import (
+    MAX_EXCESS,
+    RECURRENT,
     Span,
     before,
+    finding,
     finite,
     format_factor,
+    gradient_sizes,
     median,
     ratio,
     records_needed,
     weights,
 )
+from hookcb.diagnosis.run import WINDOW, Param, Passed, Run, Series, Skipped
 from hookcb.diagnosis.verdict import Finding
 
 MIN_REACHING = 1 / 30  # share of an exploding gradient that reaches the layer before it

@@ -4,9 +4,9 @@ import math
 from collections.abc import Collection, Iterable, Iterator
 
 from hookcb.core.text import join_names
-from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.fault import Result, Site
 from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.rules import finding
 from hookcb.diagnosis.run import Passed, Run, Skipped
 
 

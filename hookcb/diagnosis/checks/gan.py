@@ -4,11 +4,10 @@ import math
 from collections.abc import Iterator
 
 from hookcb.core.text import as_layer
-from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.fault import Result, Site
 from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.rules import finding, format_factor, median
 from hookcb.diagnosis.run import WINDOW, Passed, Run, Series, Skipped
-from hookcb.diagnosis.trends import format_factor, median
 from hookcb.diagnosis.verdict import Finding
 
 MAX_FALL = 100.0  # factor by which the gradients of one network fall

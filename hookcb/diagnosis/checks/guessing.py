@@ -5,34 +5,31 @@ from collections.abc import Iterator
 from itertools import pairwise
 from statistics import fmean
 
-from hookcb.diagnosis.checks.finding import finding, findings_of
+from hookcb.diagnosis.advice import MIN_FACTOR, divisor, multiplier
 from hookcb.diagnosis.checks.loss import flat_loss
-from hookcb.diagnosis.checks.updates import (
-    MIN_FACTOR,
-    USUAL_UPDATE,
-    divisor,
-    multiplier,
-    recent_updates,
-    usual_update,
-)
-from hookcb.diagnosis.falling import (
+from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.rules import (
     MAX_OF_CONSTANT,
     MIN_BATCHES,
+    USUAL_UPDATE,
     batches_to_learn,
+    before,
     expected_fall,
     final_loss,
+    finding,
+    findings_of,
     is_noisy,
     is_trivial,
     loss_of_constant,
     may_become_better,
     n_last,
     ratio_to_constant,
+    recent_updates,
+    usual_update,
     why_unknown,
 )
-from hookcb.diagnosis.fault import Result, Site
-from hookcb.diagnosis.registry import check
 from hookcb.diagnosis.run import Absent, Passed, Run, Skipped
-from hookcb.diagnosis.trends import before
 from hookcb.diagnosis.verdict import Finding
 
 MAX_STUCK, ALL_STUCK, N_STUCK = 0.4, 0.999, 3  # shares of the error; batches

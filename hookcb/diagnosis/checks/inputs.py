@@ -3,19 +3,24 @@
 import math
 from collections.abc import Iterator
 
-from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.checks.updates import MAX_FIRST_UPDATE, RECURRENT, updates
-from hookcb.diagnosis.falling import (
-    MAX_OF_CONSTANT,
-    MIN_BATCHES,
-    has_learned,
-    loss_of_constant,
-    need_not_fall,
-)
 from hookcb.diagnosis.fault import Result, Site
 from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.rules import (
+    MAX_FIRST_UPDATE,
+    MAX_OF_CONSTANT,
+    MAX_SATURATED,
+    MIN_BATCHES,
+    RECURRENT,
+    finding,
+    finite,
+    format_factor,
+    has_learned,
+    loss_of_constant,
+    median,
+    need_not_fall,
+    updates,
+)
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Skipped
-from hookcb.diagnosis.trends import MAX_SATURATED, finite, format_factor, median
 from hookcb.diagnosis.verdict import Finding
 
 MAX_RMS, MIN_RMS = 30.0, 0.02

@@ -4,27 +4,30 @@ import math
 from collections.abc import Iterator
 
 from hookcb.core.text import as_layer
+from hookcb.diagnosis.advice import begins_large, init_advice, is_trained, lower_rate
 from hookcb.diagnosis.checks.attenuated import attenuated_gradients
-from hookcb.diagnosis.checks.finding import finding, findings_of
-from hookcb.diagnosis.checks.updates import begins_large, init_advice, is_trained, lower_rate
-from hookcb.diagnosis.falling import MIN_BATCHES, has_learned, is_trivial
 from hookcb.diagnosis.fault import Result, Site
 from hookcb.diagnosis.registry import check
-from hookcb.diagnosis.run import SPARSE_KINDS, Layer, Passed, Run, Series, Skipped
-from hookcb.diagnosis.trends import (
+from hookcb.diagnosis.rules import (
     LATEST,
     MAX_SATURATED,
+    MIN_BATCHES,
     Span,
     before,
     does_well,
+    finding,
+    findings_of,
     finite,
     format_factor,
+    has_learned,
+    is_trivial,
     median,
     persistent,
     ratio,
     trailing,
     weights,
 )
+from hookcb.diagnosis.run import SPARSE_KINDS, Layer, Passed, Run, Series, Skipped
 from hookcb.diagnosis.verdict import Finding, Severity
 
 MAX_SATURATED_WARNING = 0.9  # share of units

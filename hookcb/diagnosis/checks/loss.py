@@ -5,38 +5,32 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.checks.updates import (
-    MAX_FIRST_UPDATE,
-    MAX_RISE,
-    begins_large,
-    first_update,
-    has_large_updates,
-    init_advice,
-    lower_rate,
-)
-from hookcb.diagnosis.falling import (
-    MIN_BATCHES,
-    falls_by,
-    guesses,
-    limit_of_flat,
-    lowest_loss,
-    need_not_fall,
-    why_unknown,
-)
+from hookcb.diagnosis.advice import begins_large, init_advice, lower_rate
 from hookcb.diagnosis.fault import Result, Site
 from hookcb.diagnosis.registry import check
-from hookcb.diagnosis.run import WINDOW, Passed, Run, Series, Skipped
-from hookcb.diagnosis.trends import (
+from hookcb.diagnosis.rules import (
     LATEST,
+    MAX_FIRST_UPDATE,
+    MAX_RISE,
+    MIN_BATCHES,
     does_well,
+    falls_by,
+    finding,
     finite,
+    first_update,
+    guesses,
+    has_large_updates,
     is_warming_up,
+    limit_of_flat,
+    lowest_loss,
     median,
+    need_not_fall,
     spread,
     trailing,
     weights,
+    why_unknown,
 )
+from hookcb.diagnosis.run import WINDOW, Passed, Run, Series, Skipped
 
 ENTROPIES = ("cross-entropy", "binary cross-entropy", "nll")
 NEVER_NEGATIVE = (*ENTROPIES, "mse", "mae", "huber", "smooth l1")

@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterator
 
 from hookcb.core.text import as_layer, join_names
-from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.observed import EVERYTHING, passed_on
 from hookcb.diagnosis.fault import Result, Site
 from hookcb.diagnosis.reader import why_unseen
 from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.rules import finding
 from hookcb.diagnosis.run import Passed, Run, Series, Skipped
 from hookcb.diagnosis.verdict import Finding
 

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.checks.loss import flat_loss
-from hookcb.diagnosis.falling import MIN_BATCHES, falls_slowly, is_trivial
 from hookcb.diagnosis.fault import Result, Site
 from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.rules import MIN_BATCHES, falls_slowly, is_trivial, loss_left
 from hookcb.diagnosis.run import Absent, Observation, Passed, Run, Skipped
-from hookcb.diagnosis.trends import loss_left
 from hookcb.diagnosis.verdict import Finding, Severity
 
 EVERYTHING = ("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "update.*", "amp.*", "head.*")

@@ -4,14 +4,26 @@ import math
 from collections.abc import Iterator
 from itertools import takewhile
 
-from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.checks.observed import passed_on
-from hookcb.diagnosis.checks.updates import USUAL_UPDATE, VISIBLE_UPDATE, recent_updates, usual_update
-from hookcb.diagnosis.falling import has_learned, need_not_fall
 from hookcb.diagnosis.fault import Result, Site
 from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.rules import (
+    LATEST,
+    USUAL_UPDATE,
+    VISIBLE_UPDATE,
+    Span,
+    before,
+    finding,
+    finite,
+    has_learned,
+    median,
+    need_not_fall,
+    rates,
+    ratio,
+    recent_updates,
+    usual_update,
+)
 from hookcb.diagnosis.run import SPARSE_KINDS, WINDOW, Param, Passed, Run, Series, Skipped
-from hookcb.diagnosis.trends import LATEST, Span, before, finite, median, rates, ratio
 from hookcb.diagnosis.verdict import Finding
 
 UNCLIPPED, MAX_CLIPPED = 0.999, 0.95  # coefficient of a gradient that is not clipped; share of records

@@ -3,13 +3,10 @@
 from collections.abc import Iterator, Sequence
 
 from hookcb.core.text import as_layer, join_names
-from hookcb.diagnosis.checks.finding import finding
-from hookcb.diagnosis.checks.updates import VISIBLE_UPDATE
-from hookcb.diagnosis.falling import has_learned
 from hookcb.diagnosis.fault import Result, Site
 from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.rules import VISIBLE_UPDATE, finding, has_learned, records_needed
 from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped
-from hookcb.diagnosis.trends import records_needed
 from hookcb.diagnosis.verdict import Finding
 
 MIN_RECORDS = 5  # inspected steps

@@ -3,11 +3,10 @@
 import math
 from collections.abc import Iterator
 
-from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.fault import Result, Site
 from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.rules import finding, ratio
 from hookcb.diagnosis.run import Passed, Run, Skipped
-from hookcb.diagnosis.trends import ratio
 
 MIN_STEPS = 4
 ROUNDING = 1e-3  # relative difference of two norms that are rounded

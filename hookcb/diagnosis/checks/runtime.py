@@ -5,11 +5,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from hookcb.core.threads import n_cores
-from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.fault import Result, Site
 from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.rules import finding, median, ratio
 from hookcb.diagnosis.run import Passed, Run, Series, Skipped
-from hookcb.diagnosis.trends import median, ratio
 from hookcb.diagnosis.verdict import Finding
 from hookcb.profiling.memory.growth import fit_line
 from hookcb.profiling.steps.stragglers import MAX_EXCESS, MIN_EXCESS

@@ -5,11 +5,10 @@ import re
 from collections.abc import Iterator, Mapping
 
 from hookcb.core.time_split import DATA, EPOCH, GARBAGE, VALIDATION
-from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.fault import Result, Site
 from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.rules import finding, median, ratio
 from hookcb.diagnosis.run import Passed, Run, Skipped
-from hookcb.diagnosis.trends import median, ratio
 
 MAX_OTHER, MIN_OTHER = 0.3, 1e-3  # share of a mean batch, and seconds; less is the noise of a machine
 MAX_OWN = 0.6  # share of the optimizer or the loss; a third is usual for Adam on small batches

@@ -3,43 +3,41 @@
 import math
 from collections.abc import Iterator
 
+from hookcb.diagnosis.advice import MIN_FACTOR, lower_rate, multiplier
 from hookcb.diagnosis.checks.dead_units import dead_units
-from hookcb.diagnosis.checks.finding import finding, findings_of
 from hookcb.diagnosis.checks.layers import collapsed_activations
 from hookcb.diagnosis.checks.loss import flat_loss
-from hookcb.diagnosis.checks.updates import (
+from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.rules import (
+    LATEST,
+    LEARNED,
     MAX_FIRST_UPDATE,
     MAX_UPDATE,
-    MIN_FACTOR,
     N_FIRST,
     N_LARGE,
     N_WINDOW,
     USUAL_UPDATE,
-    lower_rate,
-    multiplier,
-    recent_updates,
-    updates,
-    usual_update,
-)
-from hookcb.diagnosis.falling import has_learned, need_not_fall
-from hookcb.diagnosis.fault import Result, Site
-from hookcb.diagnosis.registry import check
-from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped
-from hookcb.diagnosis.trends import (
-    LATEST,
-    LEARNED,
     Span,
     before,
+    finding,
+    findings_of,
     format_factor,
+    has_learned,
     is_warming_up,
     loss_left,
     median,
+    need_not_fall,
     persistent,
     persistent_max,
     rates,
+    recent_updates,
     trailing,
+    updates,
+    usual_update,
     weights,
 )
+from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped
 from hookcb.diagnosis.verdict import Finding
 
 N_LARGE_FIRST = 3  # of the first ten records

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from hookcb.core.text import as_layer, join_names
-from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.fault import Result, Site
 from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.rules import finding
 from hookcb.diagnosis.run import Param, Passed, Run, Skipped
 from hookcb.hooks.coverage import NOT_CALLED, USED
 

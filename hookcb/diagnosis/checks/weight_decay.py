@@ -4,14 +4,13 @@ import math
 from collections.abc import Iterator
 
 from hookcb.core.text import join_names
-from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.fault import Result, Site
 from hookcb.diagnosis.registry import check
-from hookcb.diagnosis.run import SPARSE_KINDS, WINDOW, Param, Passed, Run, Series, Skipped
-from hookcb.diagnosis.trends import (
+from hookcb.diagnosis.rules import (
     LATEST,
     Span,
     before,
+    finding,
     finite,
     median,
     persistent,
@@ -20,6 +19,7 @@ from hookcb.diagnosis.trends import (
     ratio,
     weights,
 )
+from hookcb.diagnosis.run import SPARSE_KINDS, WINDOW, Param, Passed, Run, Series, Skipped
 from hookcb.diagnosis.verdict import Finding
 
 MAX_SHARE, N_RECORDS = 0.9, 20  # share of the decay in a step, in so many records in a row

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from hookcb.diagnosis.falling import falls_slowly
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.probed import add_probed
 from hookcb.diagnosis.probes.suite import Probes
+from hookcb.diagnosis.rules import falls_slowly
 from hookcb.diagnosis.run import Run
 
 

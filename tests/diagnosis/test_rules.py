@@ -1,14 +1,16 @@
-"""Findings of checks have place, kind and steps of what they are made from."""
+"""Findings have the place, kind and steps of what they are made from; trends are told from noise."""
 
 import math
+import random
+from functools import partial
+from operator import lt
 
 import pytest
 
 from hookcb.activations.stats import LAYER_STATS
-from hookcb.diagnosis.checks.finding import finding
 from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.rules import Span, falls_slowly, finding, persistent, persistent_max
 from hookcb.diagnosis.run import Layer, Param, Run, Series
-from hookcb.diagnosis.trends import Span
 from hookcb.diagnosis.verdict import Finding
 from hookcb.gradients.stats import GRAD_STATS, STEP_STATS
 
@@ -106,3 +108,29 @@ def test_numbers_of_which_none_is_known_find_nothing_and_rule_nothing_out(n):
     verdict = judge(given)
     assert verdict.findings == ()
     assert not [text for text in verdict.ruled_out if "nan" in text.split("(")[-1]]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_persistent_max_is_what_persistent_compares(seed):
+    draw = random.Random(seed)
+    values = [draw.random() for _ in range(draw.randint(0, 12))]
+    series, of = Series(list(range(len(values))), values), draw.randint(1, 6)
+    n = draw.randint(1, of)
+    most = persistent_max(series, n, of)
+    assert math.isnan(most) == (len(values) < n)
+    for limit in (*values, 0.5):
+        assert (persistent(series, partial(lt, limit), n, of) is not None) == (most > limit)
+
+
+def loss(values, guess):
+    random_ = random.Random(0)
+    noisy = [x + random_.gauss(0, 0.01) for x in values]
+    return Run(loss=Series.of(range(len(values)), noisy), loss_kind="cross-entropy", guess=guess)
+
+
+@pytest.mark.parametrize(
+    "values", [[2.3] * 100, [2.3 - 0.01 * i for i in range(100)], [2.3 - 1e-3 * i for i in range(49)]]
+)
+def test_a_flat_a_fast_and_a_short_loss_do_not_fall_slowly(values):
+    assert not falls_slowly(loss(values, 2.3))
+    assert not falls_slowly(loss([2.3 - 1e-4 * i for i in range(100)], math.nan))
