@@ -1,19 +1,13 @@
-"""The callbacks that a diagnosis attaches: they record for it, and only while it looks or sleeps."""
+"""The callbacks that a diagnosis attaches: they record for it, and only while it looks."""
 
-import math
-import time
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from hookcb.activations.callback import ActivationStats
-from hookcb.core import orders
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
-from hookcb.core.optim import detached_scalar, largest_lr
-from hookcb.core.time_split import TimeSplit
 from hookcb.gradients.callback import GradientHealth
 from hookcb.profiling.steps.timer import StepTimer
 
@@ -25,14 +19,6 @@ class Owner(Protocol):
 
     def takes_error_of(self, cb: "Attached", error: Exception) -> bool: ...
     def measure_layer(self, m: nn.Module, output: Any) -> None: ...
-    def note_modes(self) -> None: ...
-    def expect_batch(self) -> None: ...
-    def take_over(self, loss: float | Tensor | None, waited: float) -> None: ...
-    def after_loss(self) -> None: ...
-    def after_backward(self) -> None: ...
-    def after_cancel_backward(self) -> None: ...
-    def after_cancel_step(self) -> None: ...
-    def after_cancel_batch(self) -> None: ...
 
 
 class Attached(Callback):
@@ -147,150 +133,3 @@ class AttachedTimer(Attached, StepTimer):
     def __init__(self, owner: Owner, name: str) -> None:
         super().__init__(name=name)
         self.owner = owner
-
-
-class Noted(NamedTuple):
-    """Numbers of a batch in which a diagnosis sleeps.
-
-    Attributes:
-        step: number of the batch.
-        loss: its loss, on its device.
-        lr: largest learning rate of its step.
-        waited: seconds for which it was fetched.
-        ended: time at which its backward had ended.
-        has_step: whether a step followed, or is to follow.
-    """
-
-    step: int
-    loss: float | Tensor
-    lr: float
-    waited: float
-    ended: float
-    has_step: bool = True
-
-
-class AttachedNotes(Attached):
-    """Notes what must be seen of each batch, while its owner sleeps.
-
-    In a small training, calls of the owner at all events cost five times as much as what they read. A batch
-    that is not as usual is left to the owner, from the event on at which that shows.
-
-    Args:
-        owner: the diagnosis.
-        split: measures the time spent fetching batches.
-        name: its name on the learner.
-
-    Attributes:
-        stepper: optimizer of the batches that are noted.
-    """
-
-    part = "notes"
-    order = orders.DIAGNOSE
-    run_valid = False
-
-    def __init__(self, owner: Owner, split: TimeSplit, name: str) -> None:
-        super().__init__(name=name)
-        self.owner = owner
-        self._split = split
-        self._rows: list[Noted] = []
-        self._loss: float | Tensor | None = None  # of the batch in progress
-        self.stepper: Any = None
-        self._param: nn.Parameter | None = None
-        self._n_left = 0
-        # events of a loop that hookcb does not run; the steps that it has made by now if each batch had one
-        self._seen: Mapping[str, int] | None = None
-        self._n_due = 0
-
-    def stop(self) -> None:
-        super().stop()
-        self.begin(0, None, None)
-
-    def begin(self, n: int, opt: Any, param: nn.Parameter | None) -> None:
-        """Begins to note batches.
-
-        Args:
-            n: number of batches; 0 if there are no more.
-            opt: the optimizer, which makes a step in each of them.
-            param: parameter whose gradient any number that is not finite reaches.
-        """
-        self._n_left, self.stepper, self._param = n, opt, param
-        loop: Any = self.learn
-        if loop.is_external:
-            self._seen, self._n_due = loop.seen, loop.seen[Event.AFTER_STEP]
-
-    @property
-    def _n_missing(self) -> int:
-        """Number of steps that were not made; a Learner tells before whether there will be one."""
-        return 0 if self._seen is None else self._n_due - self._seen[Event.AFTER_STEP]
-
-    def take(self) -> list[Noted]:
-        """Returns what was noted since the last call."""
-        rows, self._rows = self._rows, []
-        if rows and self._n_missing > 0:
-            loop: Any = self.learn
-            is_over = not loop.has_batch or loop.train_iter != rows[-1].step
-            rows[-1] = rows[-1]._replace(has_step=not is_over)
-        return rows
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | dict.fromkeys(("_split", "stepper", "_param", "_seen"))
-
-    def before_batch(self) -> None:
-        if self._n_left and self.owner is not None:
-            self.owner.note_modes()
-
-    def after_loss(self) -> None:
-        if self.owner is None:
-            return
-        try:
-            loss = detached_scalar(self.learn.loss)
-        except Exception:  # the owner tells of it
-            loss = math.nan
-        if isinstance(loss, float) and not math.isfinite(loss):
-            self.owner.take_over(None, self._split.take_fetched())
-            self.owner.after_loss()
-        else:
-            self._loss = loss
-
-    def after_backward(self) -> None:
-        if self.owner is None:
-            return
-        learn, opt, loss = self.learn, self.stepper, self._loss
-        self._loss = None
-        try:
-            grad = self._param.grad  # type: ignore[union-attr]  # it has one while this acts
-            is_finite = grad is None or not grad.is_cpu or math.isfinite(grad.sum().item())
-            is_usual = is_finite and learn.opt is opt and not (self._n_missing or learn.accumulating)
-            lr = largest_lr(opt)
-        except Exception:  # the owner tells of it
-            is_usual = False
-        if loss is None or not is_usual:
-            self.owner.take_over(loss, self._split.take_fetched())
-            self.owner.after_backward()
-            return
-        self._rows.append(Noted(learn.train_iter, loss, lr, self._split.take_fetched(), time.perf_counter()))
-        self._n_left, self._n_due = self._n_left - 1, self._n_due + 1
-        if not self._n_left:
-            self.owner.expect_batch()
-
-    def _leave_batch(self, event: str) -> None:
-        """Leaves a batch that is cut short to the owner, from `event` on."""
-        loss, self._loss = self._loss, None
-        row = self._rows.pop() if self._rows and self._rows[-1].step == self.learn.train_iter else None
-        if self.owner is None:
-            return
-        if row is None:
-            self.owner.take_over(loss, self._split.take_fetched())
-        else:
-            self.owner.take_over(row.loss, row.waited)
-            self.owner.after_backward()
-        getattr(self.owner, event)()
-
-    def after_cancel_backward(self) -> None:
-        self._leave_batch("after_cancel_backward")
-
-    def after_cancel_step(self) -> None:
-        self._leave_batch("after_cancel_step")
-
-    def after_cancel_batch(self) -> None:
-        self._leave_batch("after_cancel_batch")

@@ -111,8 +111,6 @@ class Diagnose(EvidenceRecorder):
             is_alarmed = True
         if is_alarmed:
             self.react()
-        else:
-            self.fall_asleep(self._next_check - 1 - probes.n_batches)
 
     def after_fit(self) -> None:
         if self._probes is None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from hookcb.core import orders
 from hookcb.core.callback import Callback
@@ -12,7 +12,7 @@ from hookcb.core.events import BATCH_EVENTS, Event
 from hookcb.core.loop import label_of
 from hookcb.core.ranks import name_own_rank
 from hookcb.core.time_split import TimeSplit
-from hookcb.diagnosis.attached import Attached, AttachedHealth, AttachedNotes, AttachedStats, AttachedTimer
+from hookcb.diagnosis.attached import Attached, AttachedHealth, AttachedStats, AttachedTimer
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather, note_unseen
 from hookcb.diagnosis.guard import Guard
@@ -24,7 +24,6 @@ from hookcb.diagnosis.schedule import Schedule
 from hookcb.hooks.modules import ModelGoneError, has_params
 from hookcb.profiling.steps.timer import StepTimer
 
-MIN_ASLEEP, MAX_ASLEEP = 4, 31  # batches; memory in use and graphs are looked at after so many
 # events of a batch that is not inspected, at which nothing is done
 IDLE = frozenset({Event.AFTER_PRED, Event.BEFORE_BACKWARD, Event.BEFORE_STEP})
 AWAKE: frozenset[str] = frozenset()
@@ -59,7 +58,6 @@ class EvidenceRecorder(Callback):
         self._spent: SpentTime | None = None
         self._attached: list[Attached] = []
         self._stats: AttachedStats | None = None  # one of these
-        self._notes: AttachedNotes | None = None  # likewise
 
     def before_fit(self) -> None:
         self._evidence, self._guard = None, Guard()
@@ -67,7 +65,6 @@ class EvidenceRecorder(Callback):
         self._schedule, self._is_new_step = Schedule(self.budget), True
         # whether the batch is inspected, and whether events are left out
         self._rest: tuple[bool, bool] | None = (True, False)
-        self._is_asleep = False
         self.is_wanted = self.is_looking = self._is_forward = False
         self._is_external = self.learn.is_external
         split, call = self._split_time(), self._guard.call
@@ -75,8 +72,8 @@ class EvidenceRecorder(Callback):
         self._probes = Probes(self.learn, split, self._inspects_call, self._is_external, self._guard)
         self._frame = call("frame", Frame.of, self.model, []) or Frame()
         names = {cb.name for cb in self.learn.cbs}
-        defaults = "activation_stats", "gradient_health", "step_timer", "batch_notes"
-        stats, health, timer, notes = (f"{self.name}_{name}" if name in names else name for name in defaults)
+        defaults = "activation_stats", "gradient_health", "step_timer"
+        stats, health, timer = (f"{self.name}_{name}" if name in names else name for name in defaults)
         self._health = AttachedHealth(self, health)
         self._attached = [self._health]
         if any(m is not self.model for m in self.model.modules()) or has_params(self.model):
@@ -84,10 +81,6 @@ class EvidenceRecorder(Callback):
             self._attached.insert(0, self._stats)
         if self.learn.ranks.world > 1 and not any(isinstance(cb, StepTimer) for cb in self.learn.cbs):
             self._attached.append(AttachedTimer(self, timer))
-        if self.learn.ranks.world == 1:
-            self._notes = AttachedNotes(self, split, notes)
-            self._attached.append(self._notes)
-            self.learn.rest([(self._notes, BATCH_EVENTS)])
         self.learn.add_cbs(self._attached)
 
     def _split_time(self) -> TimeSplit:
@@ -111,64 +104,9 @@ class EvidenceRecorder(Callback):
         if self._probes is not None:
             self._probes.measure_layer(m, output)
 
-    # ---- sleep: batches that are only noted
-
-    def fall_asleep(self, at_most: int) -> None:
-        """Leaves the next batches to the notes, until one is due, if they are likely to be as usual."""
-        probes, notes, loop = self._probes, self._notes, self.learn
-        if probes is None or notes is None or self._rest != (False, True) or loop.scaler is not None:
-            return
-        if not self._is_new_step or (param := probes.usual_param(loop)) is None:
-            return
-        n = self._schedule.n_not_due(min(at_most, MAX_ASLEEP))
-        if n >= MIN_ASLEEP:
-            self._is_asleep = True
-            notes.begin(n, loop.opt, param)
-            own = frozenset() if probes.has_modes else frozenset({Event.BEFORE_BATCH})
-            loop.rest([(self, BATCH_EVENTS), (notes, own)])
-
-    def note_modes(self) -> None:
-        """Notes the modes of the layers in a batch in which it sleeps."""
-        self._probe(Probes.note_modes)
-
-    def expect_batch(self) -> None:
-        """Wakes when the next batch begins."""
-        self.learn.rest([(self, BATCH_EVENTS - {Event.BEFORE_BATCH})])
-
-    def take_over(self, loss: float | Tensor | None, waited: float) -> None:
-        """Wakes in a batch that was fetched in `waited` seconds; its loss is known unless it is None."""
-        self._wake()
-        self._pass_over(1)
-        self._is_new_step = False
-        if self._probes is not None:
-            self._probes.take_over(self.learn.train_iter, loss, waited)
-
-    def _wake(self) -> None:
-        """Acts from now on, also in the batch in progress."""
-        self._is_asleep, self._rest = False, None
-        self._read_notes()
-        if self._notes is not None:
-            self.learn.rest([(self, AWAKE), (self._notes, BATCH_EVENTS)])
-
-    def _read_notes(self) -> None:
-        """Adds what was noted so far."""
-        if self._notes is not None and self._probes is not None and (rows := self._notes.take()):
-            self._probes.add_notes(rows, self._notes.stepper)
-            self._pass_over(len(rows))
-            if self._spent is not None:
-                self._guard.call("spent", self._spent.end_batches, len(rows))
-
-    def _pass_over(self, n: int) -> None:
-        """Counts batches of which it was not called when they began."""
-        self._schedule.n_batches += n
-        if self._stats is not None:
-            self._stats.n_skipped += n
-
     # ---- events
 
     def before_batch(self) -> None:
-        if self._is_asleep:
-            self._wake()
         probes, split = self._probes, self._split
         if probes is None:
             return
@@ -256,15 +194,13 @@ class EvidenceRecorder(Callback):
         self._is_forward = False
         self._probe(Probes.end_batch)
         if self._spent is not None and self._is_external:  # the lines of a Learner are known
-            self._guard.call("spent", self._spent.end_batches)
+            self._guard.call("spent", self._spent.end_batch)
 
     def after_train(self) -> None:
         self.before_validate()
         self._probe(Probes.end_epoch)
 
     def before_validate(self) -> None:
-        if self._is_asleep:
-            self._wake()
         if self._probes is not None:
             self._rest = None
             self._probes.rest(self.learn, False)
@@ -275,9 +211,7 @@ class EvidenceRecorder(Callback):
             self._guard.always("events", self._probes.close)
             self._guard.always("events", self._end_split)
             self._evidence, self._probes = evidence, None
-        if self._notes is not None:
-            self._notes.begin(0, None, None)
-        attached, self._attached, self._stats, self._notes = self._attached, [], None, None
+        attached, self._attached, self._stats = self._attached, [], None
         self.learn.rest([(self, AWAKE)])
         try:
             self.learn.remove_cbs([cb for cb in attached if any(cb is x for x in self.learn.cbs)])
@@ -306,7 +240,6 @@ class EvidenceRecorder(Callback):
         if self._probes is None:
             raise RuntimeError("nothing is recorded yet; train first, learn.fit(1, cbs=Diagnose())")
         guard = self._guard
-        guard.always("notes", self._read_notes)
         guard.always("frame", self._look_at_model, self._probes)
         probed = guard.always("events", probed_evidence, self._probes, self._frame) or Run()
         if self._is_external:
@@ -348,11 +281,7 @@ class EvidenceRecorder(Callback):
         if self.learn.ranks.world > 1:
             return False
         self._guard.note(cb.part, error)
-        if cb is self._notes:
-            if self._is_asleep:
-                self.take_over(None, 0.0)
-            self._notes = None
-        elif cb is self._stats:
+        if cb is self._stats:
             self._stats = None
         cb.stop()
         return True
@@ -366,6 +295,6 @@ class EvidenceRecorder(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {
-            **dict.fromkeys(("_probes", "_split", "_spent", "_stats", "_notes")),
+            **dict.fromkeys(("_probes", "_split", "_spent", "_stats")),
             "_attached": [],
         }

@@ -4,8 +4,7 @@ import math
 import mmap
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hookcb.core.optim import largest_lr
-from hookcb.diagnosis.attached import Noted
 from hookcb.diagnosis.run import Series
 
 STATM = Path("/proc/self/statm")  # in pages
@@ -51,16 +49,6 @@ class Curve:
             self._steps.append(step)
             self._values.append(value)
         self._n += 1
-
-    def extend(self, steps: Sequence[int], values: Sequence[float | Tensor]) -> None:
-        """Appends the numbers of several batches."""
-        if self._stride == 1 and len(self._steps) + len(steps) <= self._max_points:
-            self._steps += steps
-            self._values += values
-            self._n += len(steps)
-        else:
-            for step, value in zip(steps, values, strict=True):
-                self.add(step, value)
 
     def series(self) -> Series:
         """All kept points; waits for the device."""
@@ -147,18 +135,3 @@ class BatchCurves:
         if is_due and self.memory.is_due() and (used := self._resident.bytes_in_use()) is not None:
             self.memory.add(step, used)
             self._memory_due = n_batches + MEMORY_EVERY
-
-    def add_notes(self, rows: Sequence[Noted], opt: Optimizer) -> None:
-        """Adds what was noted of batches, one or more, of which only the last may have no step by `opt`."""
-        steps, losses = [row.step for row in rows], [row.loss for row in rows]
-        ends = [self._ended, *(row.ended for row in rows)]
-        lengths = [end - begin for begin, end in pairwise(ends)]
-        is_first = math.isnan(self._ended)
-        self.wait.extend(steps, [row.waited for row in rows])
-        self.length.extend(steps[is_first:], lengths[is_first:])
-        self.loss.extend(steps, losses)
-        n = len(rows) - (not rows[-1].has_step)
-        self.losses[id(opt)].extend(steps[:n], losses[:n])
-        self.lr.extend(steps[:n], [row.lr for row in rows[:n]])
-        self._last_loss, self._ended = losses[-1], ends[-1]
-        self.n_losses += len(rows)

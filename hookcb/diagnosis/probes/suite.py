@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from hookcb.core.batch import n_samples, parts
 from hookcb.core.optim import detached_scalar
 from hookcb.core.shards import has_no_part
 from hookcb.core.time_split import TimeSplit
-from hookcb.diagnosis.attached import Noted
 from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks
 from hookcb.diagnosis.probes.backward_times import BackwardTimes
@@ -409,12 +408,6 @@ class Probes:
         if self.first_param is not None and self.first_param.grad is not None:
             curve.add(step, detached_scalar(self.first_param.grad.norm()))
 
-    def take_over(self, step: int, loss: float | Tensor | None, waited: float) -> None:
-        """Adds what was noted of a batch that did not go on as usual."""
-        self.guard.call("curves", self.curves.begin_batch, step, waited)
-        if loss is not None:
-            self.guard.call("curves", self.curves.add_loss, step, loss)
-
     def _find_first_param(self, model: nn.Module) -> nn.Parameter | None:
         """Smallest parameter of the first layer with a gradient."""
         for m in model.modules():
@@ -511,26 +504,6 @@ class Probes:
     def n_losses(self) -> int:
         """Number of losses that were recorded."""
         return 0 if self.guard.has_failed("curves") else self.curves.n_losses
-
-    def usual_param(self, loop: Any) -> nn.Parameter | None:
-        """The parameter whose gradient is checked, if all batches ended in a step of the same optimizer.
-
-        None also if a number was not finite, or more is to be seen in each batch. In a loop that hookcb does
-        not run each batch must also have had a backward and told its loss.
-        """
-        is_usual = self.n_steps == self.n_batches and self.optimizers.keys() == {id(loop.opt)}
-        if self.is_external:
-            is_usual = is_usual and self.n_losses == self.n_batches and self.backwards == {1}
-        has_more = self.is_dense or self.has_origin or self.graph is None or self.graph.has_penalty
-        return self.first_param if is_usual and not has_more else None
-
-    def add_notes(self, rows: Sequence[Noted], opt: Optimizer) -> None:
-        """Adds what was noted of batches; see `BatchCurves.add_notes`."""
-        n = len(rows) - (not rows[-1].has_step)
-        self.guard.call("curves", self.curves.add_notes, rows, opt)
-        self.n_batches += len(rows)
-        self._n_before = self.n_backward + n
-        self.n_steps, self.n_backward = self.n_steps + n, self.n_backward + len(rows)
 
     def end_epoch(self, loop: Any, looking: bool) -> None:
         """Compares replicas; time until the next batch does not count as waiting for data."""
