@@ -26,7 +26,6 @@ PROBES = PACKAGE / "diagnosis" / "probes"
 INTERNAL = {  # callbacks that are not for users, and whose they are
     "Attached": "Diagnose",
     "AttachedHealth": "Diagnose",
-    "AttachedNotes": "Diagnose",
     "AttachedStats": "Diagnose",
     "PhaseMarker": "StepTimer and ProfilerCallback",
     "GatherPreds": "Learner.get_preds",

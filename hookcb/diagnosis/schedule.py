@@ -41,11 +41,6 @@ class Schedule:
         growth = GROWTH if n < N_FREE or self._n_later + 1 <= self.budget * n else MAX_GROWTH
         return n < N_DENSE or n >= self._last * growth
 
-    def n_not_due(self, at_most: int) -> int:
-        """Number of the next batches that are not to be inspected, if there are no more than `at_most`."""
-        following = range(self.n_batches, self.n_batches + at_most)
-        return next((i for i, n in enumerate(following) if self.is_wanted(n)), at_most)
-
     @property
     def rule(self) -> str:
         """Rule by which the budget has reduced the choice so far; "" if it has not."""

@@ -247,7 +247,7 @@ OF_GUARD = ("__init__", "observe")  # which call the probes by a guard, before t
 HANDLERS = sorted(name for name, x in vars(Probes).items() if callable(x) and name not in OF_GUARD)
 ENDS = ["recorder.probed_evidence", "recorder.gather", "recorder.note_unseen", "callback.falls_slowly"]
 ENDS += ["callback.judge", "judge.explained", "gather._add_activations", "gather._add_gradients"]
-ENDS += ["recorder.Frame.of", "recorder.EvidenceRecorder._read_notes", "callback.Diagnose._judge"]
+ENDS += ["recorder.Frame.of", "callback.Diagnose._judge"]
 ENDS += ["recorder.EvidenceRecorder.evidence", "recorder.EvidenceRecorder.finish"]
 
 
@@ -290,25 +290,6 @@ def test_a_callback_of_ours_that_fails_ends_no_training(train, act, monkeypatch)
     _, verdict, trained = diagnosed(train)
     assert same(trained, usual(train)[0])
     assert any(TEXT in line for line in verdict.looked)
-
-
-@pytest.mark.parametrize("event", ["before_batch", "after_loss", "after_backward"])
-def test_a_diagnosis_wakes_if_it_fails_in_its_sleep(event, monkeypatch):
-    for name in ("N_DENSE", "MAX_DENSE"):
-        monkeypatch.setattr(f"hookcb.diagnosis.probes.suite.{name}", 8)
-    taken = attached.AttachedNotes.begin
-    begun = []
-    monkeypatch.setattr(
-        attached.AttachedNotes, "begin", lambda cb, n, *args: [begun.append(n), taken(cb, n, *args)]
-    )
-    monkeypatch.setattr(attached.AttachedNotes, event, lambda cb: raises())
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))  # whose modes are noted
-    learn = make_learner(40, 0, model=model, cbs=Diagnose("ignore", show=False))
-    fit(learn)
-    assert begun[0] > 0
-    evidence = learn.diagnosis.evidence()
-    assert evidence.n_batches == 40
-    assert any(TEXT in line for line in learn.diagnose().looked)
 
 
 def test_what_cannot_be_recorded_is_refused_before_the_training(monkeypatch):

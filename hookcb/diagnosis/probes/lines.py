@@ -122,12 +122,12 @@ class LineSamples:
             self._stop = threading.Event()
             self._forget_thread()
 
-    def end_batches(self, n: int, is_counted: bool) -> None:
-        """Ends a batch or several, whose samples count or not."""
+    def end_batch(self, is_counted: bool) -> None:
+        """Ends a batch, whose samples count or not."""
         pending, self._pending = self._pending, []
         if not (is_counted and self.is_running):
             return
-        self._n_batches += n
+        self._n_batches += 1
         self.n += len(pending)
         for line, kind, seconds in pending:
             self._seconds[kind][line] += seconds

@@ -30,12 +30,12 @@ class SpentTime:
         if self._is_external:
             self.lines.note_step()
 
-    def end_batches(self, n: int = 1) -> None:
-        """Ends a batch, or several of one kind; begins to sample lines if the user's code takes much time."""
+    def end_batch(self) -> None:
+        """Ends a batch; begins to sample lines if the user's code takes much time."""
         if not self._is_external:
             return
-        split, self._n_batches = self._split, self._n_batches + n
-        self.lines.end_batches(n, is_counted=not split.leaves_out)
+        split, self._n_batches = self._split, self._n_batches + 1
+        self.lines.end_batch(is_counted=not split.leaves_out)
         if self.lines.is_running or self._n_batches < self._next_look:
             return
         self._next_look = self._n_batches + BLOCK

@@ -54,7 +54,7 @@ def test_each_line_has_its_time_in_a_mean_batch(clock):
         clock.sleep(2000)
         if step % 2:
             clock.sleep(500)
-        lines.end_batches(1, is_counted=True)
+        lines.end_batch(is_counted=True)
     assert by_line(lines) == {"clock.sleep()": 1, "clock.sleep(2000)": 2, "clock.sleep(500)": 0.25}
     assert lines.n == 20 * 20 + 10 * 10
     assert [name.partition(", ")[2] for name in lines.steps] == ["lines.note_step()"]
@@ -65,7 +65,7 @@ def test_batches_that_do_not_count_are_left_out(clock):
     for step in range(40):
         lines.note_step()
         clock.sleep(9000 if step % 2 else 1000)
-        lines.end_batches(1, is_counted=not step % 2)
+        lines.end_batch(is_counted=not step % 2)
     assert list(by_line(lines).values()) == [1]
 
 
@@ -74,7 +74,7 @@ def test_few_samples_say_nothing(clock):
     for _ in range(MIN_SAMPLES // 10 - 1):
         lines.note_step()
         clock.sleep()
-        lines.end_batches(1, is_counted=True)
+        lines.end_batch(is_counted=True)
     assert lines.seconds() == {}
 
 
@@ -83,7 +83,7 @@ def in_a_loop(clock, batches, body=lambda: None):
     for _ in batches:
         lines.note_step()
         body()
-        lines.end_batches(1, is_counted=True)
+        lines.end_batch(is_counted=True)
     return lines
 
 
@@ -105,7 +105,7 @@ def test_a_for_statement_in_the_body_is_no_fetch(clock):
         lines.note_step()
         for _ in generate(clock, 3):
             pass
-        lines.end_batches(1, is_counted=True)
+        lines.end_batch(is_counted=True)
     assert by_line(lines) == {"for _ in generate(clock, 3)": 3}
     assert [name.partition(", ")[2] for name in lines.fetches] == ["for _ in range(20)"]
 
@@ -119,7 +119,7 @@ def test_what_lbfgs_computes_between_its_evaluations_is_no_fetch():
 
     def closure():
         lines.note_step()
-        lines.end_batches(1, is_counted=True)
+        lines.end_batch(is_counted=True)
         p.grad = torch.ones(1)
         return p.sum()
 
@@ -136,7 +136,7 @@ def test_a_call_of_next_is_a_fetch(clock):
     for _ in range(20):
         next(batches)
         lines.note_step()
-        lines.end_batches(1, is_counted=True)
+        lines.end_batch(is_counted=True)
     assert by_line(lines) == {"next(batches)": 0.95}
     assert lines.fetches > set(lines.seconds())
 
@@ -151,7 +151,7 @@ def test_a_statement_of_several_lines_is_one_place(clock):
             end="",
             file=SimpleNamespace(write=lambda text: None),
         )
-        lines.end_batches(1, is_counted=True)
+        lines.end_batch(is_counted=True)
     assert by_line(lines) == {"print(": 2}
 
 
@@ -169,7 +169,7 @@ def test_the_function_that_a_trainer_calls_is_named(clock):
     for _ in range(20):
         map_tensors(training_step, [torch.ones(1)])  # a function of this package
         map_tensors(on_batch_end, [torch.ones(1)])
-        lines.end_batches(1, is_counted=True)
+        lines.end_batch(is_counted=True)
     assert by_line(lines) == {"map_tensors(on_batch_end, [torch.ones(1)])": 1}
 
     def trainer(x):
@@ -178,7 +178,7 @@ def test_the_function_that_a_trainer_calls_is_named(clock):
     lines = sampled()
     for _ in range(20):
         map_tensors(lambda x: trainer([x])[0], [torch.ones(1)])
-        lines.end_batches(1, is_counted=True)
+        lines.end_batch(is_counted=True)
     ((name, seconds),) = by_line(lines).items()
     assert name.endswith(("on_batch_end()", "map_tensors(on_batch_end, map_tensors(training_step, x))"))
     assert seconds == 1
@@ -200,7 +200,7 @@ def test_samples_that_come_late_are_of_python_code():
         lines.note_step()
         for delay, seconds in ((0.0, 3.0), (5e-4, 1.0)):
             lines.sample(seconds, delay)  # in a call, so an earlier line held it up, or the machine
-        lines.end_batches(1, is_counted=True)
+        lines.end_batch(is_counted=True)
     own = LATE, "lines.note_step()"
     assert by_line(lines) == {LATE: 0.004}
     ((code, line),) = lines._seconds["earlier"]
@@ -223,7 +223,7 @@ def test_samples_that_come_very_late_are_of_their_line():
         lines.note_step()
         for delay, seconds in ((0.0, 1.0), (5e-3, 2.0)):
             lines.sample(seconds, delay)
-        lines.end_batches(1, is_counted=True)
+        lines.end_batch(is_counted=True)
     ((code, line),) = lines._seconds["late"]
     lines._seconds["python"][code, line - 2] = 25.0  # a Python line cannot have held them up for so long
     assert sorted(by_line(lines).values()) == [0.0005, 0.003]
@@ -236,7 +236,7 @@ def test_a_thread_sees_lines_that_wait_and_python_code():
     while time.monotonic() < ends and lines.n < 150:
         sum(i % 7 for i in range(100_000))
         time.sleep(3e-3)
-        lines.end_batches(1, is_counted=True)
+        lines.end_batch(is_counted=True)
     lines.close()
     found = by_line(lines)
     assert found["time.sleep(3e-3)"] > 0
@@ -252,7 +252,7 @@ def test_an_instruction_without_a_line_is_sampled_as_the_one_before():
         for _ in range(50):
             lines.note_step()
             lines.sample(1.0)
-            lines.end_batches(1, is_counted=True)
+            lines.end_batch(is_counted=True)
 
     loop()
     (place,) = lines.seconds()
@@ -278,7 +278,7 @@ def test_it_samples_only_while_it_is_asked_to():
     time.sleep(0.05)
     lines.close()
     lines.close()
-    lines.end_batches(1, is_counted=True)
+    lines.end_batch(is_counted=True)
     assert lines.n == 0
 
 
