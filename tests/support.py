@@ -184,7 +184,7 @@ class Clock:
             lines.is_running = True
             self.samplers.append(lines)
 
-        monkeypatch.setattr("hookcb.diagnosis.probes.lines.LineSamples.start", start)
+        monkeypatch.setattr("hookcb.diagnosis.measurements.lines.LineSamples.start", start)
 
 
 class NoSuper(Callback):

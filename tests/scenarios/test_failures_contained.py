@@ -23,7 +23,7 @@ from hookcb.core.torch_private import DataLoaderIter
 from hookcb.diagnosis import attached, probes
 from hookcb.diagnosis.guard import COSTS, Guard
 from hookcb.diagnosis.judge import _run, judge
-from hookcb.diagnosis.probes.lines import LineSamples
+from hookcb.diagnosis.measurements.lines import LineSamples
 from hookcb.diagnosis.probes.suite import Probes
 from hookcb.diagnosis.reader import SOURCES
 from hookcb.diagnosis.recorder import EvidenceRecorder

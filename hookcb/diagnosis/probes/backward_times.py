@@ -10,7 +10,7 @@ from typing import Any
 from hookcb.core.graph import MAX_NODES, nodes_behind
 from hookcb.core.torch_private import backward_in_python
 from hookcb.core.whose import is_of_user
-from hookcb.diagnosis.probes.lines import code_of, function_place
+from hookcb.diagnosis.measurements.lines import code_of, function_place
 
 MAX_TIMED = 4  # batches
 

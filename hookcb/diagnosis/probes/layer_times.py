@@ -17,7 +17,7 @@ from hookcb.core.batch import parts
 from hookcb.core.torch_private import CALL_NAME, forward_hooks
 from hookcb.core.whose import OURS, is_of_program
 from hookcb.diagnosis.guard import Guard
-from hookcb.diagnosis.probes.lines import code_of, function_place
+from hookcb.diagnosis.measurements.lines import code_of, function_place
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import contains_compiled, named_modules
 from hookcb.hooks.taps import Tap
