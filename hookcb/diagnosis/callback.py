@@ -25,6 +25,7 @@ from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.led import Led, LedHealth, LedStats, LedTimer
 from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.legacy import Legacy
+from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.on_ranks import compare_batches, keep_losses, share_inputs, share_losses
 from hookcb.diagnosis.probes.one_batch import add_preflight
 from hookcb.diagnosis.probes.replicas import can_compare
@@ -283,7 +284,7 @@ class Diagnose(Callback):
 
     def _look_at_model(self, run: Run) -> None:
         with suppress(ModelGoneError):  # a watched model may have been freed
-            self._frame = Frame.of(self.model, run.measured(Legacy).optimizers())
+            self._frame = Frame.of(self.model, run.measured(Steps).optimizers.values())
 
     def _judge(self, run: Run, ranks: Ranks) -> Verdict:
         """Verdict on what was recorded; several ranks call this together, and share their losses."""

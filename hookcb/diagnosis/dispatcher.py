@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +18,7 @@ T = TypeVar("T")
 Calls = dict[str, tuple[tuple[Part, Callable[..., object]], ...]]
 
 GONE = "the model was freed before its watch was closed, so its final state was not inspected"
+SOURCES = ("batches", "batch", "steps", "time")  # of each run with a diagnosis
 # what is not ruled out if a callback that records for the diagnosis fails, or what is common to all parts
 COSTS = {"events": ("batches", "batch", "steps"), "frame": ("gradients", "optimizers")}
 
@@ -78,6 +78,7 @@ class Dispatcher:
         if not self._has_loss:
             self._has_loss = True
             self.emit("on_first_graph")
+            self._arrange()  # as what it shows may be needed in each batch
         self.emit("on_loss")
 
     def end_backward(self) -> None:
@@ -106,10 +107,10 @@ class Dispatcher:
     def told(self, frame: Frame) -> Run:
         """A run to be judged, with what was measured so far; findings of faults do not change it."""
         live = self.run
-        run = replace(live, loop=None, parts=dict(live.parts), notes=[], partial={}, params=frame.params)
-        run.n_batches += self._under_way
-        run.n_looked += self._under_way and self._is_looked
-        run.looks = self.schedule.rule
+        run = Run(parts=dict(live.parts), sources=set(SOURCES), params=frame.params, n_steps=live.n_steps)
+        run.n_batches = live.n_batches + self._under_way
+        run.n_looked = live.n_looked + (self._under_way and self._is_looked)
+        run.looks, run.of_rank = self.schedule.rule, live.of_rank
         for part in live.parts.values():
             self.guarded(part, part.tell, run)
         return run

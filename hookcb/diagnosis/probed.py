@@ -4,6 +4,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from hookcb.core.optim import is_adaptive
+from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.steps import Steps
+from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.probes.attention import MIN_BATCHES, observe_attention, observe_blind
 from hookcb.diagnosis.probes.batch import observe_inputs
 from hookcb.diagnosis.probes.dropout import observe_dropout_in_eval
@@ -11,7 +15,6 @@ from hookcb.diagnosis.probes.samples import BatchHash, has_epochs, observe_order
 from hookcb.diagnosis.probes.suite import Probes
 from hookcb.diagnosis.probes.tokens import observe_tokens
 from hookcb.diagnosis.run import Observation, Run, Series
-from hookcb.gradients.hand_steps import StepByHand
 
 Add = Callable[[Probes, Run], object]
 TOKENS = (  # in `Run.observed`
@@ -27,14 +30,16 @@ def add_probed(probes: Probes, evidence: Run) -> None:
 
     What a probe that has failed has recorded before is part of it, if it can be read.
     """
-    evidence.sources, evidence.world = set(probes.sources), probes.world
-    evidence.is_by_hand = any(isinstance(opt, StepByHand) for opt in probes.optimizers.values())
-    if evidence.is_by_hand:
-        evidence.notes.append(
-            "the loop updates its weights without a torch.optim.Optimizer, at an unknown learning rate"
-        )
+    evidence.sources |= probes.sources
+    evidence.world = probes.world
+    steps, curves, loss = evidence.measured(Steps), evidence.measured(Curves), evidence.measured(Loss)
+    evidence.loss_kind, evidence.loss_kinds, evidence.guess = loss.kind, loss.kinds, loss.guess
+    evidence.is_loss_of_others, evidence.n_in_loss = loss.is_of_others, loss.n_operations
+    evidence.constant, evidence.perfect, evidence.noise = loss.constant, loss.perfect, loss.noise
+    evidence.n_targets, evidence.penalty = loss.n_targets, loss.penalty
+    evidence.is_by_hand, evidence.losses = steps.is_by_hand, curves.losses
+    evidence.waits, evidence.batches, evidence.memory = curves.waits, curves.batches, curves.memory
     evidence.observed, evidence.observations = set(probes.observed), list(probes.observations)
-    probes.guard.always("layers", lambda: probes.layers.add_to(evidence.layers, probes.about))
     for part, add in PARTS.items():
         probes.guard.always(part, add, probes, evidence)
     for part, tell in REASONS.items():
@@ -45,32 +50,6 @@ def add_probed(probes: Probes, evidence: Run) -> None:
     for part, observe in _late_observations(probes):
         evidence.observations += probes.guard.always(part, lambda observe=observe: list(observe())) or []
     evidence.notes += probes.notes
-
-
-def _add_curves(probes: Probes, evidence: Run) -> None:
-    curves, places = probes.curves, _places(probes)
-    evidence.lr, evidence.memory = curves.lr.series(), curves.memory.series()
-    evidence.waits, evidence.batches = curves.wait.series(), curves.length.series()
-    evidence.losses = {places[key]: curve.series() for key, curve in curves.losses.items()}
-    evidence.loss = curves.loss.series()
-    evidence.sources |= {"memory"} if len(evidence.memory) else set()
-    evidence.missing["memory"] = "memory in use is unknown on this system"
-    if any(p.maximizes for p in evidence.params.values()):
-        evidence.missing["loss"] = "the optimizer maximizes the loss"
-    elif len(evidence.loss):
-        evidence.sources.add("loss")
-
-
-def _add_graph(probes: Probes, evidence: Run) -> None:
-    if probes.graph is not None:
-        evidence.loss_kind, evidence.loss_kinds = probes.graph.sure_kind, probes.graph.kinds
-    evidence.is_loss_of_others, evidence.n_in_loss = probes.is_loss_of_others, probes.n_in_loss
-    evidence.guess = probes.guess
-
-
-def _places(probes: Probes) -> dict[int, int]:
-    """Index of each optimizer, by its id."""
-    return {key: i for i, key in enumerate(probes.optimizers)}
 
 
 def _add_layer_times(probes: Probes, evidence: Run) -> None:
@@ -115,11 +94,12 @@ def _add_motion(probes: Probes, evidence: Run) -> None:
 
 def _add_params(probes: Probes, evidence: Run) -> None:
     """Adds which parameters had a gradient, and which optimizers have stepped."""
+    steps = evidence.measured(Steps)
     for name, n in probes.n_without.items():
         if name in evidence.params:
             evidence.params[name].n_without = n
-    places = _places(probes)
-    evidence.stepped = [places[key] for key in probes.stepped]
+    places = steps.places()
+    evidence.stepped = [places[key] for key in steps.stepped]
 
 
 def _add_hashes(probes: Probes, evidence: Run) -> None:
@@ -146,23 +126,13 @@ def _add_clipping(probes: Probes, evidence: Run) -> None:
         evidence.steps["clip_coef"] = probes.clipping.coefs()
 
 
-def _add_losses_of_targets(probes: Probes, evidence: Run) -> None:
-    if probes.graph is not None and (len(evidence.penalty) or not probes.graph.has_penalty):
-        evidence.constant, evidence.perfect, evidence.noise = probes.targets.losses(probes.graph)
-        evidence.n_targets = probes.targets.n_batches
-
-
 def _set(field: str, value: Callable[[Probes], Any]) -> Add:
     """A function that sets a field of an evidence."""
     return lambda probes, evidence: setattr(evidence, field, value(probes))
 
 
 PARTS: Mapping[str, Add] = {  # what adds to an evidence, by the part that it reads
-    "curves": _add_curves,
-    "graph": _add_graph,
-    "penalty": _set("penalty", lambda probes: probes.penalty.series()),
     "stuck": _set("stuck", lambda probes: probes.stuck.series()),
-    "targets": _add_losses_of_targets,
     "clipping": _add_clipping,
     "sizes": _set("sizes", lambda probes: probes.sizes.series()),
     "layer_times": _add_layer_times,
@@ -183,8 +153,8 @@ def _late_observed(probes: Probes) -> Iterator[tuple[str, str, Callable[[], obje
     graph, tokens, ops = probes.graph, probes.tokens, probes.ops
     yield "graph", "graph", lambda: graph is not None and not graph.hidden_by
     yield "penalty", "penalty", lambda: graph is not None and graph.has_penalty
-    yield "targets", "targets", lambda: probes.targets.is_known
-    known = probes.targets.classes
+    yield "targets", "targets", lambda: probes.run.measured(Targets).is_known
+    known = probes.run.measured(Targets).classes
     yield "targets", "labels of a classifier", lambda: known(probes.graph_of_one) is not None
     yield "ops", "attention", lambda: any(len(shares) >= MIN_BATCHES for shares in ops.shares.values())
     yield "ops", "calls in eval mode", lambda: ops.has_evaluated
@@ -202,19 +172,6 @@ def _late_observed(probes: Probes) -> Iterator[tuple[str, str, Callable[[], obje
     yield "retained", "graphs of 60 losses", lambda: probes.retained.has_looked
     yield "sequences", "order of samples and steps", lambda: probes.sequences.has_compared
     yield "outside", "graph of the output", lambda: probes.outside.is_known(probes.n_steps)
-
-
-def _tell_graph(probes: Probes, evidence: Run) -> None:
-    if probes.graph is not None:
-        evidence.missing["graph"] = probes.graph.why_hidden
-        evidence.sources |= set() if probes.graph.why_hidden else {"graph"}
-
-
-def _tell_copies(probes: Probes, evidence: Run) -> None:
-    if probes.layers.n_copies:
-        copies = "layers ran as copies, as nn.DataParallel makes them, which were not inspected"
-        evidence.notes.append(copies)
-        evidence.partial |= {"activations": copies}
 
 
 def _tell_attention(probes: Probes, evidence: Run) -> None:
@@ -257,8 +214,6 @@ def _tell_tokens(probes: Probes, evidence: Run) -> None:
 
 
 REASONS: Mapping[str, Add] = {  # likewise, reasons why something was not seen, unless the part has failed
-    "graph": _tell_graph,
-    "layers": _tell_copies,
     "ops": _tell_attention,
     "added": _tell_accumulation,
     "outside": _tell_outside,
@@ -281,10 +236,18 @@ def _late_observations(probes: Probes) -> Iterator[tuple[str, Callable[[], Itera
         yield "stale", lambda: probes.stale.observations()
     yield "cleared", lambda: probes.cleared.observations()
     if probes.observed.isdisjoint(("backward", "backward beside the model")):
-        yield "motion", lambda: probes.motion.observe_no_backward(probes.n_steps - probes.n_alone)
-    yield "motion", lambda: probes.motion.observations(probes.n_steps, probes.n_backward, probes.n_given)
+        yield (
+            "motion",
+            lambda: probes.motion.observe_no_backward(probes.n_steps - probes.run.measured(Steps).n_alone),
+        )
+    yield (
+        "motion",
+        lambda: probes.motion.observations(
+            probes.n_steps, probes.n_backward, probes.run.measured(Steps).n_given
+        ),
+    )
     yield "outside", lambda: probes.outside.observations(probes.n_steps)
     yield "sequences", lambda: probes.sequences.observations()
     yield "retained", lambda: probes.retained.observations()
-    yield "targets", lambda: probes.targets.observe_single_class(probes.graph_of_one)
+    yield "targets", lambda: probes.run.measured(Targets).observe_single_class(probes.graph_of_one)
     yield "hashes", lambda: observe_order(_epochs_hashed(probes), probes.loader)

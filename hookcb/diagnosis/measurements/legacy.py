@@ -5,6 +5,10 @@ from typing import Any
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.measurements.clock import Clock
+from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.layer_rows import LayerRows
+from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.probed import add_probed
 from hookcb.diagnosis.probes.suite import Probes
 from hookcb.diagnosis.rules import falls_slowly
@@ -15,7 +19,7 @@ class Legacy(Measurement):
     """Calls the probes that are not yet parts."""
 
     cadence = EVERY
-    uses = (Clock,)
+    uses = (Clock, Steps, Curves, LayerRows, Loss)
 
     def __init__(self) -> None:
         self.guard = Guard()
@@ -33,7 +37,7 @@ class Legacy(Measurement):
 
     def on_output(self, run: Run, name: str, m: Any, output: Any) -> None:
         if self.probes is not None:
-            self.probes.measure_layer(m, output)
+            self.probes.see_output(name, m, output)
 
     def on_prediction(self, run: Run) -> None:
         self._call("record_pred", run)
@@ -71,9 +75,6 @@ class Legacy(Measurement):
     def on_doubt(self, run: Run, findings: Any) -> bool:
         probes = self.probes
         return probes is not None and probes.try_to_overfit(probes.run.loop, findings, falls_slowly(run))
-
-    def optimizers(self) -> list[Any]:
-        return [] if self.probes is None else list(self.probes.optimizers.values())
 
     def tell(self, run: Run) -> None:
         if self.probes is not None:

@@ -28,7 +28,6 @@ MAX_QUERIES = 32  # inspected for each head
 LOW_ENTROPY = 0.05  # mean entropy / ln T
 MIN_BATCHES = 3
 MAX_LOW_HEADS = 0.5  # share of the heads
-TANH, SIGMOID = 0.97, 0.03  # saturated above this magnitude, and within this distance of 0 or 1
 
 
 Count = Callable[[str, Any, tuple[Any, ...], Any], object]
@@ -176,17 +175,6 @@ def observe_blind(blind_by_layer: dict[str, list[tuple[int, Tensor]]]) -> Iterat
                     "nn.MultiheadAttention it means do not",
                 ),
             )
-
-
-def saturated_share(m: nn.Module, x: Tensor) -> Tensor | None:
-    """Share of the outputs of a Tanh or Sigmoid near its limits, NaN if all are; None for other modules."""
-    if isinstance(m, nn.Tanh):
-        share = (x.abs() > TANH).float().mean()
-    elif isinstance(m, nn.Sigmoid):
-        share = ((x < SIGMOID) | (x > 1 - SIGMOID)).float().mean()
-    else:
-        return None
-    return share.masked_fill(x.isnan().all(), math.nan)
 
 
 class OpHooks:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from hookcb.core.optim import detached_scalar
 from hookcb.core.precision import at_least_float32
 from hookcb.core.shards import local_part
-from hookcb.diagnosis.probes.curves import Curve
+from hookcb.diagnosis.measurements.curves import Curve
 from hookcb.diagnosis.run import Series
 from hookcb.gradients.steps import is_unscaled, scale_of
 

@@ -1,7 +1,6 @@
 """Probes: everything that Diagnose measures itself, in one place."""
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -18,12 +17,16 @@ from hookcb.core.shards import has_no_part
 from hookcb.diagnosis.frame import about
 from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.measurements.clock import Clock
+from hookcb.diagnosis.measurements.curves import Curve, Curves
+from hookcb.diagnosis.measurements.layer_rows import MAX_RECORDS, LayerRows, float_output
+from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.steps import Steps
+from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks
 from hookcb.diagnosis.probes.backward_times import BackwardTimes
 from hookcb.diagnosis.probes.batch import (
     COLUMNS,
     column_squares,
-    guess_of,
     input_numbers,
     observe_labels,
     observe_refusal,
@@ -32,25 +35,19 @@ from hookcb.diagnosis.probes.batch import (
 from hookcb.diagnosis.probes.buffers import has_own_buffers, observe_buffers
 from hookcb.diagnosis.probes.class_axis import class_scores, observe_class_axis
 from hookcb.diagnosis.probes.clipping import Clipping, divided_by
-from hookcb.diagnosis.probes.curves import BatchCurves, Curve
 from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, DeadUnits
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.embeddings import AddedTables
 from hookcb.diagnosis.probes.head import is_comparison_known, observe_output, stuck_share
-from hookcb.diagnosis.probes.layer import MAX_RECORDS, LayerProbe
 from hookcb.diagnosis.probes.layer_times import LayerTimes
 from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
-from hookcb.diagnosis.probes.loss_graph import LossGraph, last_parameters, n_between, read_loss, target_of
-from hookcb.diagnosis.probes.loss_terms import COMPILED
+from hookcb.diagnosis.probes.loss_graph import LossGraph
 from hookcb.diagnosis.probes.model import observe_frozen, observe_model, observe_optimizers
 from hookcb.diagnosis.probes.motion import Motion
 from hookcb.diagnosis.probes.nan import ExternalBatch, find_origin
 from hookcb.diagnosis.probes.norm import NormProbe, observe_unseen_validation
 from hookcb.diagnosis.probes.outside import OutsideParameters
 from hookcb.diagnosis.probes.overfit import observe_memorized_labels
-from hookcb.diagnosis.probes.penalty import penalty_of
-from hookcb.diagnosis.probes.plain_run import graph_of_original
-from hookcb.diagnosis.probes.recovered import recovered_target
 from hookcb.diagnosis.probes.replicas import can_compare, observe_replicas
 from hookcb.diagnosis.probes.retained_graphs import RetainedGraphs
 from hookcb.diagnosis.probes.samples import BatchHashes, RandomStates
@@ -62,13 +59,11 @@ from hookcb.diagnosis.probes.step import (
     StaleGradients,
     observe_accumulation,
 )
-from hookcb.diagnosis.probes.targets import Targets, compares_output
 from hookcb.diagnosis.probes.tokens import Tokens
 from hookcb.diagnosis.run import Observation, Run
 from hookcb.diagnosis.verdict import Finding
 from hookcb.hooks.modules import device_of, named_modules
 from hookcb.hooks.params import find_params
-from hookcb.nans.replay import Autocast, autocasts
 from hookcb.records.store import StatStore
 
 N_DENSE, MAX_DENSE = 64, 512  # steps at the beginning that are all checked for dead units
@@ -103,46 +98,32 @@ class Probes:
         self.observed: set[str] = set()  # see `Run.observed`
         self.sources = {"batches", "batch", "steps", "time"}
         self.sequences, self.tokens = made("sequences", SequenceAxis), made("tokens", Tokens)
-        self.layers = made("layers", LayerProbe, model, self._see_output)
         self.dead = made("dead", DeadUnits, model)
         self.lost_updates = made("lost_updates", LostUpdates, model)
-        self.motion, self.n_backward = made("motion", Motion, model), 0
-        self.n_alone = 0  # steps before which the model was not called
-        self.n_given = 0  # backwards of losses of others, to which it gives features or targets
+        self.motion = made("motion", Motion, model)
         self.outside = made("outside", OutsideParameters, model)
-        self.backwards: set[int] = set()  # numbers of backwards before a step
-        self._n_before = 0  # backwards before the last step
         self._factors: list[float | Tensor] = []  # gradients of the first losses that were reported
         self._is_after_look = False  # whether the batch before was inspected
         self.under_way: bool | None = None  # after the backward of a batch: whether that is inspected
-        self.stepped: list[int] = []  # ids of the optimizers of inspected steps
         self.stale, self.retained = made("stale", StaleGradients, model), made("retained", RetainedGraphs)
         self.cleared, self.added = made("cleared", ClearedGradients), made("added", AddedBackwards)
         self.clipping, self.is_clipping_unseen = made("clipping", Clipping), is_external
-        self.curves = made("curves", BatchCurves)
-        self.penalty, self.stuck, self.sizes = (made(x, Curve) for x in ("penalty", "stuck", "sizes"))
+        self.stuck, self.sizes = (made(x, Curve) for x in ("stuck", "sizes"))
         self.layer_times = made("layer_times", LayerTimes, model, lambda: loop.in_loop_thread, guard)
         seen = self.layer_times.add_work, self.sequences, self.tokens
         self.ops = made("ops", OpHooks, model, self._acts, lambda: loop.in_loop_thread, *seen, guard)
         self.backward_times = made("backward_times", BackwardTimes, partial(guard.call, "backward_times"))
         self.norms, self.tables = made("norms", NormProbe, model), made("tables", AddedTables)
-        self.optimizers: dict[int, Optimizer] = {}
-        self.graph: LossGraph | None = None
         self._has_read_loss = False
-        self.is_loss_of_others, self.n_in_loss = False, 0  # see `Run`
-        self.guess, self.targets = math.nan, made("targets", Targets)
         self.n_batches = self.n_looked = self.n_steps = 0
         self.n_examples = self._n_samples = 0  # in the gradients of the next step, and in the current batch
         self._is_step_cancelled = False
         self.n_without: Counter[str] = Counter()
         self.params = guard.call("params", find_params, model) or []
-        self._autocasts: list[Autocast] | None = None
         self.inputs = made("inputs", StatStore, COLUMNS, MAX_RECORDS)
         self.columns: list[Tensor] = []  # mean squares, on their device
         self.has_origin = False  # whether the origin of a NaN or infinity was looked for
         self.has_recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
-        self.first_param: nn.Parameter | None = None
-        self._penalty_due = 0
         # what only ranks compare; None for a process that trains alone
         is_replica, self.world = guard.call("replicas", can_compare, loop), loop.ranks.world
         self.hashes = made("hashes", BatchHashes) if is_replica else None
@@ -165,7 +146,6 @@ class Probes:
         """Removes all hooks."""
         self.guard.always("ops", lambda: self.ops.remove())
         self.guard.always("layer_times", lambda: self.layer_times.end_forward())
-        self.guard.always("curves", lambda: self.curves.close())
 
     # ---- a batch
 
@@ -173,7 +153,7 @@ class Probes:
         """Measures inputs and modes at the beginning of a batch."""
         self.under_way, call = None, self.guard.call
         self._is_forward, clock = looking, self.run.measured(Clock)
-        waited, self.ops.step = clock.waited, loop.train_iter
+        self.ops.step = loop.train_iter
         if looking or self._is_after_look:
             call("tokens", self.tokens.begin_batch)
             times = self.layer_times.begin_batch
@@ -181,14 +161,12 @@ class Probes:
             self._is_after_look = looking
             if clock.split is not None:
                 clock.split.leaves_out = looking or self.layer_times.is_timing is True
-        call("curves", self.curves.begin_batch, loop.train_iter, waited)
         if looking or self.is_dense or self.has_modes:
             self.note_modes(loop, looking)
         if self.hashes is not None:
             call("hashes", self.hashes.add, loop.iter, loop.xb, loop.yb)
         if looking:
             call("sequences", self.sequences.begin_batch)
-            call("layers", self.layers.begin_record, loop.train_iter)
             if self.random is not None:
                 call("random", self.random.begin_batch, device_of(loop.model))
             call("sizes", self._add_size, loop)
@@ -225,23 +203,18 @@ class Probes:
         """Whether outputs are checked in each batch, as in an external loop that may never tell its loss."""
         return self.is_external and self.n_losses < max(1, self.n_batches)
 
-    def measure_layer(self, m: nn.Module, output: Any) -> None:
-        """Measures a layer's output in an inspected batch."""
+    def see_output(self, name: str, m: nn.Module, output: Any) -> None:
+        """Shows a layer's output in an inspected batch."""
+        if (x := float_output(name, output)) is None:
+            return
         if torch.compiler.is_compiling():
-            self.layers.measure_layer(m, output)
+            self.sequences.see_output(name, m, x)
         else:
-            self.guard.call("layers", self.layers.measure_layer, m, output)
-
-    def _see_output(self, name: str, m: nn.Module, output: Tensor) -> None:
-        if torch.compiler.is_compiling():
-            self.sequences.see_output(name, m, output)
-        else:
-            self.guard.call("sequences", self.sequences.see_output, name, m, output)
+            self.guard.call("sequences", self.sequences.see_output, name, m, x)
 
     def record_pred(self, loop: Any, looking: bool) -> None:
         """Reads what the output tells in an inspected batch, and checks it if `checks_outputs`."""
         if looking:
-            self._autocasts = self.guard.call("origin", autocasts, loop.model)
             guarded = partial(self.guard.call, "tokens")
             self.guard.call("tokens", self.tokens.follow, loop.pred, guarded)
             self.guard.call("outside", self.outside.follow, loop.pred, loop.xb, self.n_steps)
@@ -257,27 +230,21 @@ class Probes:
         is_tracked = call("retained", self.retained.is_due, loop.train_iter)
         needs_node = is_first or looking or is_tracked or self.is_external
         node: Any = loop.loss_node if needs_node else None  # which torch makes a Python object of
-        yb = self._targets_of(loop, node) if is_first or looking else ()
+        yb = self.run.measured(Targets).of_batch(self.run) if is_first or looking else ()
         if is_first:
             self._has_read_loss = True
             self._read_graph(loop, node, yb)
         if is_tracked:
             call("retained", self.retained.mark_graph, node, loop.train_iter)
-        has_penalty = self.graph is not None and self.graph.has_penalty
-        if has_penalty and (looking or loop.train_iter >= self._penalty_due):
-            self._penalty_due = loop.train_iter + PENALTY_EVERY
-            call("penalty", self._add_penalty, loop)
         if looking:
             if self.random is not None:
                 call("random", self.random.end_loss, device_of(loop.model))
-            call("targets", self.targets.add_batch, yb)
             call("sequences", self.sequences.compare, loop.xb, yb)
             call("backward_times", self.backward_times.follow, node)
             call("stuck", self._add_stuck_share, loop, node, yb)
         if self.is_external and self._follows_factor(loop, node):
             node.register_prehook(lambda grads: call("added", self._add_factor, grads))
         number = detached_scalar(loop.loss)
-        call("curves", self.curves.add_loss, loop.train_iter, number)
         if is_first or looking:
             self.observed |= {"loss", "labels"} if len(loop.yb) else {"loss"}
         if isinstance(number, float) and not math.isfinite(number):
@@ -292,20 +259,6 @@ class Probes:
         is_reported = loop.facts.n_losses_reported > 0
         return is_reported and node is not None and len(self._factors) < MIN_BATCHES
 
-    def _add_penalty(self, loop: Any) -> None:
-        if isinstance(loop.loss, Tensor) and (penalty := penalty_of(loop.loss)) is not None:
-            self.penalty.add(loop.train_iter, detached_scalar(penalty))
-
-    def _targets_of(self, loop: Any, node: Any) -> Any:
-        """Targets of the batch: those of the loop, those that the loss has saved, or else () if unknown."""
-        if len(loop.yb):
-            return loop.yb
-        y = self.guard.call("targets", target_of, node)
-        if y is None:
-            given = node, loop.pred, loop.pred_grad, loop.loss
-            y = self.guard.call("targets", recovered_target, *given)
-        return () if y is None else (y,)
-
     def _add_stuck_share(self, loop: Any, node: Any, yb: Any) -> None:
         graph = self.graph
         if graph is not None and (share := stuck_share(graph, node, loop.pred, yb)) is not None:
@@ -313,7 +266,6 @@ class Probes:
 
     def _read_graph(self, loop: Any, node: Any, yb: Any) -> None:
         call, last, step = self.guard.call, self.last_layer, loop.train_iter
-        call("graph", self._read_loss, loop, node, yb)
         if (graph := self.graph) is not None:
             self.observe("output", observe_output, graph, node, loop.pred, yb, last, step)
             if call("output", is_comparison_known, graph, node, loop.pred, yb):
@@ -326,37 +278,22 @@ class Probes:
             self.observed.add("path from layer to layer")
             self.observe("linear_links", observe_linear_links, links, loop.model)
         call("tables", self.tables.read_graph, node, loop.model)
-        self.targets.is_of_output = bool(call("targets", compares_output, node, loop.pred))
         share = call("dropout", dropped_share, node)
         if share is not None and not math.isnan(share):
             self.observed.add("input of the loss")
             self.observe("dropout", observe_dropout, share, last, step)
 
-    def _read_loss(self, loop: Any, node: Any, yb: Any) -> None:
-        self.graph = read_loss(node)
-        own = {id(p) for p in loop.model.parameters()}
-        self.n_in_loss = n_between(node, loop.pred)
-        self.is_loss_of_others = any(id(p) not in own for p in last_parameters(node))
-        self.guess = guess_of(self.graph, loop.pred, yb)
-        if self.graph.hidden_by == COMPILED:
-            batch = ExternalBatch(loop) if self.is_external else loop
-            try:
-                self.graph, guess = graph_of_original(batch, self.graph, self._autocasts)
-                self.guess = self.guess if math.isnan(guess) else guess
-            except Exception as error:  # raised by the model; the input of the loss stays hidden
-                self.notes.append(f"the model could not be run without torch.compile: {error!r:.80}")
-
     @property
     def last_layer(self) -> str:
         """Name of the last layer measured in this batch, "" if there is none."""
-        return self.guard.call("layers", lambda: self.layers.last) or ""
+        return self.run.measured(LayerRows).last
 
     def _find_origin(self, loop: Any, noticed: str, gradient: bool, loss_node: Any = None) -> None:
         """Finds the origin of the first non-finite number, once."""
         if not self.has_origin:
             self.has_origin = self.run.alarmed = True
             batch = ExternalBatch(loop) if self.is_external else loop
-            given = batch, noticed, gradient, loop.train_iter, self._autocasts, loss_node
+            given = batch, noticed, gradient, loop.train_iter, self.run.measured(Loss).autocasts, loss_node
             self.observe("origin", lambda: [find_origin(*given)])
 
     def begin_backward(self, loop: Any, looking: bool) -> None:
@@ -374,18 +311,10 @@ class Probes:
 
     def end_backward(self, loop: Any, looking: bool) -> None:
         """Checks the first layer's gradient, which any non-finite number in the backward reaches."""
-        self.n_backward += 1
         self.observed.add("backward")
-        if self.under_way is None:  # the first one of the batch
-            self.guard.call("curves", self.curves.end_backward, loop.train_iter, time.perf_counter())
         self.under_way = looking
-        if self.first_param is None:
-            self.first_param = self.guard.call("first_param", self._find_first_param, loop.model)
         if self.is_external:
-            if loop.facts.n_closures and loop.opt is not None:  # steps of LBFGS are no events
-                self.optimizers[id(loop.opt)] = loop.opt
             self.guard.call("added", self.added.after_backward, self.first_param)
-            self.n_given = loop.facts.n_given
         if looking and self.is_clipping_unseen:
             self.guard.call("clipping", self.clipping.after_backward, self.first_param, loop.train_iter)
         if self.n_steps < N_DENSE:
@@ -406,15 +335,6 @@ class Probes:
     def _add_norm(self, curve: Curve, step: int) -> None:
         if self.first_param is not None and self.first_param.grad is not None:
             curve.add(step, detached_scalar(self.first_param.grad.norm()))
-
-    def _find_first_param(self, model: nn.Module) -> nn.Parameter | None:
-        """Smallest parameter of the first layer with a gradient."""
-        for m in model.modules():
-            params = [p for p in m.parameters(recurse=False) if p.grad is not None]
-            dense = [p for p in params if p.layout is torch.strided and p.grad.layout is torch.strided]  # type: ignore[union-attr]
-            if dense:
-                return min(dense, key=Tensor.numel)
-        return None
 
     def drop_batch(self, loop: Any, looking: bool) -> None:
         """Discards the current batch, which was cancelled and gives no gradients."""
@@ -469,9 +389,6 @@ class Probes:
             self.is_dense = self.n_steps < N_DENSE or (self.n_steps < MAX_DENSE and has_few)
         if self.is_external:
             self.guard.call("added", self.added.end_step)
-            self.backwards.add(self.n_backward - self._n_before)
-            self._n_before = self.n_backward
-            self.n_alone = loop.facts.n_steps_alone
             if loop.facts.n_beside:
                 self.observed.add("backward beside the model")
         self.observed.add("steps")
@@ -480,13 +397,8 @@ class Probes:
         is_made, self._is_step_cancelled = not self._is_step_cancelled, False
         if is_made:
             self.n_examples = 0
-        if loop.opt is not None:
-            self.optimizers[id(loop.opt)] = loop.opt
-            if looking:
-                self.stepped.append(id(loop.opt))
-            if is_made and self.n_steps <= N_DENSE:
-                self.guard.call("stale", self.stale.after_step, loop.opt)
-            self.guard.call("curves", self.curves.end_step, loop.train_iter, loop.opt)
+        if loop.opt is not None and is_made and self.n_steps <= N_DENSE:
+            self.guard.call("stale", self.stale.after_step, loop.opt)
 
     def end_batch(self, loop: Any, looking: bool) -> None:
         """Records memory at the end of a batch."""
@@ -495,18 +407,27 @@ class Probes:
         self.observed.add("batches")
         self.n_looked += looking
         if looking:
-            self.guard.call("layers", self.layers.end_record)
             self.guard.call("retained", self.retained.count_alive)
-        self.guard.call("curves", self.curves.end_batch, loop.train_iter, self.n_batches)
 
     @property
     def n_losses(self) -> int:
         """Number of losses that were recorded."""
-        return 0 if self.guard.has_failed("curves") else self.curves.n_losses
+        return self.run.measured(Curves).n_losses
+
+    @property
+    def first_param(self) -> nn.Parameter | None:
+        return self.run.measured(Steps).first_param
+
+    @property
+    def optimizers(self) -> dict[int, Optimizer]:
+        return self.run.measured(Steps).optimizers
+
+    @property
+    def n_backward(self) -> int:
+        return self.run.measured(Steps).n_backward
 
     def end_epoch(self, loop: Any, looking: bool) -> None:
         """Compares replicas; time until the next batch does not count as waiting for data."""
-        self.guard.call("curves", self.curves.begin_epoch)
         self.observe("replicas", observe_replicas, loop)
         self.observe("buffers", observe_buffers, loop)
         if self.guard.call("replicas", can_compare, loop):
@@ -518,8 +439,11 @@ class Probes:
     # ---- the end
 
     @property
+    def graph(self) -> LossGraph | None:
+        return self.run.measured(Loss).graph
+
+    @property
     def graph_of_one(self) -> LossGraph:
-        """The loss's graph, an unknown one if several optimizers may have losses of their own."""
         return LossGraph() if self.graph is None or len(self.optimizers) > 1 else self.graph
 
     def try_to_overfit(self, learn: Any, findings: tuple[Finding, ...], falls_slowly: bool) -> bool:

@@ -9,10 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hookcb.core.batch import parts
+from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.probes.entropy import Losses, losses_of_bits, losses_of_classes, noise_of
-from hookcb.diagnosis.probes.loss_graph import LossGraph, main_term
+from hookcb.diagnosis.probes.loss_graph import LossGraph, main_term, target_of
 from hookcb.diagnosis.probes.loss_terms import behind, behind_shapes, read_terms
-from hookcb.diagnosis.run import Observation
+from hookcb.diagnosis.probes.recovered import recovered_target
+from hookcb.diagnosis.run import Observation, Run
 
 MAX_ELEMENTS = 16_384  # of a batch that are kept, spread over it
 MAX_BATCHES = 64
@@ -21,17 +23,45 @@ MAX_DRIFT = 0.1  # of the variance; two halves of 160 shuffled values each diffe
 MIN_SAMPLES, MIN_BATCHES = 512, 8
 
 
-class Targets:
-    """Copies of targets, on their device until they are read.
+class Targets(Measurement):
+    """Copies of targets of inspected batches, on their device until they are read.
 
     Attributes:
+        are_given: whether a loop tells them.
         is_of_output: whether the loss compares the model's output itself with them, see `compares_output`.
     """
 
     def __init__(self) -> None:
         self._batches: list[Tensor] = []
         self._is_only = True  # whether no batch had a second tensor among its targets
-        self.is_of_output = False
+        self.is_of_output = self.are_given = False
+        self._of_step = -1
+        self._yb: tuple[Any, ...] = ()
+
+    def of_batch(self, run: Run) -> Any:
+        """Targets of the batch: those of the loop, those that the loss has saved, or else () if unknown."""
+        if self._of_step != run.step:
+            self._of_step, loop = run.step, run.loop
+            self._yb = loop.yb
+            if not len(loop.yb):
+                y = target_of(loop.loss_node)
+                if y is None:
+                    y = recovered_target(loop.loss_node, loop.pred, loop.pred_grad, loop.loss)
+                self._yb = () if y is None else (y,)
+        return self._yb
+
+    def on_first_graph(self, run: Run) -> None:
+        self.are_given |= bool(len(run.loop.yb))
+        self.is_of_output = bool(compares_output(run.loop.loss_node, run.loop.pred))
+
+    def on_loss(self, run: Run) -> None:
+        self.are_given |= bool(len(run.loop.yb))
+        self.add_batch(self.of_batch(run))
+
+    def on_batch_end(self, run: Run) -> None:
+        self._of_step, self._yb = -1, ()
+
+    on_end = on_batch_end
 
     @property
     def n_batches(self) -> int:

@@ -1,0 +1,168 @@
+"""Numbers that Diagnose records of each batch, as curves in bounded memory."""
+
+import math
+import mmap
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hookcb.core.optim import detached_scalar, largest_lr
+from hookcb.diagnosis.fault import EVERY, Measurement
+from hookcb.diagnosis.measurements.clock import Clock
+from hookcb.diagnosis.measurements.steps import Steps
+from hookcb.diagnosis.run import Run, Series
+
+STATM = Path("/proc/self/statm")  # in pages
+MAX_POINTS = 8_192
+MAX_MEMORY = 128  # points of memory in use, which is read in fewer batches then
+MANY_READINGS, MEMORY_EVERY = 64, 4  # batches in which it is read at first, and distance of the later ones
+
+
+class Curve:
+    """A number per batch, in bounded memory; tensors stay on their device until `series()` is read.
+
+    Args:
+        max_points: number of points above which every second one is dropped.
+    """
+
+    def __init__(self, max_points: int = MAX_POINTS) -> None:
+        self._max_points = max_points
+        self._steps: list[int] = []
+        self._values: list[float | Tensor] = []
+        self._stride = 1
+        self._n = 0
+
+    def is_due(self) -> bool:
+        """Whether the next number is kept; if not, it counts as added."""
+        is_due = self._n % self._stride == 0
+        self._n += not is_due
+        return is_due
+
+    def add(self, step: int, value: float | Tensor) -> None:
+        """Appends the number of a batch."""
+        if self._n % self._stride == 0:
+            if len(self._steps) == self._max_points:
+                self._steps, self._values = self._steps[::2], self._values[::2]
+                self._stride *= 2
+            self._steps.append(step)
+            self._values.append(value)
+        self._n += 1
+
+    def series(self) -> Series:
+        """All kept points; waits for the device."""
+        waiting = [x for x in self._values if isinstance(x, Tensor)]
+        if waiting:
+            read: Iterator[float] = iter(torch.stack([x.float().reshape(()) for x in waiting]).tolist())
+            self._values = [next(read) if isinstance(x, Tensor) else x for x in self._values]
+        return Series(list(self._steps), [float(x) for x in self._values])
+
+
+class ResidentMemory:
+    """Memory in use: allocated on the GPU if one is in use, else resident in the process (Linux only)."""
+
+    def __init__(self) -> None:
+        self._file = STATM.open("rb", buffering=0) if STATM.exists() else None
+
+    def bytes_in_use(self) -> float | None:
+        """Bytes in use, without memory-mapped files; None if unknown."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return float(torch.cuda.memory_allocated())
+        if self._file is None:
+            return None
+        _, resident, shared, *_ = os.pread(self._file.fileno(), 256, 0).split()
+        return float((int(resident) - int(shared)) * mmap.PAGESIZE)
+
+    def close(self) -> None:
+        """Closes the file it reads from."""
+        if self._file is not None:
+            self._file.close()
+
+
+class Curves(Measurement):
+    """Numbers of each batch: loss, learning rate, time and memory.
+
+    Attributes:
+        losses: loss before each step of an optimizer, by index of the optimizer.
+        waits: seconds spent fetching batches since the previous batch, 0 if no fetch was seen.
+        batches: seconds from the end of the first backward of the previous batch to that of this one.
+        memory: bytes in use after each step, if known.
+        n_losses: number of losses that were recorded.
+    """
+
+    cadence = EVERY
+    uses = (Clock, Steps)
+
+    def __init__(self) -> None:
+        self._loss, self._rate, self._wait, self._length = (Curve() for _ in range(4))
+        self._losses: defaultdict[int, Curve] = defaultdict(Curve)  # by id of the optimizer
+        self._memory = Curve(MAX_MEMORY)
+        self.n_losses = 0
+        self._last_loss: float | Tensor | None = None
+        # time at which the first backward of the last batch had ended, NaN where an epoch begins
+        self._ended, self._has_ended = math.nan, False
+        self._resident: ResidentMemory | None = None
+        self._memory_due = 0
+        self.losses: dict[int, Series] = {}
+        self.waits, self.batches, self.memory = Series(), Series(), Series()
+
+    def on_model(self, run: Run) -> None:
+        self._resident = ResidentMemory()
+
+    def on_batch(self, run: Run) -> None:
+        self._has_ended = False
+        if run.step and not math.isnan(self._ended):  # else the fetch has started the loader
+            self._wait.add(run.step, run.measured(Clock).waited)
+
+    def on_loss(self, run: Run) -> None:
+        self._last_loss, self.n_losses = detached_scalar(run.loop.loss), self.n_losses + 1
+        self._loss.add(run.step, self._last_loss)
+
+    def on_gradients(self, run: Run) -> None:
+        if self._has_ended:
+            return
+        self._has_ended, now = True, time.perf_counter()
+        if not math.isnan(self._ended):
+            self._length.add(run.step, now - self._ended)
+        self._ended = now
+
+    def on_between(self, run: Run) -> None:
+        if (opt := run.loop.opt) is not None:
+            if self._last_loss is not None:
+                self._losses[id(opt)].add(run.step, self._last_loss)
+            self._rate.add(run.step, largest_lr(opt))
+
+    def on_batch_end(self, run: Run) -> None:
+        is_due = run.n_batches <= MANY_READINGS or run.n_batches >= self._memory_due
+        if self._resident is None or not (is_due and self._memory.is_due()):
+            return
+        if (used := self._resident.bytes_in_use()) is not None:
+            self._memory.add(run.step, used)
+            self._memory_due = run.n_batches + MEMORY_EVERY
+
+    def on_epoch(self, run: Run) -> None:
+        self._ended = math.nan  # the time until the next batch does not count
+
+    def tell(self, run: Run) -> None:
+        run.loss, run.lr = self._loss.series(), self._rate.series()
+        self.waits, self.batches = self._wait.series(), self._length.series()
+        self.memory = self._memory.series()
+        places = run.measured(Steps).places()
+        self.losses = {places[key]: curve.series() for key, curve in self._losses.items()}
+        run.sources |= {"memory"} if len(self.memory) else set()
+        run.missing["memory"] = "memory in use is unknown on this system"
+        if any(p.maximizes for p in run.params.values()):
+            run.missing["loss"] = "the optimizer maximizes the loss"
+        elif len(run.loss):
+            run.sources.add("loss")
+
+    def close(self, run: Run) -> None:
+        if self._resident is not None:
+            self._resident.close()
+
+    def freeze(self) -> None:
+        self._resident = self._last_loss = None

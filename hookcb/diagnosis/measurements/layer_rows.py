@@ -1,0 +1,139 @@
+"""Statistics of layers' outputs that ActivationStats does not record."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookcb.activations.stats import has_stats
+from hookcb.core.batch import parts
+from hookcb.core.torch_private import in_transform
+from hookcb.diagnosis.fault import Measurement
+from hookcb.diagnosis.frame import about
+from hookcb.diagnosis.run import Layer, Run, Series
+from hookcb.hooks.hook import detached
+from hookcb.hooks.modules import named_modules
+from hookcb.records.memory import Memory
+from hookcb.records.store import StatStore
+
+COLUMNS = ("spread", "saturated")
+MAX_ELEMENTS = 16_384  # read for the spread
+MAX_RECORDS = 1_000
+TANH, SIGMOID = 0.97, 0.03  # saturated above this magnitude, and within this distance of 0 or 1
+
+
+class LayerRows(Measurement):
+    """Records spread and saturation of layers' outputs.
+
+    Attributes:
+        last: name of the last layer with an output in this batch, "" if there is none yet.
+    """
+
+    def __init__(self) -> None:
+        self._about: dict[str, str] = {}
+        self._store: StatStore | None = StatStore(COLUMNS, MAX_RECORDS)
+        self._taken: list[tuple[str, torch.dtype, Tensor]] = []  # in the current batch
+        self._memory = Memory()  # as what is allocated in the midst of a forward splits the heap
+        self._largest: dict[str, float] = {}
+        self._n_copies = 0  # calls of copies, as nn.DataParallel makes them
+
+    def on_model(self, run: Run) -> None:
+        self._about = {name: about(m) for name, m in named_modules(run.loop.model).items()}
+
+    def on_batch(self, run: Run) -> None:
+        self._taken = []
+        self._memory.take_back()
+
+    def on_output(self, run: Run, name: str, m: nn.Module, output: Any) -> None:
+        if not name:
+            self._n_copies += 1
+        if (x := float_output(name, output)) is None:
+            return
+        is_simple = x.is_cpu and not (torch.compiler.is_compiling() or in_transform())
+        share, saturated = spread(x, self._memory if is_simple else None), saturated_share(m, x)
+        if saturated is None:
+            saturated = x.new_full((), math.nan)
+        values = torch.stack([share, saturated.float()])
+        if is_simple:
+            values = self._memory.keep(values)
+        # a list, because other attributes that change with each batch would make compiled code recompile
+        self._taken.append((name, x.dtype, values))
+
+    @property
+    def last(self) -> str:
+        return self._taken[-1][0] if self._taken else ""
+
+    def on_batch_end(self, run: Run) -> None:
+        if self._store is None:
+            return
+        record = self._store.begin(0, run.step)
+        for name, dtype, values in self._taken:
+            self._largest[name] = torch.finfo(dtype).max
+            self._store.put(name, [record], values[None].clone())
+        self.on_batch(run)
+
+    def tell(self, run: Run) -> None:
+        if self._n_copies:
+            copies = "layers ran as copies, as nn.DataParallel makes them, which were not inspected"
+            run.notes.append(copies)
+            run.partial["activations"] = copies
+        if (store := self._store) is None:
+            return
+        steps = [info.step for info in store.infos]
+        for name in store.names:
+            kind = self._about.get(name, "")
+            layer = run.layers.setdefault(name, Layer(name, kind.partition(" ")[0], kind, len(run.layers)))
+            layer.largest = self._largest.get(name, math.inf)
+            for stat, values in zip(COLUMNS, store.series(name).T.tolist(), strict=True):
+                layer.stats[stat] = Series.of(steps, values)
+
+    def freeze(self) -> None:
+        self._store, self._taken, self._memory = None, [], Memory()
+
+
+def float_output(name: str, output: Any) -> Tensor | None:
+    """First float tensor in the output of a layer, detached; None for a copy of a layer, without a name."""
+    x = next((x for _, x in parts(output) if isinstance(x, Tensor) and has_stats(x)), None)
+    if not name or x is None or not x.is_floating_point() or not x.numel():
+        return None
+    x = detached(x)  # also unwraps tensors of torch.func transforms
+    return x
+
+
+def spread(x: Tensor, memory: Memory | None = None) -> Tensor:
+    """Variance across the batch relative to the second moment: 0 if all samples have the same output.
+
+    Args:
+        x: `(N, …)`; if it has more than 16,384 elements a part of each sample is read.
+        memory: lends what is needed on the way.
+
+    Returns:
+        A 0-d float32 tensor; NaN for a single sample, and if all elements are zero.
+    """
+    if x.ndim == 0 or len(x) < 2:
+        return x.new_full((), math.nan, dtype=torch.float32)
+    flat = x.reshape(len(x), -1)
+    if flat.numel() > MAX_ELEMENTS:
+        flat = flat[:, :: max(1, flat.numel() // MAX_ELEMENTS)]
+    flat = flat[:MAX_ELEMENTS]
+    rows = flat.float().contiguous() if memory is None else memory.lend(flat.shape).copy_(flat)
+    out = None if memory is None else rows
+    whole = torch.linalg.vector_norm(rows)  # norms take a fraction of the time of `var`
+    rows = torch.sub(rows, rows[0].clone(), out=out)  # exactly 0 if all samples are the same
+    rows = torch.sub(rows, rows.mean(0), out=out)
+    if memory is not None:
+        memory.take_back(slice(-1, None))
+    share: Tensor = (torch.linalg.vector_norm(rows) / whole).square()
+    return share
+
+
+def saturated_share(m: nn.Module, x: Tensor) -> Tensor | None:
+    """Share of the outputs of a Tanh or Sigmoid near its limits, NaN if all are; None for other modules."""
+    if isinstance(m, nn.Tanh):
+        share = (x.abs() > TANH).float().mean()
+    elif isinstance(m, nn.Sigmoid):
+        share = ((x < SIGMOID) | (x > 1 - SIGMOID)).float().mean()
+    else:
+        return None
+    return share.masked_fill(x.isnan().all(), math.nan)

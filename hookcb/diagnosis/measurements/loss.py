@@ -1,0 +1,104 @@
+"""Loss: what the loss is, as its graph tells, and what guessing and the best constant would have."""
+
+import math
+
+from torch import Tensor
+
+from hookcb.core.optim import detached_scalar
+from hookcb.diagnosis.fault import LOOKS, Measurement
+from hookcb.diagnosis.measurements.curves import Curve
+from hookcb.diagnosis.measurements.steps import Steps
+from hookcb.diagnosis.measurements.targets import Targets
+from hookcb.diagnosis.probes.batch import guess_of
+from hookcb.diagnosis.probes.loss_graph import LossGraph, last_parameters, n_between, read_loss
+from hookcb.diagnosis.probes.loss_terms import COMPILED
+from hookcb.diagnosis.probes.nan import ExternalBatch
+from hookcb.diagnosis.probes.penalty import penalty_of
+from hookcb.diagnosis.probes.plain_run import graph_of_original
+from hookcb.diagnosis.run import Run, Series
+from hookcb.nans.replay import Autocast, autocasts
+
+PENALTY_EVERY = 8  # batches, as a penalty may change fast
+
+
+class Loss(Measurement):
+    """Kind of the loss and what it is computed from, read from the graph of the first one.
+
+    Attributes:
+        graph: what was read; None if no loss was seen.
+        graph_of_one: the same, an unknown one if several optimizers may have losses of their own.
+        autocasts: state of autocast in the forward of the last inspected batch, if known.
+        kind: "cross-entropy", "binary cross-entropy", "mse", "nll" …, "" if unknown.
+        kinds: kinds of the losses that it adds up, () if one of them is unknown.
+        is_of_others: whether the last layer before the loss is not the model's, as of a discriminator.
+        n_operations: number of operations from the model's output to the loss, 0 if unknown.
+        guess: loss of guessing: ln C for cross-entropy over C classes, the mean square of the targets for
+            MSE; NaN if unknown.
+        constant: loss of the best constant prediction for the targets seen: their entropy or variance; NaN
+            if unknown.
+        perfect: loss of a perfect prediction, above 0 for soft or smoothed targets.
+        noise: standard deviation of `constant` over the `n_targets` batches whose targets were seen.
+        penalty: part of the loss that is a penalty on parameters, for each inspected and every eighth batch.
+    """
+
+    uses = (Steps, Targets)
+
+    def __init__(self) -> None:
+        self.graph: LossGraph | None = None
+        self.graph_of_one = LossGraph()
+        self.autocasts: list[Autocast] | None = None
+        self.kind, self.kinds = "", tuple[str, ...]()
+        self.is_of_others, self.n_operations = False, 0
+        self.guess = self.constant = math.nan
+        self.perfect = self.noise = 0.0
+        self.n_targets = 1
+        self.penalty, self._penalty, self._penalty_due = Series(), Curve(), 0
+
+    @property
+    def cadence(self) -> float:  # type: ignore[override]
+        """Each batch if there is a penalty, else those that are inspected."""
+        return math.inf if self.graph is not None and self.graph.has_penalty else LOOKS
+
+    def on_prediction(self, run: Run) -> None:
+        if run.looking:
+            self.autocasts = autocasts(run.loop.model)
+
+    def on_first_graph(self, run: Run) -> None:
+        loop = run.loop
+        node, yb = loop.loss_node, run.measured(Targets).of_batch(run)
+        self.graph = read_loss(node)
+        own = {id(p) for p in loop.model.parameters()}
+        self.n_operations = n_between(node, loop.pred)
+        self.is_of_others = any(id(p) not in own for p in last_parameters(node))
+        self.guess = guess_of(self.graph, loop.pred, yb)
+        if self.graph.hidden_by == COMPILED:
+            batch = ExternalBatch(loop) if loop.is_external else loop
+            try:
+                self.graph, guess = graph_of_original(batch, self.graph, self.autocasts)
+                self.guess = self.guess if math.isnan(guess) else guess
+            except Exception as error:  # raised by the model; the input of the loss stays hidden
+                run.note(f"the model could not be run without torch.compile: {error!r:.80}")
+
+    def on_loss(self, run: Run) -> None:
+        has_penalty = self.graph is not None and self.graph.has_penalty
+        if has_penalty and (run.looking or run.step >= self._penalty_due):
+            self._penalty_due, loss = run.step + PENALTY_EVERY, run.loop.loss
+            if isinstance(loss, Tensor) and (penalty := penalty_of(loss)) is not None:
+                self._penalty.add(run.step, detached_scalar(penalty))
+
+    def tell(self, run: Run) -> None:
+        if (graph := self.graph) is None:
+            return
+        self.kind, self.kinds = graph.sure_kind, graph.kinds
+        if run.measured(Steps).n_optimizers <= 1:
+            self.graph_of_one = graph
+        self.penalty, targets = self._penalty.series(), run.measured(Targets)
+        if len(self.penalty) or not graph.has_penalty:
+            self.constant, self.perfect, self.noise = targets.losses(graph)
+            self.n_targets = targets.n_batches
+        run.missing["graph"] = graph.why_hidden
+        run.sources |= set() if graph.why_hidden else {"graph"}
+
+    def freeze(self) -> None:
+        self.graph = self.autocasts = None
+        self.graph_of_one = self.graph_of_one._replace(class_weights=None)

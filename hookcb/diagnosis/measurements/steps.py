@@ -1,0 +1,84 @@
+"""Steps: the backwards and steps of a training, its optimizers, and one small gradient to follow."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hookcb.diagnosis.fault import EVERY, Measurement
+from hookcb.diagnosis.run import Run
+from hookcb.gradients.hand_steps import StepByHand
+
+
+class Steps(Measurement):
+    """Counts backwards, and notes which optimizers have stepped.
+
+    Attributes:
+        optimizers: optimizers that have stepped, by id, in the order of their first steps.
+        stepped: ids of the optimizers of inspected steps.
+        first_param: smallest parameter of the first layer with a gradient, which any number in a backward
+            that is not finite reaches; None before the first backward.
+        n_backward: number of backwards.
+        n_alone: number of steps before which the model was not called.
+        n_given: number of backwards of losses of others, to which the model gives features or targets.
+        is_beside: whether a backward was seen beside the model.
+        n_optimizers: number of optimizers that have stepped.
+        is_by_hand: whether the loop updates its weights without an optimizer.
+    """
+
+    cadence = EVERY
+
+    def __init__(self) -> None:
+        self.optimizers: dict[int, Optimizer] = {}
+        self.stepped: list[int] = []
+        self.first_param: nn.Parameter | None = None
+        self.n_backward = self.n_alone = self.n_given = self.n_optimizers = 0
+        self.is_beside = self.is_by_hand = False
+
+    def on_gradients(self, run: Run) -> None:
+        self.n_backward += 1
+        if self.first_param is None:
+            self.first_param = _first_param(run.loop.model)
+        if run.loop.is_external:
+            if run.loop.facts.n_closures and run.loop.opt is not None:  # steps of LBFGS are no events
+                self.optimizers[id(run.loop.opt)] = run.loop.opt
+            self.n_given = run.loop.facts.n_given
+
+    def on_between(self, run: Run) -> None:
+        loop = run.loop
+        if loop.is_external:
+            self.n_alone = loop.facts.n_steps_alone
+            self.is_beside = self.is_beside or bool(loop.facts.n_beside)
+        if loop.opt is not None:
+            self.optimizers[id(loop.opt)] = loop.opt
+            if run.looking:
+                self.stepped.append(id(loop.opt))
+
+    def places(self) -> dict[int, int]:
+        """Index of each optimizer, by its id."""
+        return {key: i for i, key in enumerate(self.optimizers)}
+
+    def tell(self, run: Run) -> None:
+        self.n_optimizers = len(self.optimizers)
+        self.is_by_hand = any(isinstance(opt, StepByHand) for opt in self.optimizers.values())
+        if self.is_by_hand:
+            run.note(
+                "the loop updates its weights without a torch.optim.Optimizer, at an unknown learning rate"
+            )
+
+    def freeze(self) -> None:
+        self.optimizers, self.first_param = {}, None
+
+
+def _first_param(model: nn.Module) -> nn.Parameter | None:
+    for m in model.modules():
+        params = [p for p in m.parameters(recurse=False) if p.grad is not None]
+        dense = [p for p in params if _is_dense(p) and _is_dense(p.grad)]
+        if dense:
+            return min(dense, key=Tensor.numel)
+    return None
+
+
+def _is_dense(x: Any) -> bool:
+    return bool(x.layout is torch.strided)
