@@ -13,11 +13,11 @@ from docs import checks as docs
 from docs.checks import document, main
 from hookcb import Diagnose, synth_learner
 from hookcb.diagnosis.explain import explain
+from hookcb.diagnosis.fault import FAULTS, Site
 from hookcb.diagnosis.judge import _run, explained
 from hookcb.diagnosis.reader import SOURCES
-from hookcb.diagnosis.registry import CHECKS, Absent, Passed, Site, Skipped
 from hookcb.diagnosis.registry import check as register
-from hookcb.diagnosis.run import Run
+from hookcb.diagnosis.run import Absent, Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
 
 DESIGNED = re.findall(
@@ -51,8 +51,8 @@ OF_THE_MACHINE = {
     "memory.growth",
 }
 NOTES = {"train.unfinished", "wd.norms"}  # of a healthy training too
-CODES = set(CHECKS)
-STATISTICAL = [check for check in CHECKS.values() if not check.exact]
+CODES = set(FAULTS)
+STATISTICAL = [check for check in FAULTS.values() if not check.exact]
 MARGIN = Margin(
     "unit.dead", 0.6, is_low=False, healthy=0.44, control="dilated convolutions", lowest=0.75, highest=1.0
 )
@@ -74,10 +74,10 @@ def test_the_page_is_current():
 
 def test_the_page_has_each_check_with_all_that_is_known_of_it():
     page = document([MARGIN])
-    for check in CHECKS.values():
+    for check in FAULTS.values():
         assert check.doc in page
     headings = re.findall(r"^### (.*)$", page, re.MULTILINE)
-    assert len(headings) == len(CHECKS)
+    assert len(headings) == len(FAULTS)
     assert {code for heading in headings for code in re.findall(r"`([^`]+)`", heading)} == CODES
     assert page.count("Margin: not measured.") == len(STATISTICAL) - 1
 
@@ -94,7 +94,7 @@ def test_each_check_has_an_anchor_that_its_findings_and_the_table_link_to():
         assert page.count(f"[`{code}`](#{code})") == 1
 
 
-@pytest.mark.parametrize("code", CHECKS)
+@pytest.mark.parametrize("code", FAULTS)
 def test_what_is_explained_of_a_check_is_its_section_of_the_page(code):
     title, *told, link = explain(code).split("\n\n")
     section = document().partition(f"### `{code}`\n\n")[2].partition("\n\n<a id=")[0].partition("\n\n## ")[0]
@@ -109,8 +109,8 @@ def test_what_is_explained_of_a_check_is_its_section_of_the_page(code):
         ("Unit.Dead", "similar: unit.dead"),
         ("unit", "similar: unit.dead, unit.saturated"),
         ("flat", "similar: loss.flat"),
-        ("zzz", f"available: {', '.join(CHECKS)}"),
-        ("", f"available: {', '.join(CHECKS)}"),
+        ("zzz", f"available: {', '.join(FAULTS)}"),
+        ("", f"available: {', '.join(FAULTS)}"),
     ],
 )
 def test_of_a_code_that_is_unknown_those_like_it_are_named(code, near):
@@ -123,7 +123,7 @@ def test_checks_come_in_the_order_of_the_flow():
     page = document()
     sections = [page.index(f"## {docs.SITES[site]}") for site in sorted(docs.SITES)]
     assert sections == sorted(sections)
-    assert set(docs.SITES) >= {check.site for check in CHECKS.values()}
+    assert set(docs.SITES) >= {check.site for check in FAULTS.values()}
 
 
 def test_check_tells_a_page_that_is_missing_or_old_and_writes_nothing(tmp_path, monkeypatch, capsys):
@@ -234,9 +234,9 @@ def test_numbers_come_from_findings_and_from_what_is_ruled_out(monkeypatch):
         yield Passed("an infinite one", math.inf, 0.6)
         yield Skipped("nothing was looked at")
 
-    exact = {code: c for code, c in CHECKS.items() if c.exact}
-    registered = {"unit.dead": replace(CHECKS["unit.dead"], function=check), **exact}
-    monkeypatch.setattr(margins, "CHECKS", registered)
+    exact = {code: c for code, c in FAULTS.items() if c.exact}
+    registered = {"unit.dead": replace(FAULTS["unit.dead"], function=check), **exact}
+    monkeypatch.setattr(margins, "FAULTS", registered)
     assert list(margins.numbers(Run())) == []  # without what it needs
     found = list(margins.numbers(Run(sources=frozenset({"gradients"}))))
     assert found == [Number("unit.dead", 1.0, 0.6, "error"), Number("unit.dead", 0.1, 0.6)]
@@ -270,7 +270,7 @@ def test_the_codes_of_the_design_are_registered_and_no_others():
     assert sorted(CODES) == sorted(DESIGNED)
 
 
-@pytest.mark.parametrize("check", named(CHECKS.values()))
+@pytest.mark.parametrize("check", named(FAULTS.values()))
 def test_a_check_says_what_it_computes(check):
     assert re.search(r"^(Formula|Exact): \S", check.doc, re.MULTILINE), check.doc
 
@@ -281,7 +281,7 @@ def test_a_statistical_check_has_a_source_and_a_limit(check):
     assert re.search(r"\d", check.doc.partition("Source:")[0]), check.doc
 
 
-@pytest.mark.parametrize("check", named(CHECKS.values()))
+@pytest.mark.parametrize("check", named(FAULTS.values()))
 def test_what_a_check_needs_and_leads_to_is_there(check):
     assert check.needs or check.code == "nonfinite.first"  # which takes gradients or a batch
     assert set(check.needs) <= set(SOURCES)
@@ -291,9 +291,9 @@ def test_what_a_check_needs_and_leads_to_is_there(check):
 
 
 def test_a_check_is_registered_once_and_found_by_its_code():
-    functions = [check.function for check in CHECKS.values()]
+    functions = [check.function for check in FAULTS.values()]
     assert len(set(functions)) == len(functions)
-    assert [CHECKS[code].code for code in CHECKS] == list(CHECKS)
+    assert [FAULTS[code].code for code in FAULTS] == list(FAULTS)
 
 
 def test_a_number_is_optional_where_something_is_ruled_out():
@@ -304,7 +304,7 @@ def test_a_number_is_optional_where_something_is_ruled_out():
 def test_a_second_check_of_a_code_is_refused():
     with pytest.raises(ValueError, match=r"there is already a check 'unit\.dead', dead_units"):
         register("unit.dead", site=Site.MODULES, needs=("gradients",))
-    assert CHECKS["unit.dead"].function.__name__ == "dead_units"
+    assert FAULTS["unit.dead"].function.__name__ == "dead_units"
 
 
 @pytest.mark.parametrize("code", ["param.not_stepped", "param.restored", "init.zero", "gate.shut"])
@@ -313,7 +313,7 @@ def test_weights_that_cannot_learn_explain_a_flat_loss(code):
     assert [f.consequence_of for f in explained([flat, cause], Run())] == ["", code]
 
 
-@pytest.mark.parametrize("check", named(CHECKS.values()))
+@pytest.mark.parametrize("check", named(FAULTS.values()))
 def test_a_check_without_any_evidence_says_that_it_could_not_look(check):
     by_itself = {"model", "graph"}  # who has looked at these has seen all there is
     found = _run(check, Run(sources=set(SOURCES) - by_itself))

@@ -17,7 +17,7 @@ from hookcb import Callback, Event, synth_learner
 from hookcb.core import orders
 from hookcb.core.events import BATCH_EVENTS, LEVELS
 from hookcb.core.loop_tree import loop_tree
-from hookcb.diagnosis.registry import CHECKS
+from hookcb.diagnosis.fault import FAULTS
 from tests.test_floors import imports
 
 ROOT = Path(__file__).parent.parent
@@ -162,7 +162,7 @@ TESTS_OF_CHECKS = texts_of_tests("diagnosis", "scenarios", "loops", "cli")
 DESIGNED = read(ROOT / "tests" / "test_checks_page.py").partition("DESIGNED")[2].split('"""')[1].split()
 
 
-@pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check.code)
+@pytest.mark.parametrize("check", FAULTS.values(), ids=lambda check: check.code)
 def test_a_check_is_in_all_places(check):
     given = check.code, check.function, PLANTED, TESTS_OF_CHECKS, DESIGNED
     missing = list(missing_of_check(*given))
@@ -170,14 +170,14 @@ def test_a_check_is_in_all_places(check):
 
 
 def test_checks_that_are_said_to_have_no_fault_have_none():
-    assert set(CHECKS) >= NOT_PLANTED
+    assert set(FAULTS) >= NOT_PLANTED
     assert not NOT_PLANTED & PLANTED
 
 
 def test_every_file_of_checks_is_imported():
     paths = (PACKAGE / "diagnosis" / "checks").glob("[a-z]*.py")
     files = {path.stem for path in paths if "\n@check(" in read(path)}
-    modules = {place_of(check.function.__module__)[1] for check in CHECKS.values()}
+    modules = {place_of(check.function.__module__)[1] for check in FAULTS.values()}
     assert files == modules, "see the imports of checks/__init__.py"
 
 
@@ -217,7 +217,7 @@ def missing_of_probe(file, tree, is_reached):
     calls = [x for x in ast.walk(tree) if isinstance(x, ast.Call) and ast.unparse(x.func) == "Observation"]
     codes = [call.args[0].value for call in calls if call.args and isinstance(call.args[0], ast.Constant)]
     for code in codes:
-        if code not in CHECKS:
+        if code not in FAULTS:
             yield f"hookcb/diagnosis/checks/observed.py: no check passes on {code}"
 
 

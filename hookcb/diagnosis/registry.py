@@ -18,6 +18,8 @@ def check(code: str, *, site: Site, **about: object) -> Callable[[CheckFunction]
 
         kind = type(function.__name__, (Fault,), {"findings": findings, "__doc__": inspect.getdoc(function)})
         kind.__module__ = function.__module__
+        kind.__name__ = kind.__qualname__ = f"_{function.__name__}_fault"
+        function.__globals__[kind.__name__] = kind  # by which pickle finds it
         fault(code, headline="", site=site, **about)(kind)  # type: ignore[arg-type]
         return function
 

@@ -5,11 +5,11 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
+from hookcb.diagnosis.probes.layer import LayerProbe
 from torch import nn
 
 from hookcb import Diagnose, watch
 from hookcb.diagnosis.failures import describe_failure
-from hookcb.diagnosis.probes.layer import LayerProbe
 from hookcb.diagnosis.probes.suite import Probes
 from tests.support import fit, make_learner
 

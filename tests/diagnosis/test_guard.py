@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 from hookcb.diagnosis import guard, probes
+from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.guard import COSTS, Guard
 from hookcb.diagnosis.reader import SOURCES
-from hookcb.diagnosis.registry import CHECKS
 from hookcb.hooks.modules import ModelGoneError
 
 ROOM = Path(guard.__file__).parent
@@ -23,7 +23,7 @@ def test_each_part_has_its_cost_and_each_cost_is_a_check_or_a_source():
     assert len(parts) > 40
     assert parts - COSTS.keys() == set()
     costs = {cost for costs in COSTS.values() for cost in costs}
-    assert costs - CHECKS.keys() - SOURCES.keys() == set()
+    assert costs - FAULTS.keys() - SOURCES.keys() == set()
 
 
 def test_each_check_of_what_a_probe_observes_is_a_cost():
@@ -31,7 +31,7 @@ def test_each_check_of_what_a_probe_observes_is_a_cost():
     codes = {code for text in places for code in re.findall(r'Observation\(\s*"([\w.]+)"', text)}
     assert len(codes) > 30
     costs = {cost for costs in COSTS.values() for cost in costs}
-    assert [code for code in codes if not costs & {code, *CHECKS[code].needs}] == []
+    assert [code for code in codes if not costs & {code, *FAULTS[code].needs}] == []
 
 
 def test_a_part_that_has_failed_is_told_once_and_not_called_again():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Verdict, check_gradients
-from hookcb.diagnosis.registry import CHECKS
+from hookcb.diagnosis.fault import FAULTS
 from tests.gradients.support import HEALTHY, OTHER_HEALTHY, at, batches, mlp, run, seeded
 from tests.support import in_terminal
 
@@ -127,7 +127,7 @@ def test_a_healthy_verdict_says_what_one_backward_cannot_show():
     assert verdict.n_checked < verdict.n_checks / 2
     assert "one backward" in str(verdict)
     missing = {code for gap in verdict.gaps for code in gap.codes}
-    assert {"loss.flat", "update.too_large", "param.not_in_optimizer", "init.zero"} <= missing <= {*CHECKS}
+    assert {"loss.flat", "update.too_large", "param.not_in_optimizer", "init.zero"} <= missing <= {*FAULTS}
     assert not {"grad.attenuated", "grad.exploding", "nonfinite.first", "param.unreachable"} & missing
 
 

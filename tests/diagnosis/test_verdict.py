@@ -18,8 +18,8 @@ from torch import nn
 
 import hookcb
 from hookcb import Diagnose, Finding, Learner, Verdict
+from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.judge import explained, judge, status_of
-from hookcb.diagnosis.registry import CHECKS
 from hookcb.diagnosis.run import Observation, Run, Series
 from hookcb.diagnosis.verdict import Gap
 from tests.support import each, fit, make_batches, make_model
@@ -59,7 +59,7 @@ def anything(rng, words=PLAIN):
     """A finding of whatever length, of these words."""
     first = rng.choice([None, 0, 10**12])
     return Finding(
-        rng.choice(list(CHECKS)),
+        rng.choice(list(FAULTS)),
         rng.choice(["error", "warning", "info"]),
         layer=".".join(rng.choices(words, k=rng.randint(0, 40))),
         param=".".join(rng.choices(words, k=rng.randint(0, 40))),
@@ -264,7 +264,7 @@ def test_each_check_that_could_not_run_is_in_one_gap_of_its_reason():
     verdict = judge(Run())
     reasons = [gap.reason for gap in verdict.gaps]
     assert len(set(reasons)) == len(reasons) > 1
-    assert sum(len(gap.codes) for gap in verdict.gaps) == verdict.n_checks == len(CHECKS)
+    assert sum(len(gap.codes) for gap in verdict.gaps) == verdict.n_checks == len(FAULTS)
 
 
 @pytest.mark.parametrize("words", WORDS)
@@ -329,7 +329,7 @@ def cleared(found):
 @pytest.mark.parametrize("seed", range(25))
 def test_of_any_findings_all_stay_and_each_follows_from_one_that_stands_before_it(seed):
     rng = random.Random(seed)
-    codes = sorted(CHECKS)
+    codes = sorted(FAULTS)
     layers = ["", "0", "1", "2.3"]
     given = [
         Finding(
@@ -347,7 +347,7 @@ def test_of_any_findings_all_stay_and_each_follows_from_one_that_stands_before_i
             assert found.consequence_of in [f.code for f in out[:k]]
             assert any(
                 found.code == to or (to.endswith("*") and found.code.startswith(to[:-1]))
-                for to in CHECKS[found.consequence_of].leads_to
+                for to in FAULTS[found.consequence_of].leads_to
             )
     assert not out[0].consequence_of
     shuffled = rng.sample(given, len(given))
@@ -355,7 +355,7 @@ def test_of_any_findings_all_stay_and_each_follows_from_one_that_stands_before_i
 
 
 def test_info_is_nobodys_cause():
-    for code in CHECKS:
+    for code in FAULTS:
         for to in ("loss.flat", "update.too_small", "grad.attenuated"):
             out = explained([Finding(code, "info", step=0), Finding(to, "error", step=5)], Run())
             assert [f.consequence_of for f in out if f.severity == "error"] == [""]
@@ -378,7 +378,7 @@ def check_verdict(verdict):
         assert verdict.primary.code in str(verdict)
     assert set(verdict.consequences) == {f for f in verdict.findings if f.consequence_of}
     for k, found in enumerate(verdict.findings):
-        assert CHECKS[found.code]
+        assert FAULTS[found.code]
         assert found.message
         if found.consequence_of:
             assert found.consequence_of in [f.code for f in verdict.findings[:k]]

@@ -17,7 +17,7 @@ from hookcb import (
     synth_learner,
     watch,
 )
-from hookcb.diagnosis.registry import CHECKS
+from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.verdict import Finding, Verdict
 from hookcb.report.collect import collect
 
@@ -105,7 +105,7 @@ def test_each_finding_has_the_series_that_shows_it():
     found = {finding["code"]: finding["shown_by"] for finding in page.verdict["findings"]}
     assert found["grad.attenuated"] == {"of": "params", "name": "0.weight", "stat": "norm", "limit": None}
     for code, shown in found.items():
-        assert (shown is None) <= (not CHECKS[code].shown_by or "." in CHECKS[code].shown_by)
+        assert (shown is None) <= (not FAULTS[code].shown_by or "." in FAULTS[code].shown_by)
         if shown is not None and shown["of"] != "run":
             assert shown["stat"] in getattr(page, shown["of"])[shown["name"]].stats
 
@@ -158,7 +158,7 @@ def test_norms_that_are_read_after_clipping_are_named_so(cbs, clips, norms):
 
 
 def test_every_series_that_a_check_names_can_be_there():
-    for check in CHECKS.values():
+    for check in FAULTS.values():
         if check.shown_by:
             of, _, stat = check.shown_by.partition(".")
             assert of in ("run", "layers", "params")

@@ -19,8 +19,7 @@ from hookcb.diagnosis.checks.optimizer import constant_clipping
 from hookcb.diagnosis.checks.step_size import large_updates, small_updates
 from hookcb.diagnosis.checks.weight_decay import dominating_decay
 from hookcb.diagnosis.judge import judge
-from hookcb.diagnosis.registry import Passed
-from hookcb.diagnosis.run import Layer, Param, Run, Series
+from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series
 from hookcb.diagnosis.verdict import Finding
 from tests.support import covering
 

@@ -15,19 +15,20 @@ from pkgutil import resolve_name
 import pytest
 import torch
 import torch.nn.functional as F
+from hookcb.diagnosis.recorder import EvidenceRecorder
 from torch import nn
 
 from hookcb import Callback, Diagnose, Event, Learner, watch
 from hookcb.cli.main import main
 from hookcb.core.torch_private import DataLoaderIter
 from hookcb.diagnosis import attached, probes
+from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.guard import COSTS, Guard
 from hookcb.diagnosis.judge import _run, judge
 from hookcb.diagnosis.measurements.lines import LineSamples
 from hookcb.diagnosis.probes.suite import Probes
 from hookcb.diagnosis.reader import SOURCES
-from hookcb.diagnosis.recorder import EvidenceRecorder
-from hookcb.diagnosis.registry import CHECKS, Passed
+from hookcb.diagnosis.run import Passed
 from tests.support import covering, each, fit, make_batches, make_learner, make_model, same, weights
 
 FOLDER = str(Path(probes.__file__).parent)
@@ -195,9 +196,9 @@ def check_contained(train, parts=None):
     if parts is not None:
         assert failed <= parts
     partial = {cost for part in failed for cost in COSTS[part]}
-    lost = {code for code, check in CHECKS.items() if partial & {code, *check.needs}}
+    lost = {code for code, check in FAULTS.items() if partial & {code, *check.needs}}
     assert unchecked(verdict) - gaps <= lost
-    results = [result for code in lost for result in _run(CHECKS[code], diagnosis.evidence())]
+    results = [result for code in lost for result in _run(FAULTS[code], diagnosis.evidence())]
     assert not [result for result in results if isinstance(result, Passed)]
     return verdict
 
@@ -309,10 +310,10 @@ def test_an_error_of_the_users_function_ends_the_training():
 def test_a_check_that_fails_costs_its_own_code(monkeypatch):
     evidence = diagnosed(by_learner)[0].evidence()
     gaps = unchecked(judge(evidence))
-    for code, check in CHECKS.items():
+    for code, check in FAULTS.items():
         broken = replace(check, function=raises)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(CHECKS, code, broken)
+            patch.setitem(FAULTS, code, broken)
             verdict = judge(evidence)
         assert unchecked(verdict) - {code} == gaps - {code}
         (told,) = _run(broken, replace(evidence, sources=set(SOURCES), absent={}))
@@ -320,8 +321,8 @@ def test_a_check_that_fails_costs_its_own_code(monkeypatch):
 
 
 def test_checks_that_all_fail_end_no_training(monkeypatch):
-    for code, check in CHECKS.items():
-        monkeypatch.setitem(CHECKS, code, replace(check, function=raises))
+    for code, check in FAULTS.items():
+        monkeypatch.setitem(FAULTS, code, replace(check, function=raises))
     learn = fit(make_learner(30), cbs=Diagnose(show=False))  # judged at batch 20, too
     assert same(weights(learn.model), weights(fit(make_learner(30)).model))
     verdict = learn.diagnose()

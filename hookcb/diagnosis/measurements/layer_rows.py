@@ -97,8 +97,8 @@ def float_output(name: str, output: Any) -> Tensor | None:
     x = next((x for _, x in parts(output) if isinstance(x, Tensor) and has_stats(x)), None)
     if not name or x is None or not x.is_floating_point() or not x.numel():
         return None
-    x = detached(x)  # also unwraps tensors of torch.func transforms
-    return x
+    plain: Tensor = detached(x)  # also unwraps tensors of torch.func transforms
+    return plain
 
 
 def spread(x: Tensor, memory: Memory | None = None) -> Tensor:

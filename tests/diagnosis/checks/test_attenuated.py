@@ -3,8 +3,7 @@
 import pytest
 
 from hookcb.diagnosis.checks.attenuated import attenuated_gradients
-from hookcb.diagnosis.registry import Passed, Skipped
-from hookcb.diagnosis.run import Layer
+from hookcb.diagnosis.run import Layer, Passed, Skipped
 from tests.diagnosis.checks.support import evidence, gradient, only, stack
 
 

@@ -3,8 +3,7 @@
 import pytest
 
 from hookcb.diagnosis.checks.dead_units import dead_units
-from hookcb.diagnosis.registry import Passed, Skipped
-from hookcb.diagnosis.run import Layer, Param
+from hookcb.diagnosis.run import Layer, Param, Passed, Skipped
 from tests.diagnosis.checks.support import evidence, gradient, only, series
 
 

@@ -9,8 +9,7 @@ from torch import nn
 
 from hookcb import Callback, Diagnose, Learner, watch
 from hookcb.diagnosis.checks.parameters import restored, unreachable, zero_layer
-from hookcb.diagnosis.registry import Passed, Skipped
-from hookcb.diagnosis.run import Layer, Param, Run, Series
+from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series, Skipped
 from tests.support import fit
 
 

@@ -3,8 +3,7 @@
 import pytest
 
 from hookcb.diagnosis.checks.ranks import MIN_STEPS, rescaled_gradients
-from hookcb.diagnosis.registry import Passed, Skipped
-from hookcb.diagnosis.run import Param, Run, Series
+from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped
 
 AFTER = [1.0, 0.7, 2.0, 0.3, 0.9]
 

@@ -6,8 +6,7 @@ import pytest
 
 from hookcb.diagnosis.checks.step_size import large_updates, small_updates
 from hookcb.diagnosis.judge import judge
-from hookcb.diagnosis.registry import Passed, Skipped
-from hookcb.diagnosis.run import Layer
+from hookcb.diagnosis.run import Layer, Passed, Skipped
 from tests.diagnosis.checks.support import FALLS, RISES, STAYS, evidence, only, series, weight
 
 # ---- update.too_large

@@ -3,7 +3,7 @@
 import pytest
 
 from hookcb.diagnosis.checks.weight_decay import decayed_norms, dominating_decay
-from hookcb.diagnosis.registry import Passed, Skipped
+from hookcb.diagnosis.run import Passed, Skipped
 from tests.diagnosis.checks.support import evidence, only, weight
 
 

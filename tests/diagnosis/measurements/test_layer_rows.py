@@ -4,9 +4,8 @@ import math
 
 import pytest
 import torch
-from torch import nn
-
 from hookcb.diagnosis.probes.layer import MAX_ELEMENTS, LayerProbe, spread
+from torch import nn
 
 
 def test_the_spread_is_the_variance_across_the_batch_by_the_second_moment():
