@@ -11,8 +11,8 @@ from pathlib import Path
 
 import hookcb.diagnosis.checks  # noqa: F401  # which registers them
 from hookcb.diagnosis.explain import FILE
+from hookcb.diagnosis.fault import FAULTS, Site
 from hookcb.diagnosis.reader import SOURCES
-from hookcb.diagnosis.registry import CHECKS, Check, Site
 from hookcb.diagnosis.verdict import link_to
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks" / "planted"))
@@ -50,13 +50,13 @@ def document(margins: Iterable[Margin] = ()) -> str:
     parts = [INTRODUCTION, _overview()]
     for site, title in SITES.items():
         parts.append(f"## {title}")
-        parts += [_section(check, by_code) for check in CHECKS.values() if check.site == site]
+        parts += [_section(check, by_code) for check in FAULTS.values() if check.site == site]
     return "\n\n".join(parts) + "\n"
 
 
 def _overview() -> str:
     rows = ["| code | | what it looks for |", "|---|---|---|"]
-    for check in sorted(CHECKS.values(), key=lambda check: check.site):
+    for check in sorted(FAULTS.values(), key=lambda check: check.site):
         code, summary = f"[`{check.code}`](#{check.code})", _first_sentence(check).replace("|", "\\|")
         rows.append(f"| {code} | {kind(check)} | {summary} |")
     return "\n".join(rows)
@@ -91,7 +91,7 @@ def explanations() -> str:
     """Section of each check by its code, as JSON; without margins, which are not in the package."""
     texts = {
         code: "\n\n".join([code, *paragraphs(check), f"See also: {link_to(code)}"])
-        for code, check in CHECKS.items()
+        for code, check in FAULTS.items()
     }
     return json.dumps(texts, ensure_ascii=False, indent=1) + "\n"
 

@@ -17,7 +17,6 @@ from hookcb import Callback, Event, synth_learner
 from hookcb.core import orders
 from hookcb.core.events import BATCH_EVENTS, LEVELS
 from hookcb.core.loop_tree import loop_tree
-from hookcb.diagnosis.fault import FAULTS
 from tests.test_floors import imports
 
 ROOT = Path(__file__).parent.parent

@@ -12,7 +12,7 @@ from rich.table import Table
 from score import ALARMS, outcome
 
 from hookcb import Diagnose
-from hookcb.diagnosis.registry import CHECKS
+from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import Finding
 
@@ -57,7 +57,7 @@ def measure(case: Case, seed: int) -> Measured:
 
 def numbers(evidence: Run) -> Iterator[Number]:
     """Numbers of all statistical checks that can run, if the number and its limit are finite."""
-    for check in CHECKS.values():
+    for check in FAULTS.values():
         if check.exact or not evidence.sources.issuperset(check.needs):
             continue
         for result in check.function(evidence):
@@ -75,7 +75,7 @@ def margins(measured: Sequence[Measured]) -> list[Margin]:
     """One margin per code and limit, in the order of the checks; controls must have learned to count."""
     counted = [case for case in measured if not case.error and (case.has_learned or not case.is_control)]
     groups: dict[tuple[str, float | None], list[tuple[Measured, Number]]] = {}
-    for code in (check.code for check in CHECKS.values() if not check.exact):
+    for code in (check.code for check in FAULTS.values() if not check.exact):
         for case in counted:
             for x in case.numbers:
                 if x.code == code and (code not in OWN_LIMITS or x.limit > 0):

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from case import Case
 
-from hookcb.diagnosis.registry import CHECKS
+from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.verdict import Finding, Verdict
 
 ALARMS = ("error", "warning")
@@ -120,7 +120,7 @@ def _is_layer_right(case: Case, primary: Finding | None, matching: Sequence[Find
 def _is_soon(finding: Finding, planted_at: int) -> bool:
     """Whether a finding is soon; an exact one without a step was visible before the first step."""
     if finding.step is None:
-        return planted_at == 0 and CHECKS[finding.code].exact
+        return planted_at == 0 and FAULTS[finding.code].exact
     return 0 <= finding.step - planted_at <= SOON
 
 

@@ -8,11 +8,12 @@ from enum import IntEnum
 from typing import Any, ClassVar, TypeVar
 
 from hookcb.core.text import as_layer, join_names
-from hookcb.diagnosis.run import Absent, Passed, Run, Skipped
+from hookcb.diagnosis.run import Absent, Layer, Param, Passed, Run, Series, Skipped, Span
 from hookcb.diagnosis.verdict import Finding, Severity
 
 F = TypeVar("F", bound="type[Fault]")
 Result = Finding | Passed | Skipped | Absent
+When = Span | Series | int | tuple[int | None, int | None]
 
 EVERY = math.inf  # cadence: each batch
 LOOKS = 0  # inspected batches only; a number n: also all batches until n steps were made
@@ -144,19 +145,51 @@ class Fault(Part):
         message: str,
         severity: Severity | None = None,
         *,
-        layer: str = "",
+        at: Layer | Param | str | None = None,
         param: str = "",
-        step: int | None = None,
+        when: When = (None, None),
         value: float = math.nan,
+        limit: float = math.nan,
         causes: tuple[str, ...] = (),
         next_steps: tuple[str, ...] = (),
         ranks: tuple[int, ...] = (),
     ) -> Finding:
-        """A finding of what was seen; see `Finding` for the arguments."""
+        """A finding of this fault.
+
+        Args:
+            message: a sentence with the number and its limit.
+            severity: by default that of the fault.
+            at: layer or parameter, or the name of a layer if nothing else is known.
+            param: name of the parameter, if `at` is a name.
+            when: first and last step: a run of records, a whole series, two steps, or a single one.
+            value: see `Finding`, as for the others.
+            limit: likewise.
+            causes: likewise.
+            next_steps: likewise.
+            ranks: likewise.
+        """
+        layer, kind = at or "", ""
+        if isinstance(at, Param):
+            layer, param, kind = at.layer, at.name, at.about
+        elif isinstance(at, Layer):
+            layer, kind = at.name, at.about
+        first, last = _steps(when)
         return Finding(
-            self.code, severity or self.severity, layer, param, step, value, math.nan, message, causes,
-            next_steps, ranks=ranks,
+            self.code, severity or self.severity, str(layer), param, first, value, limit, message, causes,
+            next_steps, "", kind, last, ranks,
         )  # fmt: skip
+
+    def see(self, message: str, severity: Severity | None = None, **about: Any) -> None:
+        """Keeps a finding of what a handler has seen; see `finding`."""
+        self.seen.append(self.finding(message, severity, **about))
+
+
+def _steps(when: When) -> tuple[int | None, int | None]:
+    if isinstance(when, Span):
+        return when.first, when.last
+    if isinstance(when, Series):
+        return when.steps[0], when.steps[-1]
+    return (when, when) if isinstance(when, int) else when
 
 
 def _one_of(run: Run, found: Sequence[Finding]) -> Finding:
@@ -212,6 +245,15 @@ def fault(
 def doc_of(kind: type[Fault]) -> str:
     """Description of a fault: formula, source and limit."""
     return inspect.getdoc(kind) or ""
+
+
+def findings_of(code: str, run: Run) -> list[Finding]:
+    """Findings of another fault, on which one depends; judged once in each run."""
+    if code not in run._found:
+        results = run.measured(FAULTS[code]).findings(run)
+        run._found[code] = [result for result in results if isinstance(result, Finding)]
+    found: list[Finding] = run._found[code]
+    return found
 
 
 def key_of(kind: type[Part]) -> str:

@@ -169,7 +169,6 @@ def _late_observed(probes: Probes) -> Iterator[tuple[str, str, Callable[[], obje
     yield "stale", "time before a backward", lambda: probes.stale.has_looked and is_one
     yield "lost_updates", "weights around a step", lambda: probes.lost_updates.has_looked
     yield "hashes", "order of two epochs", lambda: has_epochs(_epochs_hashed(probes))
-    yield "retained", "graphs of 60 losses", lambda: probes.retained.has_looked
     yield "sequences", "order of samples and steps", lambda: probes.sequences.has_compared
     yield "outside", "graph of the output", lambda: probes.outside.is_known(probes.n_steps)
 
@@ -248,6 +247,5 @@ def _late_observations(probes: Probes) -> Iterator[tuple[str, Callable[[], Itera
     )
     yield "outside", lambda: probes.outside.observations(probes.n_steps)
     yield "sequences", lambda: probes.sequences.observations()
-    yield "retained", lambda: probes.retained.observations()
     yield "targets", lambda: probes.run.measured(Targets).observe_single_class(probes.graph_of_one)
     yield "hashes", lambda: observe_order(_epochs_hashed(probes), probes.loader)

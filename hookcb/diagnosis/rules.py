@@ -3,13 +3,13 @@
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from hookcb.core.text import join_names
-from hookcb.diagnosis.fault import Result
-from hookcb.diagnosis.run import CONVERGED, WINDOW, Layer, Param, Run, Series
+from hookcb.diagnosis.fault import Fault, Result
+from hookcb.diagnosis.run import CONVERGED, WINDOW, Param, Run, Series, Span
 from hookcb.diagnosis.verdict import Finding, Severity
 
 LATEST = 5  # records in a median: a single batch says little
@@ -39,61 +39,16 @@ MAX_EXCESS = 1e3
 RECURRENT = ("RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell")
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A run of records: numbers of its first and last training batch, and how many records it has."""
-
-    first: int
-    last: int
-    n: int
-
-
-When = Span | Series | int | tuple[int | None, int | None]
-
-
-def finding(
-    code: str,
-    severity: Severity,
-    *,
-    at: Layer | Param | str | None = None,
-    when: When = (None, None),
-    value: float = math.nan,
-    limit: float = math.nan,
-    message: str,
-    causes: tuple[str, ...] = (),
-    next_steps: tuple[str, ...] = (),
-) -> Finding:
-    """Finding of a check; see `Finding` for the arguments that are passed through.
-
-    `at` is the layer or parameter, or the name of a layer if nothing else is known. `when` gives the first
-    and last step, as a run of records, a whole series, two steps, or a single one.
-    """
-    layer, param, kind = _place(at)
-    first, last = _steps(when)
-    return Finding(
-        code, severity, layer, param, first, value, limit, message, causes, next_steps, "", kind, last
-    )
+def finding(code: str, severity: Severity, *, message: str, **about: Any) -> Finding:
+    """Finding of a check that is a function; see `Fault.finding`."""
+    fault = Fault()
+    fault.code = code  # type: ignore[misc]
+    return fault.finding(message, severity, **about)
 
 
 def findings_of(check: Callable[[Run], Iterator[Result]], run: Run) -> list[Finding]:
     """Findings of another check, on which one depends."""
     return [result for result in check(run) if isinstance(result, Finding)]
-
-
-def _place(at: Layer | Param | str | None) -> tuple[str, str, str]:
-    if isinstance(at, Param):
-        return at.layer, at.name, at.about
-    if isinstance(at, Layer):
-        return at.name, "", at.about
-    return at or "", "", ""
-
-
-def _steps(when: When) -> tuple[int | None, int | None]:
-    if isinstance(when, Span):
-        return when.first, when.last
-    if isinstance(when, Series):
-        return when.steps[0], when.steps[-1]
-    return (when, when) if isinstance(when, int) else when
 
 
 def records_needed(run: Run) -> int:

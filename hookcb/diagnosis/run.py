@@ -18,6 +18,15 @@ WINDOW = 10  # batches; their mean loss is the loss at the beginning
 CONVERGED = 0.2  # share of that loss; below it statistical checks are silent
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of records: numbers of its first and last training batch, and how many records it has."""
+
+    first: int
+    last: int
+    n: int
+
+
 @dataclass(slots=True)
 class Layer:
     """A layer with a recorded output.
@@ -335,6 +344,7 @@ class Run:
     unseen: dict[str, str] = field(default_factory=dict)
     reader: Way = field(default_factory=lambda: way_of("learner"))
     of_rank: str = ""
+    _found: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # see `findings_of`
     _smooth: tuple[Series, int, Series] | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:

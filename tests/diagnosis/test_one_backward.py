@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Verdict, check_gradients
-from hookcb.diagnosis.fault import FAULTS
 from tests.gradients.support import HEALTHY, OTHER_HEALTHY, at, batches, mlp, run, seeded
 from tests.support import in_terminal
 

@@ -9,8 +9,8 @@ import pytest
 
 from hookcb.activations.stats import LAYER_STATS
 from hookcb.diagnosis.judge import judge
-from hookcb.diagnosis.rules import Span, falls_slowly, finding, persistent, persistent_max
-from hookcb.diagnosis.run import Layer, Param, Run, Series
+from hookcb.diagnosis.rules import falls_slowly, finding, persistent, persistent_max
+from hookcb.diagnosis.run import Layer, Param, Run, Series, Span
 from hookcb.diagnosis.verdict import Finding
 from hookcb.gradients.stats import GRAD_STATS, STEP_STATS
 

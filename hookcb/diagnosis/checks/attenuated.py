@@ -10,7 +10,6 @@ from hookcb.diagnosis.rules import (
     LATEST,
     MAX_EXCESS,
     RECURRENT,
-    Span,
     finding,
     finite,
     gradient_sizes,
@@ -19,7 +18,7 @@ from hookcb.diagnosis.rules import (
     trailing,
     weights,
 )
-from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped
+from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped, Span
 from hookcb.diagnosis.verdict import Finding
 
 # RMS of a weight's gradient / that of the largest; the smallest of 75 healthy trainings had 3e-4

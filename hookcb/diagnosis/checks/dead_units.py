@@ -8,8 +8,8 @@ from hookcb.core.text import as_layer
 from hookcb.diagnosis.advice import lower_rate
 from hookcb.diagnosis.fault import Result, Site
 from hookcb.diagnosis.registry import check
-from hookcb.diagnosis.rules import LATEST, Span, finding, finite, place, records_needed, trailing, weights
-from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped
+from hookcb.diagnosis.rules import LATEST, finding, finite, place, records_needed, trailing, weights
+from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped, Span
 from hookcb.diagnosis.verdict import Finding
 
 MAX_DEAD, MAX_DEAD_WARNING = 0.6, 0.8  # share of units; the worst of 75 healthy trainings had 0.44

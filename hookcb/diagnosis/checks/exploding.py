@@ -9,7 +9,6 @@ from hookcb.diagnosis.registry import check
 from hookcb.diagnosis.rules import (
     MAX_EXCESS,
     RECURRENT,
-    Span,
     before,
     finding,
     finite,
@@ -20,7 +19,7 @@ from hookcb.diagnosis.rules import (
     records_needed,
     weights,
 )
-from hookcb.diagnosis.run import WINDOW, Param, Passed, Run, Series, Skipped
+from hookcb.diagnosis.run import WINDOW, Param, Passed, Run, Series, Skipped, Span
 from hookcb.diagnosis.verdict import Finding
 
 MIN_REACHING = 1 / 30  # share of an exploding gradient that reaches the layer before it

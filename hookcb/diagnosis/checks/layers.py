@@ -12,7 +12,6 @@ from hookcb.diagnosis.rules import (
     LATEST,
     MAX_SATURATED,
     MIN_BATCHES,
-    Span,
     before,
     does_well,
     finding,
@@ -27,7 +26,7 @@ from hookcb.diagnosis.rules import (
     trailing,
     weights,
 )
-from hookcb.diagnosis.run import SPARSE_KINDS, Layer, Passed, Run, Series, Skipped
+from hookcb.diagnosis.run import SPARSE_KINDS, Layer, Passed, Run, Series, Skipped, Span
 from hookcb.diagnosis.verdict import Finding, Severity
 
 MAX_SATURATED_WARNING = 0.9  # share of units

@@ -564,10 +564,3 @@ _row("random.duplicated", Site.MODULES, ("batches",), (), "info", "ranks with th
 
     Source: PyTorch, "Reproducibility", on torch.manual_seed.
     """)  # fmt: skip
-
-_row("memory.graphs_kept", Site.RUN, ("batches",), ("memory.growth",), "warning", "retained graphs",
-    requires="graphs of 60 losses", doc="""
-    The autograd graphs of past batches stay in memory, one more with each batch.
-
-    Formula: the nodes of the last 60 losses, other than the last two, are all still alive.
-    """)  # fmt: skip

@@ -11,7 +11,6 @@ from hookcb.diagnosis.rules import (
     LATEST,
     USUAL_UPDATE,
     VISIBLE_UPDATE,
-    Span,
     before,
     finding,
     finite,
@@ -23,7 +22,7 @@ from hookcb.diagnosis.rules import (
     recent_updates,
     usual_update,
 )
-from hookcb.diagnosis.run import SPARSE_KINDS, WINDOW, Param, Passed, Run, Series, Skipped
+from hookcb.diagnosis.run import SPARSE_KINDS, WINDOW, Param, Passed, Run, Series, Skipped, Span
 from hookcb.diagnosis.verdict import Finding
 
 UNCLIPPED, MAX_CLIPPED = 0.999, 0.95  # coefficient of a gradient that is not clipped; share of records

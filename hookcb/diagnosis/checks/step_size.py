@@ -18,7 +18,6 @@ from hookcb.diagnosis.rules import (
     N_LARGE,
     N_WINDOW,
     USUAL_UPDATE,
-    Span,
     before,
     finding,
     findings_of,
@@ -37,7 +36,7 @@ from hookcb.diagnosis.rules import (
     usual_update,
     weights,
 )
-from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped
+from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped, Span
 from hookcb.diagnosis.verdict import Finding
 
 N_LARGE_FIRST = 3  # of the first ten records

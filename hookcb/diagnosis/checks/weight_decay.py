@@ -8,7 +8,6 @@ from hookcb.diagnosis.fault import Result, Site
 from hookcb.diagnosis.registry import check
 from hookcb.diagnosis.rules import (
     LATEST,
-    Span,
     before,
     finding,
     finite,
@@ -19,7 +18,7 @@ from hookcb.diagnosis.rules import (
     ratio,
     weights,
 )
-from hookcb.diagnosis.run import SPARSE_KINDS, WINDOW, Param, Passed, Run, Series, Skipped
+from hookcb.diagnosis.run import SPARSE_KINDS, WINDOW, Param, Passed, Run, Series, Skipped, Span
 from hookcb.diagnosis.verdict import Finding
 
 MAX_SHARE, N_RECORDS = 0.9, 20  # share of the decay in a step, in so many records in a row

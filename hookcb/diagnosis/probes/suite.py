@@ -49,7 +49,6 @@ from hookcb.diagnosis.probes.norm import NormProbe, observe_unseen_validation
 from hookcb.diagnosis.probes.outside import OutsideParameters
 from hookcb.diagnosis.probes.overfit import observe_memorized_labels
 from hookcb.diagnosis.probes.replicas import can_compare, observe_replicas
-from hookcb.diagnosis.probes.retained_graphs import RetainedGraphs
 from hookcb.diagnosis.probes.samples import BatchHashes, RandomStates
 from hookcb.diagnosis.probes.sequence_axis import SequenceAxis
 from hookcb.diagnosis.probes.step import (
@@ -105,7 +104,7 @@ class Probes:
         self._factors: list[float | Tensor] = []  # gradients of the first losses that were reported
         self._is_after_look = False  # whether the batch before was inspected
         self.under_way: bool | None = None  # after the backward of a batch: whether that is inspected
-        self.stale, self.retained = made("stale", StaleGradients, model), made("retained", RetainedGraphs)
+        self.stale = made("stale", StaleGradients, model)
         self.cleared, self.added = made("cleared", ClearedGradients), made("added", AddedBackwards)
         self.clipping, self.is_clipping_unseen = made("clipping", Clipping), is_external
         self.stuck, self.sizes = (made(x, Curve) for x in ("stuck", "sizes"))
@@ -227,15 +226,12 @@ class Probes:
     def record_loss(self, loop: Any, looking: bool) -> None:
         """Records the loss, and reads its graph once."""
         call, is_first = self.guard.call, not self._has_read_loss
-        is_tracked = call("retained", self.retained.is_due, loop.train_iter)
-        needs_node = is_first or looking or is_tracked or self.is_external
+        needs_node = is_first or looking or self.is_external
         node: Any = loop.loss_node if needs_node else None  # which torch makes a Python object of
         yb = self.run.measured(Targets).of_batch(self.run) if is_first or looking else ()
         if is_first:
             self._has_read_loss = True
             self._read_graph(loop, node, yb)
-        if is_tracked:
-            call("retained", self.retained.mark_graph, node, loop.train_iter)
         if looking:
             if self.random is not None:
                 call("random", self.random.end_loss, device_of(loop.model))
@@ -406,8 +402,6 @@ class Probes:
         self.n_batches += 1
         self.observed.add("batches")
         self.n_looked += looking
-        if looking:
-            self.guard.call("retained", self.retained.count_alive)
 
     @property
     def n_losses(self) -> int:

@@ -7,14 +7,14 @@ import torch
 from program import built, outcome
 from programs import PROGRAMS
 
-from hookcb.diagnosis.registry import CHECKS
+from hookcb.diagnosis.fault import FAULTS
 
 BY_NAME = {program.name: program for program in PROGRAMS}
 
 
 def test_names_are_unique_and_codes_are_those_of_checks():
     assert len(BY_NAME) == len(PROGRAMS)
-    assert frozenset().union(*(program.codes for program in PROGRAMS)) <= CHECKS.keys()
+    assert frozenset().union(*(program.codes for program in PROGRAMS)) <= FAULTS.keys()
 
 
 def test_each_fault_has_two_programs():

@@ -3,7 +3,7 @@
 import pytest
 
 from hookcb.diagnosis.checks.exploding import exploding_gradients
-from hookcb.diagnosis.registry import Passed, Skipped
+from hookcb.diagnosis.run import Passed, Skipped
 from tests.diagnosis.checks.support import evidence, gradient, only, series, stack
 
 

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from hookcb.diagnosis.checks.frozen import frozen_between
-from hookcb.diagnosis.registry import Skipped
-from hookcb.diagnosis.run import Run
+from hookcb.diagnosis.run import Run, Skipped
 from tests.diagnosis.checks.test_parameters import net, trained
 
 

@@ -3,8 +3,7 @@
 import pytest
 
 from hookcb.diagnosis.checks.gan import MAX_FALL, balance
-from hookcb.diagnosis.registry import Passed, Skipped
-from hookcb.diagnosis.run import Param, Run, Series
+from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped
 
 N = 40
 STAYS, FALLS = [1.0] * N, [1.0] * 10 + [1e-3] * (N - 10)

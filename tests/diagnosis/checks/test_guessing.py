@@ -7,8 +7,7 @@ from torch import nn
 from hookcb import Diagnose, Learner, diagnose
 from hookcb.diagnosis.checks.guessing import dominant_penalty, stuck_head, trivial_loss, unfinished_training
 from hookcb.diagnosis.checks.observed import loss_of_values
-from hookcb.diagnosis.registry import Absent, Passed, Skipped
-from hookcb.diagnosis.run import Observation, Series
+from hookcb.diagnosis.run import Absent, Observation, Passed, Series, Skipped
 from tests.diagnosis.checks.support import evidence, only, weight
 
 

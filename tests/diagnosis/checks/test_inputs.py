@@ -6,7 +6,7 @@ from torch import nn
 
 from hookcb import Diagnose, Learner, diagnose
 from hookcb.diagnosis.checks.inputs import input_scale
-from hookcb.diagnosis.registry import Passed
+from hookcb.diagnosis.run import Passed
 from tests.diagnosis.checks.support import evidence, only, series, weight
 
 NAN = float("nan")

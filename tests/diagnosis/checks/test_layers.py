@@ -3,8 +3,7 @@
 import pytest
 
 from hookcb.diagnosis.checks.layers import activation_scale, collapsed_activations, saturated_units
-from hookcb.diagnosis.registry import Passed, Skipped
-from hookcb.diagnosis.run import Layer, Param, Run, Series
+from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series, Skipped
 
 
 def series(values, every=10):

@@ -15,9 +15,8 @@ from hookcb.diagnosis.checks.loss import (
     loss_spikes,
     unbounded_loss,
 )
-from hookcb.diagnosis.registry import Passed, Skipped
 from hookcb.diagnosis.rules import falls_slowly
-from hookcb.diagnosis.run import Layer, Run, Series
+from hookcb.diagnosis.run import Layer, Passed, Run, Series, Skipped
 from hookcb.diagnosis.verdict import Finding
 from hookcb.hooks.coverage import BY_CLOSURE
 

@@ -3,8 +3,7 @@
 import pytest
 
 from hookcb.diagnosis.checks.nonfinite import nonfinite_contained
-from hookcb.diagnosis.registry import Passed, Skipped
-from hookcb.diagnosis.run import Layer, Param, Run, Series
+from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series, Skipped
 
 
 def of_gradients(outputs, params):

@@ -10,8 +10,7 @@ from hookcb.diagnosis.checks.optimizer import (
     unmoved_parameters,
     vanished_rate,
 )
-from hookcb.diagnosis.registry import Passed, Skipped
-from hookcb.diagnosis.run import Run
+from hookcb.diagnosis.run import Passed, Run, Skipped
 from tests.diagnosis.checks.support import FALLS, STAYS, evidence, only, series, weight
 
 # ---- clip.always

@@ -17,8 +17,9 @@ from hookcb.diagnosis.checks import runtime as checks_runtime
 from hookcb.diagnosis.checks import step_size as checks_step_size
 from hookcb.diagnosis.checks import weight_decay as checks_weight_decay
 from hookcb.diagnosis.checks.runtime import growing_memory, waiting_for_a_rank, waiting_for_data
-from hookcb.diagnosis.registry import CHECKS, Finding, Passed, Skipped
-from hookcb.diagnosis.run import Layer, Param, Run, Series
+from hookcb.diagnosis.fault import FAULTS
+from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series, Skipped
+from hookcb.diagnosis.verdict import Finding
 from hookcb.hooks.coverage import BY_CLOSURE
 from hookcb.profiling.steps.stragglers import Straggler
 
@@ -33,7 +34,7 @@ MODULES = (
     checks_optimizer,
     checks_runtime,
 )
-OURS = [c for c in CHECKS.values() if c.function.__module__ in {module.__name__ for module in MODULES}]
+OURS = [c for c in FAULTS.values() if c.function.__module__ in {module.__name__ for module in MODULES}]
 BY_NAME = [pytest.param(c, id=c.function.__name__) for c in OURS]
 MB = 1e6
 

@@ -10,8 +10,8 @@ from hookcb.diagnosis.checks.spent import (
     slow_layer,
     time_elsewhere,
 )
-from hookcb.diagnosis.registry import Finding, Passed, Skipped
-from hookcb.diagnosis.run import Layer, Run, Series, Spent
+from hookcb.diagnosis.run import Layer, Passed, Run, Series, Skipped, Spent
+from hookcb.diagnosis.verdict import Finding
 
 STEP = {"forward": 0.004, "backward": 0.004, "optimizer": 0.002}
 

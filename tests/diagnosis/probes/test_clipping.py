@@ -11,8 +11,7 @@ from hookcb import Diagnose, watch
 from hookcb.diagnosis.checks.optimizer import constant_clipping
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.probes.clipping import Clipping
-from hookcb.diagnosis.registry import Passed
-from hookcb.diagnosis.run import Series
+from hookcb.diagnosis.run import Passed, Series
 from tests.diagnosis.checks.support import only
 
 

@@ -8,8 +8,7 @@ from torch.nn import functional as F
 from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.checks.observed import embedding_scales
 from hookcb.diagnosis.probes.embeddings import AddedTables
-from hookcb.diagnosis.registry import Passed
-from hookcb.diagnosis.run import Observation
+from hookcb.diagnosis.run import Observation, Passed
 from tests.diagnosis.checks.support import evidence, only
 
 

@@ -1,0 +1,1 @@
+"""Faults of the loss and its course."""

@@ -1,0 +1,1 @@
+"""Faults of the model: its layers, modes, masks and parameters."""
