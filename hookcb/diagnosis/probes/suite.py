@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookcb.core.batch import n_samples, parts
+from hookcb.core.graph import COMPILED
 from hookcb.core.optim import detached_scalar
 from hookcb.core.shards import has_no_part
 from hookcb.core.time_split import TimeSplit
@@ -41,7 +42,6 @@ from hookcb.diagnosis.probes.layer import MAX_RECORDS, LayerProbe
 from hookcb.diagnosis.probes.layer_times import LayerTimes
 from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
 from hookcb.diagnosis.probes.loss_graph import LossGraph, last_parameters, n_between, read_loss, target_of
-from hookcb.diagnosis.probes.loss_terms import COMPILED
 from hookcb.diagnosis.probes.model import observe_frozen, observe_model, observe_optimizers
 from hookcb.diagnosis.probes.motion import Motion
 from hookcb.diagnosis.probes.nan import ExternalBatch, find_origin
