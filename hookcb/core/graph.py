@@ -75,7 +75,9 @@ def chain(node: Any, ops: Iterable[str]) -> Iterator[Any]:
 
 def peel(node: Any, ops: Iterable[str] = SHAPING) -> Any:
     """This node, or the first behind it that is none of `ops`."""
-    return deque(chain(node, ops), maxlen=1)[0] if node is not None else None
+    while name(node) in ops:
+        node = next(iter(inputs(node)), None)
+    return node
 
 
 def behind(node: Any) -> Any:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hookcb.core import graph
 from hookcb.core.batch import is_container, map_leaves, parts
 from hookcb.core.torch_private import (
     after_backward,
@@ -287,9 +286,20 @@ def _consumers(outputs: list[Tensor], targets: Targets) -> Iterator[tuple[Node, 
     """Nodes between `outputs` and `targets` that pass gradients to a target, with the edges."""
     if not targets:
         return
-    ends = (node for node, _ in targets)  # nodes beyond them belong to other calls
-    for node in graph.walk([x.grad_fn for x in outputs], ends):
-        if edges := [(i, slots) for i, x in enumerate(node.next_functions) if (slots := targets.get(x))]:
+    seen = {node for node, _ in targets}  # nodes beyond them belong to other calls
+    todo = [x.grad_fn for x in outputs]
+    while todo:  # as in graph.walk, which would read next_functions twice, in each call of a module
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        edges = []
+        for i, (after, nr) in enumerate(node.next_functions):
+            if after is not None:
+                if slots := targets.get((after, nr)):
+                    edges.append((i, slots))
+                todo.append(after)
+        if edges:
             yield node, edges
 
 

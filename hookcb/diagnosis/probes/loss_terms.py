@@ -127,9 +127,10 @@ def _terms(node: Any, scale: float, budget: list[int]) -> Iterator[Term]:
 
 def _leaf(node: Any, scale: float) -> Term | None:
     """The term that a node is, None if it only combines or scales others."""
-    name, given, inputs = graph.name(node), graph.behind(node), graph.inputs(node)
+    name, inputs = graph.name(node), graph.inputs(node)
+    given = graph.peel(inputs[0]) if inputs else None
     if name in KINDS:
-        return _torch_loss(node, scale, given)
+        return _torch_loss(node, name, scale, given)
     if name == "LogSoftmax":  # of soft targets, or with the label's score chosen by hand
         return Term("cross-entropy", -scale, "scores", given)
     if name == "LogSigmoid":
@@ -151,14 +152,17 @@ def _smoothed(parts: list[Any], scale: float) -> Term | None:
     if KINDS.get(graph.name(nll)) != "nll" or share is None or graph.name(scores) != "LogSoftmax":
         return None
     is_same = any(at is scores for at in graph.near(parts[1], MAX_NODES))
-    return _torch_loss(nll, scale, scores)._replace(smoothing=1 - share) if is_same else None
+    return _torch_loss(nll, graph.name(nll), scale, scores)._replace(smoothing=1 - share) if is_same else None
 
 
-def _torch_loss(node: Any, scale: float, given: Any) -> Term:
+def _torch_loss(node: Any, name: str, scale: float, given: Any) -> Term:
     target, weight, of_ones = (graph.read_saved(node, x) for x in ("target", "weight", "pos_weight"))
-    of_classes = of_ones if graph.name(node).startswith("Binary") and weight is None else weight
-    first = node.next_functions[0][0]
-    return _kind_of_torch(node, scale, given)._replace(
+    is_binary, first = name.startswith("Binary"), node.next_functions[0][0]
+    is_weighted = is_binary and weight is not None  # each element
+    if is_weighted or saved(node, "reduction", MEAN) != MEAN:
+        scale = math.copysign(math.inf, scale)
+    of_classes = of_ones if is_binary and weight is None else weight
+    return _kind_of_torch(name, scale, given)._replace(
         target=target if isinstance(target, Tensor) else None,
         ignored=saved(node, "ignore_index", -100),
         has_weights=weight is not None or of_ones is not None,
@@ -173,11 +177,7 @@ def _shape_before_broadcast(node: Any) -> tuple[int, ...]:
     return input_shape(graph.peel(node, ("Expand",)))
 
 
-def _kind_of_torch(node: Any, scale: float, given: Any) -> Term:
-    name, is_binary = graph.name(node), graph.name(node).startswith("Binary")
-    is_weighted = is_binary and graph.read_saved(node, "weight") is not None  # each element
-    if is_weighted or saved(node, "reduction", MEAN) != MEAN:
-        scale = math.copysign(math.inf, scale)
+def _kind_of_torch(name: str, scale: float, given: Any) -> Term:
     if KINDS[name] == "nll":
         if graph.name(given) == "LogSoftmax":
             return Term("cross-entropy", scale, "scores", graph.behind(given))
@@ -186,17 +186,17 @@ def _kind_of_torch(node: Any, scale: float, given: Any) -> Term:
         return Term("nll", scale, "log-probabilities", given)
     if name == "BinaryCrossEntropy":
         return _logarithm(scale, given)._replace(kind=KINDS[name])
-    return Term(KINDS[name], scale, "scores" if is_binary else "values", given)
+    return Term(KINDS[name], scale, "scores" if name.startswith("Binary") else "values", given)
 
 
 def _logarithm(scale: float, node: Any) -> Term:
     """Logarithm of a probability, which may be bounded, normalized, or have a small number added."""
     is_complement = False
     while True:
-        inputs = graph.inputs(node)
-        is_ratio = graph.name(node) == "Div" and len(inputs) == 2 and _is_sum_of(inputs[1], inputs[0])
+        name, inputs = graph.name(node), graph.inputs(node)
+        is_ratio = name == "Div" and len(inputs) == 2 and _is_sum_of(inputs[1], inputs[0])
         is_flipped = graph.is_subtracted(node)
-        is_same = len(inputs) == 1 and (is_flipped or graph.name(node) in SAME_PROBABILITY)
+        is_same = len(inputs) == 1 and (is_flipped or name in SAME_PROBABILITY)
         is_complement ^= is_flipped
         if not (is_same or is_ratio):  # p / p.sum()
             return Term("log", scale, "probabilities", node, is_complement=is_complement)
