@@ -142,6 +142,13 @@ def is_opaque(node: Any) -> bool:
     return isinstance(node, BackwardCFunction) or own.endswith("Backward") or "CppNode" in own
 
 
+def factors(node: Any) -> list[Any] | None:
+    """Tensors and numbers that a node multiplies or divides by, if it has saved them; None if freed."""
+    found = [read_saved(node, field) for field in ("other", "self")]
+    is_freed = any(x is FREED for x in found)
+    return None if is_freed else [x for x in found if isinstance(x, Tensor | float | int)]
+
+
 def read_saved(node: Any, field: str) -> Any:
     """A tensor that a node has saved, None if it has not, FREED if its backward has run."""
     try:

@@ -155,6 +155,16 @@ def test_a_saved_tensor_may_be_freed():
     assert graph.read_saved(y.grad_fn, "result") is graph.FREED
 
 
+def test_factors_are_known_until_the_backward_frees_them():
+    x, by = leaf(), torch.full((2,), 3.0)
+    y = x * by
+    (found,) = graph.factors(y.grad_fn)
+    assert found.equal(by)
+    assert [float(n) for n in graph.factors((x * 2).grad_fn)] == [2.0]
+    y.sum().backward()
+    assert graph.factors(y.grad_fn) is None
+
+
 def test_no_operation_is_named_twice_in_a_table():
     for table in (graph.SHAPING, graph.CHOOSING, graph.SHIFTING, graph.BOUNDING, graph.LAYERS, graph.HEADS):
         assert len(set(table)) == len(table)

@@ -33,8 +33,7 @@ def dropped_share(node: Any) -> float:
         return float(saved(given, "p", math.nan))
     if graph.name(given) != "Mul" or graph.only_input(given) is None:
         return 0.0
-    factors = [graph.read_saved(given, name) for name in ("other", "self")]
-    if any(x is graph.FREED for x in factors):
+    if (factors := graph.factors(given)) is None:
         return math.nan
     return max((_zeros_of_mask(x) for x in factors if isinstance(x, Tensor)), default=0.0)
 

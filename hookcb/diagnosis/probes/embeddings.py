@@ -11,6 +11,7 @@ from hookcb.diagnosis.probes.linear_links import nodes_of
 from hookcb.diagnosis.run import Observation
 from hookcb.hooks.modules import named_modules
 
+SAME_SCALE = (*graph.SAME_ORDER, "Slice", "Expand")  # whose rows are those of a table
 MAX_RATIO = 30.0  # of the RMS of two tables, before the first step and at the end; healthy ones end at 18
 
 
@@ -70,7 +71,7 @@ def _added(at: Any) -> list[Tensor]:
     if graph.name(at) == "Add":
         parts = [_added(after) for after, _ in at.next_functions]
         return [table for part in parts for table in part] if all(parts) else []
-    table = graph.leaf(graph.peel(graph.peel(at), ("Embedding",)))
+    table = graph.leaf(graph.peel(graph.peel(at, SAME_SCALE), ("Embedding",)))
     return [table] if table is not None and table.ndim > 1 else []
 
 

@@ -23,6 +23,7 @@ KINDS = {
 MEAN = 1  # value of torch's enum of reductions
 NEG = (*graph.SHAPING, "Neg")
 SAME_PROBABILITY = (*graph.BOUNDING, *graph.SHAPING, *graph.CHOOSING, "Add")
+BROADCAST = ("Expand",)  # of an input of a loss
 MAX_NODES = 64
 
 
@@ -168,13 +169,9 @@ def _torch_loss(node: Any, name: str, scale: float, given: Any) -> Term:
         has_weights=weight is not None or of_ones is not None,
         class_weights=of_classes if isinstance(of_classes, Tensor) else None,
         shape=input_shape(first),
-        given_shape=_shape_before_broadcast(first),
+        given_shape=input_shape(graph.peel(first, BROADCAST)),
         node=node,
     )
-
-
-def _shape_before_broadcast(node: Any) -> tuple[int, ...]:
-    return input_shape(graph.peel(node, ("Expand",)))
 
 
 def _kind_of_torch(name: str, scale: float, given: Any) -> Term:
@@ -214,7 +211,7 @@ def _difference(node: Any, scale: float, kind: str) -> Term | None:
     of = graph.only_input(given)
     if graph.name(given) not in ("Sub", "Rsub") or of is None:
         return None
-    shape, before = input_shape(node), _shape_before_broadcast(of)
+    shape, before = input_shape(node), input_shape(graph.peel(of, BROADCAST))
     return Term(kind, scale, "values", graph.peel(of), shape=shape, given_shape=before, node=node)
 
 
@@ -240,10 +237,9 @@ def factor_of(node: Any) -> float | None:
 def _number_of(node: Any, name: str) -> float | None:
     if len(graph.inputs(node)) > 1:
         return None  # of two parts of the model
-    factors = (graph.read_saved(node, "other"), graph.read_saved(node, "self"))
-    if any(x is graph.FREED for x in factors):  # factors of a loss that is a number are numbers
+    others = graph.factors(node)
+    if others is None:  # factors of a loss that is a number are numbers
         return None if input_shape(node) else math.nan
-    others = [x for x in factors if isinstance(x, Tensor | float | int)]
     if any(isinstance(x, Tensor) and x.numel() != 1 for x in others):
         return None
     is_known = bool(others) and not (isinstance(others[0], Tensor) and not others[0].is_cpu)
