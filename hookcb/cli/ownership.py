@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hookcb.cli.tracked_model import TrackedModel
-from hookcb.core.batch import parts
-from hookcb.core.graph import leaves_behind
+from hookcb.core import graph
 from hookcb.hooks.modules import has_params, without_wrappers
 
 MAX_ITEMS = 100  # of a list or dict of the script, when looking for a model in it
@@ -140,34 +139,27 @@ def gives_to_loss(model: TrackedModel, loss: Tensor, models: list[TrackedModel])
         return False
     own = {id(p) for p in model.model.parameters()}
     others = {id(p) for other in models if other.model for p in other.model.parameters()} - own
-    outputs = {x.grad_fn for _, x in parts(model.watch.pred) if isinstance(x, Tensor)} - {None}
-    waiting, seen = [loss.grad_fn], set[Any]()
-    while waiting and len(seen) < MAX_NODES:
-        if (node := waiting.pop()) is None or node in seen:
-            continue
-        if node in outputs:
-            return True
-        seen.add(node)
-        behind = [x for x, _ in node.next_functions]
-        if others.isdisjoint(map(_leaf_id, behind)):
-            waiting += behind
-    return False
+    outputs = set(graph.roots(model.watch.pred))
+    nodes = graph.walk(
+        [loss.grad_fn],
+        at_most=MAX_NODES,
+        through=lambda at: others.isdisjoint(map(_leaf_id, graph.inputs(at))),
+    )
+    return any(at in outputs for at in nodes)
 
 
 def _leaf_id(node: Any) -> int:
     """Id of the parameter that an operation gets from `node`, perhaps transposed or cast; 0 if it is none."""
     for _ in range(MAX_VIEWS):
-        if (leaf := getattr(node, "variable", None)) is not None:
+        if (leaf := graph.leaf(node)) is not None:
             return id(leaf)
-        if node is None or len(node.next_functions) != 1:
-            break
-        node = node.next_functions[0][0]
+        node = graph.only_input(node)
     return 0
 
 
 def models_behind(loss: Tensor, models: list[TrackedModel]) -> list[TrackedModel]:
     """Models that a loss depends on; in the same order."""
     params = {id(p): model for model in models if model.model for p in model.model.parameters()}
-    leaves = leaves_behind([loss.grad_fn], MAX_NODES)
+    leaves = graph.leaves([loss.grad_fn], MAX_NODES)
     reached = {id(model) for leaf in leaves if (model := params.get(id(leaf)))}
     return [model for model in models if id(model) in reached]

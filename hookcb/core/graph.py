@@ -1,37 +1,157 @@
-"""Walks of autograd graphs."""
+"""Vocabulary of autograd graphs: names of operations, what is behind a node, and walks."""
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from hookcb.core.batch import parts
+from hookcb.core.torch_private import saved
 
 MAX_NODES = 20_000  # of a graph that are looked at in a training
 
+# operations, as `name` gives them
+SAME_ORDER = (  # of the elements
+    "View",
+    "UnsafeView",
+    "ReshapeAlias",
+    "Reshape",
+    "Squeeze",
+    "Unsqueeze",
+    "Alias",
+    "Clone",
+    "ToCopy",
+)
+MOVING = (*SAME_ORDER, "Slice", "Transpose", "Permute", "T")
+SHAPING = (*MOVING, "Select", "Expand")
+CHOOSING = ("Index", "Gather", "MaskedSelect", "IndexSelect")  # of samples, or of the score of the label
+SCALING = ("Div", "Mul")
+SHIFTING = ("Add", "Sub", "Rsub")
+BOUNDING = ("Clamp", "ClampMin", "ClampMax", "Maximum", "Minimum")
+LOGARITHMS = ("Log", "Log2", "Log10")
+HEADS = ("Softmax", "Sigmoid", "Relu")
+OF_LAYERS = ("Addmm", "Linear", "Convolution")  # which losses do not have
+LAYERS = (*OF_LAYERS, "Mm", "Bmm", "Baddbmm", "Mv", "Addmv")  # whose output is any number
+COMPILED = "CompiledFunction"  # node of torch.compile
+HIDING = {
+    COMPILED: "torch.compile",
+    "CheckpointFunction": "a checkpointed region with use_reentrant=True",
+    "DifferentiableGraph": "TorchScript",
+}
+FREED = object()  # stands for a saved tensor that the backward has freed
 
-def node_name(node: Any) -> str:
-    """Operation of a node: `Softmax` of `SoftmaxBackward0`."""
-    name = "" if node is None else str(node.name()).rpartition("::")[2]
-    return name.partition("Backward")[0]
+
+def name(node: Any) -> str:
+    """Operation of a node: `Softmax` of `SoftmaxBackward0`; "" of None."""
+    full = "" if node is None else str(node.name()).rpartition("::")[2]
+    return full.partition("Backward")[0]
 
 
-def nodes_behind(roots: Iterable[Any], ends: Iterable[Any] = ()) -> Iterator[Any]:
+def roots(value: Any) -> list[Any]:
+    """Nodes that computed the tensors of a value, which may be nested in tuples, lists and mappings."""
+    nodes = [x.grad_fn for _, x in parts(value) if isinstance(x, Tensor)]
+    return [node for node in nodes if node is not None]
+
+
+def inputs(node: Any) -> list[Any]:
+    """Nodes that computed the inputs of a node, without those that need no gradient; none for None."""
+    return [] if node is None else [behind for behind, _ in node.next_functions if behind is not None]
+
+
+def only_input(node: Any) -> Any:
+    """The only input of a node that needs a gradient; None if there are several, or none."""
+    behind = inputs(node)
+    return behind[0] if len(behind) == 1 else None
+
+
+def chain(node: Any, ops: Iterable[str]) -> Iterator[Any]:
+    """A node and the first input of each that is one of `ops`, in a row."""
+    while node is not None:
+        yield node
+        node = next(iter(inputs(node)), None) if name(node) in ops else None
+
+
+def peel(node: Any, ops: Iterable[str] = SHAPING) -> Any:
+    """This node, or the first behind it that is none of `ops`."""
+    while name(node) in ops:
+        node = next(iter(inputs(node)), None)
+    return node
+
+
+def behind(node: Any) -> Any:
+    """The node that gives a node its first input, past those that only reshape it."""
+    return peel(next(iter(inputs(node)), None))
+
+
+def leaf(node: Any) -> Tensor | None:
+    """The leaf tensor whose gradient a node accumulates; None for other nodes."""
+    variable = getattr(node, "variable", None)
+    return variable if isinstance(variable, Tensor) else None
+
+
+def walk(
+    roots: Iterable[Any],
+    ends: Iterable[Any] = (),
+    at_most: int | None = None,
+    through: Callable[[Any], bool] | None = None,
+    nearest_first: bool = False,
+) -> Iterator[Any]:
     """Nodes of the graphs from `roots` back to `ends`, each once; without the ends and what is behind them.
 
     Args:
         roots: autograd nodes, as the `grad_fn` of outputs; None stands for no graph.
         ends: nodes at which to stop, as those that made the inputs.
+        at_most: number of nodes after which to stop, if given.
+        through: whether to go on behind a node, if given.
+        nearest_first: whether nodes come by their distance from the roots; else one branch after the other.
     """
-    waiting, seen = list(roots), {None, *ends}
-    while waiting:
-        if (node := waiting.pop()) not in seen:
+    waiting, seen, n = deque(roots), {None, *ends}, 0
+    take = waiting.popleft if nearest_first else waiting.pop
+    while waiting and n != at_most:
+        if (node := take()) not in seen:
             seen.add(node)
+            n += 1
+            if through is None or through(node):
+                waiting.extend([behind for behind, _ in node.next_functions])
             yield node
-            waiting += [behind for behind, _ in node.next_functions]
 
 
-def leaves_behind(roots: Iterable[Any], at_most: int | None = None) -> Iterator[Tensor]:
+def leaves(roots: Iterable[Any], at_most: int | None = None) -> Iterator[Tensor]:
     """Leaf tensors that get gradients, in the graphs from `roots` back; of `at_most` nodes, if given."""
-    for node in islice(nodes_behind(roots), at_most):
-        if (leaf := getattr(node, "variable", None)) is not None:
-            yield leaf
+    return (x for node in walk(roots, at_most=at_most) if (x := leaf(node)) is not None)
+
+
+def near(node: Any, at_most: int) -> Iterator[Any]:
+    """Nodes from a loss back to the last layers, nearest first."""
+    return walk([node], at_most=at_most, through=lambda at: name(at) not in LAYERS, nearest_first=True)
+
+
+def is_subtracted(node: Any) -> bool:
+    """Whether a node subtracts its input from a number."""
+    op = name(node)
+    return op == "Rsub" or (op == "Sub" and node.next_functions[0][0] is None)
+
+
+def is_opaque(node: Any) -> bool:
+    """Whether a node hides several operations; names of torch's own nodes end in a number."""
+    if node is None:
+        return False
+    own = str(node.name())
+    return isinstance(node, BackwardCFunction) or own.endswith("Backward") or "CppNode" in own
+
+
+def factors(node: Any) -> list[Any] | None:
+    """Tensors and numbers that a node multiplies or divides by, if it has saved them; None if freed."""
+    found = [read_saved(node, field) for field in ("other", "self")]
+    is_freed = any(x is FREED for x in found)
+    return None if is_freed else [x for x in found if isinstance(x, Tensor | float | int)]
+
+
+def read_saved(node: Any, field: str) -> Any:
+    """A tensor that a node has saved, None if it has not, FREED if its backward has run."""
+    try:
+        return saved(node, field)
+    except RuntimeError:
+        return FREED

@@ -273,8 +273,8 @@ def sequence_nr(node: Any) -> int:
 
 
 def input_shape(node: Any) -> tuple[int, ...]:
-    """Shape of the first gradient that a node receives, which is the shape of its first output."""
-    return tuple(node._input_metadata[0].shape)
+    """Shape of the first gradient that a node receives, which is that of its first output; () of None."""
+    return () if node is None else tuple(node._input_metadata[0].shape)
 
 
 def saved(node: Any, name: str, default: Any = None) -> Any:
@@ -282,7 +282,13 @@ def saved(node: Any, name: str, default: Any = None) -> Any:
 
     The default if the node saves nothing of that name, or torch has renamed it.
     """
-    return getattr(node, f"_saved_{name}", default)
+    value = getattr(node, f"_saved_{name}", default)
+    return tuple(map(signed, value)) if isinstance(value, tuple) else signed(value)
+
+
+def signed(x: Any) -> Any:
+    """A saved value as it was given: torch shows negative integers, such as a dim of -1, as unsigned ones."""
+    return x - 2**64 if isinstance(x, int) and x >= 2**63 else x
 
 
 def has_scaled(scaler: GradScaler) -> bool:

@@ -288,7 +288,7 @@ def _consumers(outputs: list[Tensor], targets: Targets) -> Iterator[tuple[Node, 
         return
     seen = {node for node, _ in targets}  # nodes beyond them belong to other calls
     todo = [x.grad_fn for x in outputs]
-    while todo:
+    while todo:  # as in graph.walk, which would read next_functions twice, in each call of a module
         node = todo.pop()
         if node is None or node in seen:
             continue

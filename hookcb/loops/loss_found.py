@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from hookcb.core import graph
 from hookcb.core.batch import parts
-from hookcb.core.graph import leaves_behind
 from hookcb.core.torch_private import has_scaled, saved
 
 # code of the functions that run a backward, with the name of the argument that holds the losses
@@ -32,15 +32,13 @@ class FoundLoss(NamedTuple):
     @property
     def may_be_scaled(self) -> bool:
         """Whether it is a product with a number, like the result of `GradScaler.scale`."""
-        node = self.node
-        behind = [] if node is None or node.name() != "MulBackward0" else node.next_functions
-        return sum(inner is not None for inner, _ in behind) == 1 and saved(node, "self") is None
+        is_product = graph.name(self.node) == "Mul" and graph.only_input(self.node) is not None
+        return is_product and saved(self.node, "self") is None
 
     def unscaled(self, scaler: GradScaler) -> "FoundLoss":
         """The loss before it was scaled; exact if the scale is a power of two, as it is by default."""
         scale = scaler.scale(torch.ones_like(self.value))
-        node = next(inner for inner, _ in self.node.next_functions if inner is not None)
-        return FoundLoss(self.value / scale, node)
+        return FoundLoss(self.value / scale, graph.only_input(self.node))
 
 
 def find_loss(thread: int, params: Iterable[nn.Parameter]) -> FoundLoss | None:
@@ -104,5 +102,4 @@ def scaler_at_work() -> GradScaler | None:
 
 def first_parameter_behind(given: Any) -> Tensor | None:
     """A parameter from which the inputs of a model were computed, according to their graph, or None."""
-    leaves = leaves_behind(x.grad_fn for _, x in parts(given) if isinstance(x, Tensor))
-    return next((leaf for leaf in leaves if isinstance(leaf, nn.Parameter)), None)
+    return next((leaf for leaf in graph.leaves(graph.roots(given)) if isinstance(leaf, nn.Parameter)), None)

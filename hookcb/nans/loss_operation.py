@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookcb.core.graph import node_name, nodes_behind
+from hookcb.core import graph
 from hookcb.core.torch_private import saved
 from hookcb.nans.nonfinite import kinds
 
@@ -22,9 +22,9 @@ def operation_in_loss(node: Any, outputs: Any) -> str:
         node: autograd node of the loss.
         outputs: autograd nodes of the model's outputs, which are finite; without any, nothing is looked at.
     """
-    bad = [at for at in nodes_behind([node], outputs) if _gives_nonfinite(at)] if outputs else []
-    first = (at for at in bad if not any(x in bad and x is not at for x in nodes_behind([at], outputs)))
-    return next((node_name(at).lower() for at in first), "")
+    bad = [at for at in graph.walk([node], outputs) if _gives_nonfinite(at)] if outputs else []
+    first = (at for at in bad if not any(x in bad and x is not at for x in graph.walk([at], outputs)))
+    return next((graph.name(at).lower() for at in first), "")
 
 
 def _gives_nonfinite(node: Any) -> bool:
@@ -39,7 +39,7 @@ def _result(node: Any) -> Any:
     """Result of an operation, as saved or computed again from its inputs; None if neither can be had."""
     if isinstance(result := saved(node, "result"), Tensor):
         return result
-    operation, given = node_name(node).lower(), saved(node, "self")
+    operation, given = graph.name(node).lower(), saved(node, "self")
     if operation == "div" and isinstance(by := saved(node, "other"), Tensor):
         return (1.0 if given is None else given) / by  # only a division by 0 shows without the dividend
     if not isinstance(given, Tensor):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from hookcb.core import graph
 from hookcb.core.batch import parts
 from hookcb.core.restore import preserve_attribute
 from hookcb.core.torch_private import DispatchMode, operator_schema
@@ -212,12 +213,8 @@ class Tracer:
 
     def _claim(self, nodes: Iterable[Node | None], call: Call) -> None:
         """Notes that nodes, and unclaimed nodes behind them, were made in `call`."""
-        todo = [*nodes, *call.inner]
-        while todo:
-            node = todo.pop()
-            if node is not None and node not in self.owners and node not in call.entries:
-                self.owners[node] = call
-                todo += [behind for behind, _ in node.next_functions]
+        for node in graph.walk([*nodes, *call.inner], call.entries, through=lambda x: x not in self.owners):
+            self.owners.setdefault(node, call)
 
     def _operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not self._looking or not _can_make(func, args, kwargs):

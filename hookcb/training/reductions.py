@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import Tensor
 
+from hookcb.core import graph
 from hookcb.core.torch_private import saved
 
 ATEN_NAMES = {1: "mean", 2: "sum"}  # at::Reduction, saved in the nodes of torch's losses
-UNCHANGED = ("Add", "Sub", "Neg", "View", "Reshape", "Squeeze", "Select", "Clone", "Alias", "ToCopy")
-SCALED = ("Mul", "Div")
+UNCHANGED = ("Add", "Sub", "Neg", *graph.SHAPING)
 MAX_NODES = 64
 
 
@@ -40,16 +40,12 @@ def _default(loss_func: Any) -> Any:
 
 
 def _in_graph(root: Any) -> str | None:
-    plain, waiting, n = set(), [(root, False)], 0
-    while waiting and n < MAX_NODES:
-        (node, is_scaled), n = waiting.pop(), n + 1
-        kind = "" if node is None else node.name()
-        reduction = ATEN_NAMES.get(saved(node, "reduction", 0))
-        if kind.startswith("MeanBackward") or reduction == "mean":
-            return "mean"
-        if kind.startswith("SumBackward") or reduction == "sum":
-            plain.add(not is_scaled)
-        elif kind.startswith(UNCHANGED + SCALED):
-            is_scaled |= kind.startswith(SCALED)
-            waiting += [(behind, is_scaled) for behind, _ in node.next_functions]
-    return "sum" if True in plain else None
+    if "mean" in _reductions(root, (*UNCHANGED, *graph.SCALING)):
+        return "mean"
+    return "sum" if "sum" in _reductions(root, UNCHANGED) else None
+
+
+def _reductions(root: Any, ops: tuple[str, ...]) -> set[str]:
+    """Operations, or the reductions of torch's losses, that are behind nothing but `ops`."""
+    nodes = graph.walk([root], at_most=MAX_NODES, through=lambda at: graph.name(at) in ops)
+    return {ATEN_NAMES.get(saved(at, "reduction", 0), graph.name(at).lower()) for at in nodes}

@@ -566,7 +566,19 @@ def test_sequence_nr():
 def test_input_shape():
     x = torch.ones(2, 3, requires_grad=True)
     assert torch_private.input_shape((x * 2).grad_fn) == (2, 3)
-    assert torch_private.input_shape(x.sum().grad_fn) == ()
+    assert torch_private.input_shape(x.sum().grad_fn) == torch_private.input_shape(None) == ()
+
+
+def test_signed():
+    x = torch.ones(2, 3, requires_grad=True)
+    assert torch_private.saved(x.softmax(-1).grad_fn, "dim") == -1  # torch shows 2**64 - 1
+    assert torch_private.saved(x.permute(1, -2).grad_fn, "dims") == (1, -2)
+    assert [torch_private.signed(n) for n in (2**64 - 100, 2**63 - 1, 0.5, None)] == [
+        -100,
+        2**63 - 1,
+        0.5,
+        None,
+    ]
 
 
 def test_saved():

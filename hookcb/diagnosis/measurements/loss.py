@@ -4,6 +4,7 @@ import math
 
 from torch import Tensor
 
+from hookcb.core.graph import COMPILED
 from hookcb.core.optim import detached_scalar
 from hookcb.diagnosis.fault import LOOKS, Measurement
 from hookcb.diagnosis.measurements.curves import Curve
@@ -11,7 +12,6 @@ from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.probes.batch import guess_of
 from hookcb.diagnosis.probes.loss_graph import LossGraph, last_parameters, n_between, read_loss
-from hookcb.diagnosis.probes.loss_terms import COMPILED
 from hookcb.diagnosis.probes.nan import ExternalBatch
 from hookcb.diagnosis.probes.penalty import penalty_of
 from hookcb.diagnosis.probes.plain_run import graph_of_original

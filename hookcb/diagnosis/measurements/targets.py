@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hookcb.core import graph
 from hookcb.core.batch import parts
 from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.probes.entropy import Losses, losses_of_bits, losses_of_classes, noise_of
 from hookcb.diagnosis.probes.loss_graph import LossGraph, main_term, target_of
-from hookcb.diagnosis.probes.loss_terms import behind, behind_shapes, read_terms
+from hookcb.diagnosis.probes.loss_terms import read_terms
 from hookcb.diagnosis.probes.recovered import recovered_target
 from hookcb.diagnosis.run import Observation, Run
 
@@ -157,7 +158,5 @@ class Targets(Measurement):
 def compares_output(node: Any, pred: Any) -> bool:
     """Whether the loss with this node compares an output of the model, or the scores of its log-softmax."""
     main = main_term(read_terms(node))
-    nodes = [x.grad_fn for _, x in parts(pred) if isinstance(x, Tensor) and x.grad_fn is not None]
-    return main is not None and any(
-        main.given in (behind_shapes(at), behind(behind_shapes(at))) for at in nodes
-    )
+    nodes = [graph.peel(at) for at in graph.roots(pred)]
+    return main is not None and any(main.given in (at, graph.behind(at)) for at in nodes)

@@ -4,10 +4,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
 from typing import Any
 
-from hookcb.core.graph import MAX_NODES, nodes_behind
+from hookcb.core import graph
 from hookcb.core.torch_private import backward_in_python
 from hookcb.core.whose import is_of_user
 from hookcb.diagnosis.measurements.lines import code_of, function_place
@@ -65,7 +64,7 @@ class BackwardTimes:
 
 def _written_by_user(node: Any) -> Iterator[tuple[Any, Any]]:
     """Nodes of a graph whose backward is a function of the user, and that."""
-    for at in islice(nodes_behind([node]), MAX_NODES):
+    for at in graph.walk([node], at_most=graph.MAX_NODES):
         function = backward_in_python(at)
         if (code := code_of(function)) is not None and is_of_user(code.co_filename):
             yield at, function

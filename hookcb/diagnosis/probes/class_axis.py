@@ -7,26 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hookcb.core.graph import node_name
+from hookcb.core import graph
 from hookcb.core.torch_private import input_shape, saved
 from hookcb.diagnosis.probes.loss_graph import main_term
 from hookcb.diagnosis.probes.loss_terms import read_terms
 from hookcb.diagnosis.run import Observation
 
 FEATURES = {"Convolution": 1, "Addmm": -1, "Mm": -1, "Linear": -1}  # axis of the features by layer
-SAME_ORDER = (
-    "View",
-    "UnsafeView",
-    "ReshapeAlias",
-    "Reshape",
-    "Squeeze",
-    "Unsqueeze",
-    "Alias",
-    "Clone",
-    "ToCopy",
-)
 MAX_ELEMENTS = 4_000_000  # of the scores that are followed
-MAX_SHAPES = 16  # operations from the layer to the softmax
 
 
 class ClassScores(NamedTuple):
@@ -54,12 +42,13 @@ def class_scores(node: Any) -> ClassScores | None:
     main = main_term(read_terms(node))
     if main is None or main.kind != "cross-entropy" or main.node is None:
         return None
-    softmax = _softmax_before(main.node)
-    found = None if softmax is None else _features(softmax)
+    given = main.node.next_functions[0][0]
+    softmax = graph.peel(given, graph.SAME_ORDER)
+    found = _features(softmax) if graph.name(softmax) == "LogSoftmax" else None
     if found is None:
         return None
-    axis = _axis(saved(softmax, "dim", 1), len(input_shape(softmax)))
-    return ClassScores(*found, axis, softmax is main.node.next_functions[0][0])
+    axis = saved(softmax, "dim", 1) % max(1, len(input_shape(softmax)))
+    return ClassScores(*found, axis, softmax is given)
 
 
 def observe_class_axis(scores: ClassScores) -> Iterator[Observation]:
@@ -90,36 +79,16 @@ def _size(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape))
 
 
-def _axis(dim: int, n: int) -> int:
-    """A saved dimension, which is unsigned if it was negative."""
-    return (dim - 2**64 if dim >= 2**63 else dim) % max(1, n)
-
-
-def _softmax_before(loss: Any) -> Any:
-    """The log_softmax that a loss of torch gets, past what only reshapes; None if there is another node."""
-    node = loss.next_functions[0][0]
-    for _ in range(MAX_SHAPES):
-        if node is None or node_name(node) == "LogSoftmax":
-            return node
-        if node_name(node) not in SAME_ORDER:
-            return None
-        node = node.next_functions[0][0]
-    return None
-
-
 def _features(softmax: Any) -> tuple[Tensor, int] | None:
     """Number of the layer's feature for each score that the softmax gets, and the number of features.
 
     None if there is another operation between them, or the scores are too many.
     """
-    path, node = [], softmax.next_functions[0][0]
-    while node is not None and node_name(node) not in FEATURES:
-        path.append(node)
-        node = node.next_functions[0][0] if len(path) < MAX_SHAPES and len(node.next_functions) == 1 else None
-    shape = () if node is None else input_shape(node)
-    if len(shape) < 2 or math.prod(shape) > MAX_ELEMENTS:
+    *path, node = graph.chain(graph.inputs(softmax)[0], graph.MOVING)
+    shape = input_shape(node)
+    if graph.name(node) not in FEATURES or len(shape) < 2 or math.prod(shape) > MAX_ELEMENTS:
         return None
-    axis = FEATURES[node_name(node)] % len(shape)
+    axis = FEATURES[graph.name(node)] % len(shape)
     sizes = [n if i == axis else 1 for i, n in enumerate(shape)]
     scores = torch.arange(shape[axis], dtype=torch.int32, device="cpu").view(sizes).expand(shape)
     for at in reversed(path):
@@ -132,23 +101,18 @@ def _features(softmax: Any) -> tuple[Tensor, int] | None:
 
 def _moved(x: Tensor, node: Any) -> Tensor | None:
     """A tensor after the operation of a node, None if that does more than move elements."""
-    name = node_name(node)
-    if name in SAME_ORDER:
-        shape = input_shape(node)
-        return x.reshape(shape) if math.prod(shape) == x.numel() else None
+    name, shape = graph.name(node), input_shape(node)
     if name == "Transpose":
-        return x.transpose(*(_axis(saved(node, f"dim{i}", 0), x.ndim) for i in (0, 1)))
+        return x.transpose(saved(node, "dim0", 0), saved(node, "dim1", 0))
     if name == "Permute":
-        return x.permute([_axis(dim, x.ndim) for dim in saved(node, "dims")])
+        return x.permute(saved(node, "dims"))
     if name == "T":
         return x.t()
     if name == "Slice":
-        dim, length = _axis(saved(node, "dim", 0), x.ndim), input_shape(node)
-        start = saved(node, "start", 0)
-        start = start - 2**64 if start >= 2**63 else start
+        dim, start = saved(node, "dim", 0), saved(node, "start", 0)
         start = max(0, start + x.shape[dim] if start < 0 else start)
-        return x.narrow(dim, start, length[dim]) if saved(node, "step", 1) == 1 else None
-    return None
+        return x.narrow(dim, start, shape[dim]) if saved(node, "step", 1) == 1 else None
+    return x.reshape(shape) if math.prod(shape) == x.numel() else None
 
 
 def _is_mixed(scores: ClassScores) -> bool:

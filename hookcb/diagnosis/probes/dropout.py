@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from hookcb.core.graph import node_name
+from hookcb.core import graph
 from hookcb.core.torch_private import DispatchMode, saved
 from hookcb.diagnosis.guard import Guard
-from hookcb.diagnosis.probes.loss_graph import HEADS, main_term
-from hookcb.diagnosis.probes.loss_terms import FREED, behind, read_saved, read_terms
+from hookcb.diagnosis.probes.loss_graph import main_term
+from hookcb.diagnosis.probes.loss_terms import read_terms
 from hookcb.diagnosis.run import Observation
 
 MAX_ELEMENTS = 65_536  # of a mask that are read
@@ -28,13 +28,12 @@ def dropped_share(node: Any) -> float:
     main = main_term(read_terms(node))
     if main is None:
         return math.nan
-    given = behind(main.given) if node_name(main.given) in HEADS else main.given
-    if node_name(given) == "NativeDropout":
+    given = graph.behind(main.given) if graph.name(main.given) in graph.HEADS else main.given
+    if graph.name(given) == "NativeDropout":
         return float(saved(given, "p", math.nan))
-    if node_name(given) != "Mul" or sum(at is not None for at, _ in given.next_functions) != 1:
+    if graph.name(given) != "Mul" or graph.only_input(given) is None:
         return 0.0
-    factors = [read_saved(given, name) for name in ("other", "self")]
-    if any(x is FREED for x in factors):
+    if (factors := graph.factors(given)) is None:
         return math.nan
     return max((_zeros_of_mask(x) for x in factors if isinstance(x, Tensor)), default=0.0)
 

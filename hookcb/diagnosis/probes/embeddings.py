@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookcb.core.graph import node_name
+from hookcb.core import graph
 from hookcb.core.optim import detached_scalar
 from hookcb.diagnosis.probes.linear_links import nodes_of
 from hookcb.diagnosis.run import Observation
 from hookcb.hooks.modules import named_modules
 
-SAME_SCALE = ("Slice", "Alias", "Unsqueeze", "Expand", "View", "ToCopy")
+SAME_SCALE = (*graph.SAME_ORDER, "Slice", "Expand")  # whose rows are those of a table
 MAX_RATIO = 30.0  # of the RMS of two tables, before the first step and at the end; healthy ones end at 18
 
 
@@ -39,7 +39,7 @@ class AddedTables:
             return
         self.is_known = True
         sums = {at: tables for at in nodes if len(tables := _added(at)) > 1}
-        inner = {after for at in sums for after, _ in at.next_functions}
+        inner = {after for at in sums for after in graph.inputs(at)}
         for at, tables in sums.items():
             if at not in inner and all(id(table) in names for table in tables):
                 self._names.append([names[id(table)] for table in tables])
@@ -68,15 +68,11 @@ class AddedTables:
 
 def _added(at: Any) -> list[Tensor]:
     """Tables whose rows this node adds; empty if it adds anything else."""
-    if node_name(at) == "Add":
+    if graph.name(at) == "Add":
         parts = [_added(after) for after, _ in at.next_functions]
         return [table for part in parts for table in part] if all(parts) else []
-    while node_name(at) in SAME_SCALE:
-        at = at.next_functions[0][0]
-    if node_name(at) == "Embedding":
-        at = at.next_functions[0][0]
-    table = getattr(at, "variable", None)
-    return [table] if isinstance(table, Tensor) and table.ndim > 1 else []
+    table = graph.leaf(graph.peel(graph.peel(at, SAME_SCALE), ("Embedding",)))
+    return [table] if table is not None and table.ndim > 1 else []
 
 
 def _rms(table: Tensor) -> float | Tensor:

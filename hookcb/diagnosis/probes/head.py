@@ -2,27 +2,16 @@
 
 import math
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hookcb.core import graph
 from hookcb.core.batch import parts
-from hookcb.core.graph import node_name, nodes_behind
 from hookcb.core.torch_private import input_shape, saved
 from hookcb.diagnosis.probes.loss_graph import LossGraph, main_term
-from hookcb.diagnosis.probes.loss_terms import (
-    BY_A_NUMBER,
-    LAYERS,
-    MAX_NODES,
-    SHAPING,
-    Term,
-    behind_shapes,
-    factor_of,
-    read_saved,
-    read_terms,
-)
+from hookcb.diagnosis.probes.loss_terms import MAX_NODES, Term, factor_of, read_terms
 from hookcb.diagnosis.run import Observation
 
 RANGES = {  # of the outputs of operations
@@ -125,8 +114,7 @@ def observe_output(
     if any(_softmax_size(at) == 1 for at in _softmaxes(node)):
         yield degenerate_head(layer, step)
         return
-    is_after_model = any(node_name(at) == graph.head for at in nodes_between(node, pred))
-    yield from observe_activation(graph, layer, step, is_after_model)
+    yield from observe_activation(graph, layer, step, graph.head in operations_between(node, pred))
     seen = compared(node, pred, yb)
     if seen is None:
         return
@@ -141,12 +129,12 @@ def observe_output(
         yield from observe_bits(seen.target, step)
 
 
-def nodes_between(node: Any, pred: Any) -> list[Any]:
-    """Autograd nodes from the loss back to the model's output; none if they do not lead there."""
-    ends = {x.grad_fn for _, x in parts(pred) if isinstance(x, Tensor) and x.grad_fn is not None}
-    between = list(islice(nodes_behind([node], ends), MAX_NODES))
-    leads_there = any(behind in ends for at in between for behind, _ in at.next_functions)
-    return between if leads_there else []
+def operations_between(node: Any, pred: Any) -> list[str]:
+    """Operations from the loss back to the model's output; none if they do not lead there."""
+    ends = graph.roots(pred)
+    between = list(graph.walk([node], ends, MAX_NODES))
+    leads_there = any(behind in ends for at in between for behind in graph.inputs(at))
+    return [graph.name(at) for at in between] if leads_there else []
 
 
 def is_comparison_known(graph: LossGraph, node: Any, pred: Any, yb: Any) -> bool:
@@ -178,7 +166,7 @@ def compared(node: Any, pred: Any, yb: Any) -> Compared | None:
     """
     terms = read_terms(node)
     outputs = [x for _, x in parts(pred) if isinstance(x, Tensor) and x.grad_fn is not None]
-    ends = {behind_shapes(x.grad_fn): x for x in reversed(outputs)}
+    ends = {graph.peel(x.grad_fn): x for x in reversed(outputs)}
     main = main_term([term for term in terms if term.given in ends]) or main_term(terms)
     if main is None or main.kind not in COMPARING:
         return None
@@ -204,18 +192,13 @@ def read_head(x: Tensor) -> Head | None:
     output of the head.
     """
     node, scale, is_shifted = x.grad_fn, 1.0, False
-    for _ in range(MAX_NODES):
-        name = node_name(node)
-        if name in RANGES or name == "Hardtanh":
-            break
+    while (name := graph.name(node)) not in (*RANGES, "Hardtanh"):
         factor = _factor(node, name)
-        if node is None or factor is None or not math.isfinite(factor):
+        if factor is None or not math.isfinite(factor):
             return None
         scale *= factor
-        is_shifted |= name in ("Add", "Sub", "Rsub")
-        node = _only_input(node)
-    else:
-        return None
+        is_shifted |= name in graph.SHIFTING
+        node = graph.only_input(node)
     ends = (saved(node, "min_val"), saved(node, "max_val")) if name == "Hardtanh" else RANGES[name]
     shift = _shift(x, node, scale) if is_shifted else 0.0
     if math.isnan(shift) or not all(isinstance(end, int | float) for end in ends):
@@ -225,21 +208,16 @@ def read_head(x: Tensor) -> Head | None:
 
 def _factor(node: Any, name: str) -> float | None:
     """Factor of a node's only input; None if the node does more than reshape, scale or shift it."""
-    if node is None or _only_input(node) is None:
+    if graph.only_input(node) is None:
         return None
-    if name in ("Add", "Sub", "Rsub"):
-        return -1.0 if name == "Rsub" or (name == "Sub" and node.next_functions[0][0] is None) else 1.0
-    return factor_of(node) if name in (*SHAPING, *BY_A_NUMBER, "Neg") else None
-
-
-def _only_input(node: Any) -> Any:
-    inputs = [behind for behind, _ in node.next_functions if behind is not None]
-    return inputs[0] if len(inputs) == 1 else None
+    if name in graph.SHIFTING:
+        return -1.0 if graph.is_subtracted(node) else 1.0
+    return factor_of(node) if name in (*graph.SHAPING, *graph.SCALING, "Neg") else None
 
 
 def _shift(x: Tensor, node: Any, scale: float) -> float:
     """The number added to `scale` times the head's output, NaN if it is not the same for all elements."""
-    output = read_saved(node, "result")
+    output = graph.read_saved(node, "result")
     if not isinstance(output, Tensor) or output.numel() != x.numel():
         return math.nan
     x, output = x.detach().double(), output.detach().double() * scale
@@ -250,25 +228,19 @@ def _shift(x: Tensor, node: Any, scale: float) -> float:
 
 def _softmaxes(node: Any) -> Iterator[Any]:
     """Softmax nodes between the loss and the last layers, except those that weigh something else."""
-    waiting = [node]
-    for _ in range(MAX_NODES):
-        if not waiting:
-            return
-        now = waiting.pop(0)
-        name = node_name(now)
-        if name in SOFTMAXES:
-            yield now
-        inputs = [] if now is None else [behind for behind, _ in now.next_functions if behind is not None]
-        if name not in LAYERS and not (name == "Mul" and len(inputs) > 1):
-            waiting += inputs
+    nodes = graph.walk([node], at_most=MAX_NODES, through=_is_in_loss, nearest_first=True)
+    return (at for at in nodes if graph.name(at) in SOFTMAXES)
+
+
+def _is_in_loss(node: Any) -> bool:
+    name = graph.name(node)
+    return name not in graph.LAYERS and not (name == "Mul" and len(graph.inputs(node)) > 1)
 
 
 def _softmax_size(node: Any) -> int:
     """Length of the dimension over which a softmax node normalizes; 0 if unknown."""
     shape, dim = input_shape(node), saved(node, "dim")
-    if dim is None or not shape:
-        return 0
-    return int(shape[dim - 2**64 if dim >= 2**63 else dim])  # negative dims are stored as unsigned numbers
+    return 0 if dim is None or not shape else shape[dim]
 
 
 def _label(name: str) -> str:

@@ -6,15 +6,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hookcb.core.graph import node_name
+from hookcb.core import graph
 from hookcb.core.text import as_layer
-from hookcb.diagnosis.probes.loss_terms import is_opaque
 from hookcb.diagnosis.run import Observation
 from hookcb.hooks.modules import named_modules
 
 MAX_NODES = 4096
 PRODUCTS = {"Addmm": 1, "Mm": 0, "Linear": 0}  # place of the input among the inputs; the weight is next
-SAME_FEATURES = ("View", "UnsafeView", "ReshapeAlias", "ToCopy")  # around a product of 3-d inputs
+OF_WEIGHT = ("T", "ToCopy")  # operations between a weight and its product
 
 Link = tuple[Tensor, Tensor]  # weights of a linear layer, and of the one that gets its output
 
@@ -32,40 +31,26 @@ def linear_links(node: Any) -> list[Link] | None:
     links = []
     for now in uses:
         if (after := _weight(now)) is not None:
-            at = now.next_functions[PRODUCTS[node_name(now)]][0]
-            while node_name(at) in SAME_FEATURES and uses[at] == 1:
-                at = at.next_functions[0][0]
-            if uses[at] == 1 and (before := _weight(at)) is not None and before.shape[0] == after.shape[1]:
+            given = now.next_functions[PRODUCTS[graph.name(now)]][0]
+            path = list(graph.chain(given, graph.SAME_ORDER))
+            before = _weight(path[-1]) if path and all(uses[at] == 1 for at in path) else None
+            if before is not None and before.shape[0] == after.shape[1]:
                 links.append((before, after))
     return links
 
 
 def nodes_of(node: Any) -> Counter[Any] | None:
     """Nodes of the graph behind a loss, and how many others use each; None as for `linear_links`."""
-    uses: Counter[Any] = Counter() if node is None else Counter([node])
-    waiting = list(uses)
-    while waiting:
-        now = waiting.pop()
-        if is_opaque(now) or len(uses) > MAX_NODES:
-            return None
-        for at, _ in now.next_functions:
-            if at is not None:
-                uses[at] += 1
-                if uses[at] == 1:
-                    waiting.append(at)
-    return uses
+    nodes = list(graph.walk([node], at_most=MAX_NODES + 1))
+    if len(nodes) > MAX_NODES or any(map(graph.is_opaque, nodes)):
+        return None
+    return Counter([*nodes[:1], *(behind for at in nodes for behind in graph.inputs(at))])
 
 
 def _weight(node: Any) -> Tensor | None:
     """Weight of the linear layer that a node belongs to, None if it belongs to none."""
-    place = PRODUCTS.get(node_name(node))
-    if place is None:
-        return None
-    at = node.next_functions[place + 1][0]
-    while node_name(at) in ("T", "ToCopy"):
-        at = at.next_functions[0][0]
-    weight = getattr(at, "variable", None)
-    return weight if isinstance(weight, Tensor) else None
+    place = PRODUCTS.get(graph.name(node))
+    return None if place is None else graph.leaf(graph.peel(node.next_functions[place + 1][0], OF_WEIGHT))
 
 
 def observe_linear_links(links: list[Link], model: nn.Module) -> Iterator[Observation]:

@@ -6,21 +6,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from hookcb.core.batch import parts
-from hookcb.core.graph import node_name
-from hookcb.diagnosis.probes.loss_terms import (
-    HIDING,
-    LAYERS,
-    Term,
-    behind_shapes,
-    is_opaque,
-    nodes_near,
-    read_terms,
-)
+from hookcb.core import graph
+from hookcb.diagnosis.probes.loss_terms import MAX_NODES, Term, read_terms
 
 MAX_OPERATIONS = 1_000  # that are counted
-OF_LAYERS = ("Addmm", "Linear", "Convolution")  # operations that losses do not have
-HEADS = ("Softmax", "Sigmoid", "Relu")
 
 
 class LossGraph(NamedTuple):
@@ -70,7 +59,7 @@ class LossGraph(NamedTuple):
     def why_hidden(self) -> str:
         """Reason why the kind or input of the loss is unknown, "" if both are known."""
         if self.hidden_by:
-            hiding = HIDING.get(self.hidden_by, f"{self.hidden_by}, a custom autograd function,")
+            hiding = graph.HIDING.get(self.hidden_by, f"{self.hidden_by}, a custom autograd function,")
             return f"{hiding} hides what the loss is computed from"
         return "" if self.kind else "the kind of the loss is unknown"
 
@@ -87,7 +76,8 @@ def read_loss(node: Any) -> LossGraph:
     terms = read_terms(node)
     main = main_term(terms)
     if main is None:
-        return LossGraph(hidden_by=next((node_name(at) for at in nodes_near(node) if is_opaque(at)), ""))
+        hiding = (graph.name(at) for at in graph.near(node, MAX_NODES) if graph.is_opaque(at))
+        return LossGraph(hidden_by=next(hiding, ""))
     head, hidden_by = _head(main.given)
     return LossGraph(
         main.kind,
@@ -97,7 +87,7 @@ def read_loss(node: Any) -> LossGraph:
         head,
         hidden_by,
         main.takes,
-        node_name(main.given) in LAYERS,
+        graph.name(main.given) in graph.LAYERS,
         len(terms) > 1 and main.is_exact and all(_is_penalty(x) for x in terms if x is not main),
         main.ignored,
         main.has_weights,
@@ -127,11 +117,9 @@ def main_term(terms: Sequence[Term]) -> Term | None:
 
 def last_parameters(node: Any) -> Iterator[Tensor]:
     """Parameters of the last layers before the loss."""
-    for at in nodes_near(node):
-        if node_name(at) in LAYERS:
-            for leaf in (behind_shapes(n) for n, _ in at.next_functions):
-                if isinstance(leaf := getattr(leaf, "variable", None), nn.Parameter):
-                    yield leaf
+    layers = (at for at in graph.near(node, MAX_NODES) if graph.name(at) in graph.LAYERS)
+    leaves = (graph.leaf(graph.peel(behind)) for at in layers for behind in graph.inputs(at))
+    return (leaf for leaf in leaves if isinstance(leaf, nn.Parameter))
 
 
 def n_between(node: Any, output: Any) -> int:
@@ -140,19 +128,13 @@ def n_between(node: Any, output: Any) -> int:
     It is 0 if the one does not lead to the other, or there are layers too, as of another call of the model or
     of a discriminator.
     """
-    outputs = {x.grad_fn for _, x in parts(output) if isinstance(x, Tensor) and x.grad_fn is not None}
-    waiting, seen, is_reached = [node] if node is not None else [], {None, node}, False
-    while waiting and len(seen) <= MAX_OPERATIONS:
-        now = waiting.pop()
-        if node_name(now) in OF_LAYERS or isinstance(getattr(now, "variable", None), nn.Parameter):
+    outputs = set(graph.roots(output)) - {node}
+    n, is_reached = 0, False
+    for at in graph.walk([node], outputs, MAX_OPERATIONS):
+        if graph.name(at) in graph.OF_LAYERS or isinstance(graph.leaf(at), nn.Parameter):
             return 0
-        for behind, _ in now.next_functions:
-            if behind in outputs:
-                is_reached = True
-            elif behind not in seen:
-                seen.add(behind)
-                waiting.append(behind)
-    return len(seen) - 1 if is_reached else 0
+        n, is_reached = n + 1, is_reached or not outputs.isdisjoint(graph.inputs(at))
+    return n if is_reached else 0
 
 
 def target_of(node: Any) -> Tensor | None:
@@ -169,9 +151,9 @@ def _applied(term: Term) -> str:
 
 def head_of(node: Any) -> tuple[str, str]:
     """`head` and `hidden_by` of a `LossGraph` that gets the output of this node."""
-    return _head(behind_shapes(node))
+    return _head(graph.peel(node))
 
 
 def _head(node: Any) -> tuple[str, str]:
-    name = node_name(node)
-    return name if name in HEADS else "", name if is_opaque(node) else ""
+    name = graph.name(node)
+    return name if name in graph.HEADS else "", name if graph.is_opaque(node) else ""

@@ -1,48 +1,15 @@
 """Terms of a loss, as its autograd graph shows them: hand-written losses and penalties too."""
 
 import math
-from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
-from hookcb.core.graph import node_name
+from hookcb.core import graph
 from hookcb.core.torch_private import input_shape, saved
 
-SHAPING = (
-    "View",
-    "UnsafeView",
-    "ReshapeAlias",
-    "Reshape",
-    "Slice",
-    "Select",
-    "Squeeze",
-    "Unsqueeze",
-    "Expand",
-    "ToCopy",
-    "Clone",
-    "Transpose",
-    "Permute",
-    "T",
-    "Alias",
-)
-CHOOSING = ("Index", "Gather", "MaskedSelect", "IndexSelect")  # of samples, or of the score of the label
-REDUCING = ("Mean", "Sum")
-BY_A_NUMBER = ("Div", "Mul")
-LAYERS = (
-    "Addmm",
-    "Mm",
-    "Bmm",
-    "Baddbmm",
-    "Mv",
-    "Addmv",
-    "Linear",
-    "Convolution",
-)  # whose output is any number
-BOUNDING = ("Clamp", "ClampMin", "ClampMax", "Maximum", "Minimum")
-LOGARITHMS = ("Log", "Log2", "Log10")
 KINDS = {
     "NllLoss": "nll",
     "NllLoss2D": "nll",
@@ -53,16 +20,11 @@ KINDS = {
     "BinaryCrossEntropyWithLogits": "binary cross-entropy",
     "KlDiv": "kl",
 }
-COMPILED = "CompiledFunction"  # node of torch.compile
-HIDING = {
-    COMPILED: "torch.compile",
-    "CheckpointFunction": "a checkpointed region with use_reentrant=True",
-    "DifferentiableGraph": "TorchScript",
-}
 MEAN = 1  # value of torch's enum of reductions
-WEIGHTS = ("weight", "pos_weight")
+NEG = (*graph.SHAPING, "Neg")
+SAME_PROBABILITY = (*graph.BOUNDING, *graph.SHAPING, *graph.CHOOSING, "Add")
+BROADCAST = ("Expand",)  # of an input of a loss
 MAX_NODES = 64
-FREED = object()  # stands for a saved tensor that the backward has freed
 
 
 class Term(NamedTuple):
@@ -119,7 +81,7 @@ def _named(terms: list[Term]) -> list[Term]:
     """Terms in which logarithms have the kind of loss that they make up."""
     logs = [term for term in terms if term.kind == "log"]
     others = [term for term in terms if term.kind != "log"]
-    if len(logs) == 2 and _without_sign(logs[0].given) is _without_sign(logs[1].given):
+    if len(logs) == 2 and graph.peel(logs[0].given, NEG) is graph.peel(logs[1].given, NEG):
         return [min(logs, key=_is_of_complement)._replace(kind="binary cross-entropy"), *others]
     is_loss = len(logs) == 1 and _is_of_classes(logs[0])
     return [*(term._replace(kind="cross-entropy" if is_loss else "") for term in logs), *others]
@@ -127,19 +89,15 @@ def _named(terms: list[Term]) -> list[Term]:
 
 def _is_of_classes(term: Term) -> bool:
     """Whether a term is minus the logarithm of the probability of one of several classes."""
-    shape = input_shape(term.given) if term.given is not None else ()
-    has_classes = len(shape or ()) > 1 and shape[-1] > 1
+    shape = input_shape(term.given)
+    has_classes = len(shape) > 1 and shape[-1] > 1
     is_minus_log = term.takes == "probabilities" and not _is_of_complement(term) and not term.scale < 0
     return is_minus_log and has_classes
 
 
 def _is_of_complement(term: Term) -> bool:
     """Whether a logarithm is that of 1 - p."""
-    return term.is_complement or node_name(term.given) == "Neg"
-
-
-def _without_sign(node: Any) -> Any:
-    return behind(node) if node_name(node) == "Neg" else node
+    return term.is_complement or graph.name(term.given) == "Neg"
 
 
 def _terms(node: Any, scale: float, budget: list[int]) -> Iterator[Term]:
@@ -149,41 +107,38 @@ def _terms(node: Any, scale: float, budget: list[int]) -> Iterator[Term]:
     if (leaf := _leaf(node, scale)) is not None:
         yield leaf
         return
-    name, inputs = node_name(node), node.next_functions
-    behind = [n for n, _ in inputs if n is not None]
-    factor = factor_of(node)
-    if name == "Add" and (smoothed := _smoothed(behind, scale)) is not None:
+    name, inputs, factor = graph.name(node), graph.inputs(node), factor_of(node)
+    if name == "Add" and (smoothed := _smoothed(inputs, scale)) is not None:
         yield smoothed
-    elif name in ("Add", "Sub") and len(behind) == 2:
-        signs = 1.0, saved(node, "alpha", 1) * (-1.0 if name == "Sub" else 1.0)
-        for n, sign in zip(behind, signs, strict=True):
-            yield from _terms(n, scale * sign, budget)
-    elif factor is not None and len(behind) == 1:
-        yield from _terms(behind[0], scale * factor, budget)
-    elif name == "Mul" and len(behind) == 1:  # by soft targets, or by weights of samples
+    elif name in ("Add", "Sub") and len(inputs) == 2:
+        yield from _terms(inputs[0], scale, budget)
+        yield from _terms(inputs[1], scale * saved(node, "alpha", 1) * (-1 if name == "Sub" else 1), budget)
+    elif factor is not None and len(inputs) == 1:
+        yield from _terms(inputs[0], scale * factor, budget)
+    elif name == "Mul" and len(inputs) == 1:  # by soft targets, or by weights of samples
         shape = input_shape(node)
-        for term in _terms(behind[0], math.copysign(math.inf, scale), budget):
+        for term in _terms(inputs[0], math.copysign(math.inf, scale), budget):
             is_exact = term.is_exact and term.kind == "log"
             yield term._replace(is_exact=is_exact, shape=shape or term.shape)
     else:
-        near = (at for at in nodes_near(node) if node_name(at) in (*KINDS, "LogSoftmax"))
+        near = (at for at in graph.near(node, MAX_NODES) if graph.name(at) in (*KINDS, "LogSoftmax"))
         found = [leaf._replace(is_exact=False) for at in near if (leaf := _leaf(at, math.nan))]
         yield from found or [Term("penalty" if _is_of_params(node) else "", scale)]
 
 
 def _leaf(node: Any, scale: float) -> Term | None:
     """The term that a node is, None if it only combines or scales others."""
-    name, given = node_name(node), behind(node)
+    name, inputs = graph.name(node), graph.inputs(node)
+    given = graph.peel(inputs[0]) if inputs else None
     if name in KINDS:
         return _torch_loss(node, name, scale, given)
     if name == "LogSoftmax":  # of soft targets, or with the label's score chosen by hand
         return Term("cross-entropy", -scale, "scores", given)
     if name == "LogSigmoid":
         return Term("log", -scale, "scores", given)
-    if name in LOGARITHMS and input_shape(node):  # not of a loss
+    if name in graph.LOGARITHMS and input_shape(node):  # not of a loss
         return _logarithm(-scale, given)
-    inputs = node.next_functions
-    is_square = name == "Mul" and len(inputs) == 2 and inputs[0][0] is inputs[1][0] is not None
+    is_square = name == "Mul" and len(inputs) == 2 and inputs[0] is inputs[1]
     if name == "Abs" or is_square or (name == "Pow" and saved(node, "exponent") == 2):
         return _difference(node, scale, "mae" if name == "Abs" else "mse")
     return None
@@ -191,53 +146,40 @@ def _leaf(node: Any, scale: float) -> Term | None:
 
 def _smoothed(parts: list[Any], scale: float) -> Term | None:
     """Term of torch's cross-entropy with label smoothing, the sum of these two nodes; None for other sums."""
-    if [node_name(part) for part in parts] != ["Mul", "Mul"]:
+    if [graph.name(part) for part in parts] != ["Mul", "Mul"]:
         return None
-    nll, share = behind(parts[0]), _number_of(parts[0], "Mul")
-    if KINDS.get(node_name(nll)) != "nll" or share is None:
+    nll, share = graph.behind(parts[0]), _number_of(parts[0], "Mul")
+    scores = graph.behind(nll)
+    if KINDS.get(graph.name(nll)) != "nll" or share is None or graph.name(scores) != "LogSoftmax":
         return None
-    near, scores = nodes_near(parts[1]), behind(nll)
-    is_same = node_name(scores) == "LogSoftmax" and any(at is scores for at in near)
-    return _torch_loss(nll, node_name(nll), scale, scores)._replace(smoothing=1 - share) if is_same else None
+    is_same = any(at is scores for at in graph.near(parts[1], MAX_NODES))
+    return _torch_loss(nll, graph.name(nll), scale, scores)._replace(smoothing=1 - share) if is_same else None
 
 
 def _torch_loss(node: Any, name: str, scale: float, given: Any) -> Term:
-    target = read_saved(node, "target")
-    term = _kind_of_torch(node, name, scale, given)
-    weight, of_ones = (read_saved(node, x) for x in WEIGHTS)
-    of_classes = of_ones if name.startswith("Binary") and weight is None else weight
-    ignored = saved(node, "ignore_index", -100)
-    ignored = ignored - 2**64 if ignored >= 2**63 else ignored  # negative numbers are stored as unsigned ones
-    target = target if isinstance(target, Tensor) else None
-    first = node.next_functions[0][0]
-    shape = () if first is None else input_shape(first)
-    return term._replace(
-        target=target,
-        ignored=ignored,
+    target, weight, of_ones = (graph.read_saved(node, x) for x in ("target", "weight", "pos_weight"))
+    is_binary, first = name.startswith("Binary"), node.next_functions[0][0]
+    is_weighted = is_binary and weight is not None  # each element
+    if is_weighted or saved(node, "reduction", MEAN) != MEAN:
+        scale = math.copysign(math.inf, scale)
+    of_classes = of_ones if is_binary and weight is None else weight
+    return _kind_of_torch(name, scale, given)._replace(
+        target=target if isinstance(target, Tensor) else None,
+        ignored=saved(node, "ignore_index", -100),
         has_weights=weight is not None or of_ones is not None,
         class_weights=of_classes if isinstance(of_classes, Tensor) else None,
-        shape=shape,
-        given_shape=_shape_before_broadcast(first),
+        shape=input_shape(first),
+        given_shape=input_shape(graph.peel(first, BROADCAST)),
         node=node,
     )
 
 
-def _shape_before_broadcast(node: Any) -> tuple[int, ...]:
-    while node is not None and node_name(node) == "Expand":  # by which torch broadcasts
-        node = node.next_functions[0][0]
-    return () if node is None else input_shape(node)
-
-
-def _kind_of_torch(node: Any, name: str, scale: float, given: Any) -> Term:
-    is_weighted = name.startswith("Binary") and read_saved(node, "weight") is not None  # each element
-    if is_weighted or saved(node, "reduction", MEAN) != MEAN:
-        scale = math.copysign(math.inf, scale)
+def _kind_of_torch(name: str, scale: float, given: Any) -> Term:
     if KINDS[name] == "nll":
-        if node_name(given) == "LogSoftmax":
-            return Term("cross-entropy", scale, "scores", behind(given))
-        if node_name(given) in LOGARITHMS:
-            term = _logarithm(scale, behind(given))
-            return term._replace(kind="cross-entropy")
+        if graph.name(given) == "LogSoftmax":
+            return Term("cross-entropy", scale, "scores", graph.behind(given))
+        if graph.name(given) in graph.LOGARITHMS:
+            return _logarithm(scale, graph.behind(given))._replace(kind="cross-entropy")
         return Term("nll", scale, "log-probabilities", given)
     if name == "BinaryCrossEntropy":
         return _logarithm(scale, given)._replace(kind=KINDS[name])
@@ -247,124 +189,59 @@ def _kind_of_torch(node: Any, name: str, scale: float, given: Any) -> Term:
 def _logarithm(scale: float, node: Any) -> Term:
     """Logarithm of a probability, which may be bounded, normalized, or have a small number added."""
     is_complement = False
-    for _ in range(MAX_NODES):
-        name = node_name(node)
-        inputs = [] if node is None else [n for n, _ in node.next_functions if n is not None]
-        if name == "Rsub" or (name == "Sub" and node.next_functions[0][0] is None):
-            is_complement = not is_complement
-        elif name == "Div" and len(inputs) == 2 and _is_sum_of(inputs[1], inputs[0]):
-            inputs = inputs[:1]  # p / p.sum()
-        elif name not in (*BOUNDING, *SHAPING, *CHOOSING, "Add"):
-            break
-        if len(inputs) != 1:
-            break
+    while True:
+        name, inputs = graph.name(node), graph.inputs(node)
+        is_ratio = name == "Div" and len(inputs) == 2 and _is_sum_of(inputs[1], inputs[0])
+        is_flipped = graph.is_subtracted(node)
+        is_same = len(inputs) == 1 and (is_flipped or name in SAME_PROBABILITY)
+        is_complement ^= is_flipped
+        if not (is_same or is_ratio):  # p / p.sum()
+            return Term("log", scale, "probabilities", node, is_complement=is_complement)
         node = inputs[0]
-    return Term("log", scale, "probabilities", node, is_complement=is_complement)
 
 
 def _is_sum_of(node: Any, other: Any) -> bool:
     """Whether a node sums up what another gives."""
-    for _ in range(4):
-        if node is other:
-            return True
-        if node is None or node_name(node) not in (*SHAPING, "Sum", "ClampMin", "Add"):
-            return False
-        node = next((n for n, _ in node.next_functions if n is not None), None)
-    return False
+    return other in islice(graph.chain(node, (*graph.SHAPING, "Sum", "ClampMin", "Add")), 4)
 
 
 def _difference(node: Any, scale: float, kind: str) -> Term | None:
     """Squared or absolute errors against constants; None for anything else, such as two parts of a model."""
-    given = behind(node)
-    if node_name(given) not in ("Sub", "Rsub"):
+    given = graph.behind(node)
+    of = graph.only_input(given)
+    if graph.name(given) not in ("Sub", "Rsub") or of is None:
         return None
-    inputs = [n for n, _ in given.next_functions if n is not None]
-    if len(inputs) != 1:
-        return None
-    return Term(
-        kind,
-        scale,
-        "values",
-        behind_shapes(inputs[0]),
-        shape=input_shape(node),
-        given_shape=_shape_before_broadcast(inputs[0]),
-        node=node,
-    )
+    shape, before = input_shape(node), input_shape(graph.peel(of, BROADCAST))
+    return Term(kind, scale, "values", graph.peel(of), shape=shape, given_shape=before, node=node)
 
 
 def _is_of_params(node: Any) -> bool:
     """Whether a node depends on parameters alone, and on no layer's output."""
-    waiting, n = [node], 0
-    while waiting and n < MAX_NODES:
-        now = waiting.pop()
-        n += 1
-        name = node_name(now)
-        if name in LAYERS or is_opaque(now):
-            return False
-        waiting += [at for at, _ in now.next_functions if at is not None]
-    return not waiting
+    nodes = list(graph.walk([node], at_most=MAX_NODES + 1))
+    is_other = any(graph.name(at) in graph.LAYERS or graph.is_opaque(at) for at in nodes)
+    return len(nodes) <= MAX_NODES and not is_other
 
 
 def factor_of(node: Any) -> float | None:
     """Factor by which a node scales its only input, inf or NaN if unknown; None if it does more than that."""
-    name = node_name(node)
-    if name in BY_A_NUMBER:
+    name = graph.name(node)
+    if name in graph.SCALING:
         return _number_of(node, name)
     if name == "Sum":
         return math.inf  # not known, but positive
     if name == "Neg":
         return -1.0
-    return 1.0 if name in ("Mean", *SHAPING, *CHOOSING) else None
+    return 1.0 if name in ("Mean", *graph.SHAPING, *graph.CHOOSING) else None
 
 
 def _number_of(node: Any, name: str) -> float | None:
-    if sum(n is not None for n, _ in node.next_functions) > 1:
+    if len(graph.inputs(node)) > 1:
         return None  # of two parts of the model
-    factors = (read_saved(node, "other"), read_saved(node, "self"))
-    if any(x is FREED for x in factors):  # factors of a loss that is a number are numbers
+    others = graph.factors(node)
+    if others is None:  # factors of a loss that is a number are numbers
         return None if input_shape(node) else math.nan
-    others = [x for x in factors if isinstance(x, Tensor | float | int)]
     if any(isinstance(x, Tensor) and x.numel() != 1 for x in others):
         return None
     is_known = bool(others) and not (isinstance(others[0], Tensor) and not others[0].is_cpu)
     number = float(others[0]) if is_known else math.nan
     return number if name == "Mul" else 1 / number if number else math.nan
-
-
-def read_saved(node: Any, name: str) -> Any:
-    """A tensor that a node has saved, None if it has not, FREED if its backward has run."""
-    try:
-        return saved(node, name)
-    except RuntimeError:
-        return FREED
-
-
-def nodes_near(node: Any) -> Iterator[Any]:
-    """Nodes from the loss back to the last layers, nearest first."""
-    waiting, n = deque([node]), 0
-    while waiting and n < MAX_NODES:
-        if (now := waiting.popleft()) is not None:
-            n += 1
-            yield now
-            if node_name(now) not in LAYERS:
-                waiting.extend(at for at, _ in now.next_functions)
-
-
-def behind(node: Any) -> Any:
-    """The node that gives a node its input, past those that only reshape it."""
-    return behind_shapes(next((n for n, _ in node.next_functions if n is not None), None))
-
-
-def behind_shapes(node: Any) -> Any:
-    """This node, or the first behind it that does more than reshape."""
-    while node is not None and node_name(node) in SHAPING:
-        node = next((n for n, _ in node.next_functions if n is not None), None)
-    return node
-
-
-def is_opaque(node: Any) -> bool:
-    """Whether a node hides several operations; names of torch's own nodes end in a number."""
-    if node is None:
-        return False
-    own = str(node.name())
-    return isinstance(node, BackwardCFunction) or own.endswith("Backward") or "CppNode" in own

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookcb.core import graph
 from hookcb.core.batch import parts
 from hookcb.core.ranks import is_sharded
 from hookcb.core.restore import preserve_modes
@@ -90,8 +91,7 @@ def find_origin(
         return nonfinite_input(step, _n_bad(learn.xb))
     is_behind = report.repeated and report.where != LOSS
     if is_external and not is_behind:
-        outputs = {x.grad_fn for _, x in parts(learn.pred) if isinstance(x, Tensor)} - {None}
-        report = replace(report, op=operation_in_loss(loss_node, outputs))
+        report = replace(report, op=operation_in_loss(loss_node, graph.roots(learn.pred)))
     return _from_report(report, is_external, noticed, step, advice)
 
 

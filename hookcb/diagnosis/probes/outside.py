@@ -10,12 +10,11 @@ from weakref import ReferenceType, ref
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hookcb.core import graph
 from hookcb.core.batch import parts
-from hookcb.core.graph import MAX_NODES, leaves_behind, node_name, nodes_behind
 from hookcb.core.shards import is_shard
 from hookcb.core.text import join_names
 from hookcb.core.torch_private import version_of
-from hookcb.diagnosis.probes.loss_terms import COMPILED, HIDING
 from hookcb.diagnosis.run import Observation
 from hookcb.hooks.modules import named_modules
 from hookcb.hooks.optimizer_steps import params_of
@@ -95,12 +94,11 @@ class OutsideParameters:
         if not self._is_on or (self._n_looks > N_EACH and self._n_looks % N_EACH):
             return
         given = [x for _, x in parts(inputs) if isinstance(x, Tensor)]
-        outputs = [x.grad_fn for _, x in parts(output) if isinstance(x, Tensor) and x.grad_fn is not None]
-        known, outside = set(map(id, given)), dict[int, Tensor]()
-        for node in islice(nodes_behind(outputs, [x.grad_fn for x in given]), MAX_NODES):
-            if (name := node_name(node)) in HIDING and name != COMPILED:
-                self.hidden_by = HIDING[name]
-            p = getattr(node, "variable", None)
+        outputs, known, outside = graph.roots(output), set(map(id, given)), dict[int, Tensor]()
+        for node in graph.walk(outputs, graph.roots(given), graph.MAX_NODES):
+            if (name := graph.name(node)) in graph.HIDING and name != graph.COMPILED:
+                self.hidden_by = graph.HIDING[name]
+            p = graph.leaf(node)
             if isinstance(p, nn.Parameter) and not (self._is_own(p) or id(p) in known):
                 outside[id(p)] = p
         self._n_graphs += bool(outputs)
@@ -195,7 +193,7 @@ def _inside(
         for name, p in value.named_parameters():
             yield id(p), (f"{path}.{name}", False)
     elif isinstance(value, Tensor):
-        for leaf in [value] if value.is_leaf else leaves_behind([value.grad_fn], MAX_ITEMS):
+        for leaf in [value] if value.is_leaf else graph.leaves([value.grad_fn], MAX_ITEMS):
             if id(leaf) in wanted:
                 yield id(leaf), (path, leaf is not value)
     elif depth and isinstance(value, list | tuple | dict):

@@ -5,9 +5,9 @@ import math
 import torch.nn.functional as F
 from torch import Tensor
 
-from hookcb.core.graph import node_name
+from hookcb.core import graph
 from hookcb.diagnosis.probes.loss_graph import main_term
-from hookcb.diagnosis.probes.loss_terms import Term, read_saved, read_terms
+from hookcb.diagnosis.probes.loss_terms import Term, read_terms
 
 
 def penalty_of(loss: Tensor) -> Tensor | None:
@@ -22,10 +22,10 @@ def penalty_of(loss: Tensor) -> Tensor | None:
 
 def _value(term: Term) -> Tensor | None:
     """Mean over samples of a term, from what its node has saved."""
-    given = read_saved(term.node, "self")
+    given = graph.read_saved(term.node, "self")
     if not isinstance(given, Tensor):
         return None
-    given, name = given.detach(), node_name(term.node)
+    given, name = given.detach(), graph.name(term.node)
     if name in ("Abs", "Pow", "Mul"):  # of differences
         return (given.abs() if name == "Abs" else given.square()).mean()
     if term.target is None:

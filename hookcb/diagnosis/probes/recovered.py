@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hookcb.core import graph
 from hookcb.core.batch import parts
-from hookcb.core.graph import node_name
 from hookcb.diagnosis.probes.loss_graph import main_term
-from hookcb.diagnosis.probes.loss_terms import behind, behind_shapes, read_terms
+from hookcb.diagnosis.probes.loss_terms import read_terms
 
 MAX_ERROR = 1e-3  # of the loss that the recovered targets give; rounding to float32 stays below 1e-4
 
@@ -32,9 +32,9 @@ def recovered_target(node: Any, pred: Any, grad: Tensor | None, loss: Any) -> Te
     outputs = [x for _, x in parts(pred) if isinstance(x, Tensor) and x.grad_fn is not None]
     if main is None or grad is None or not isinstance(loss, Tensor) or not grad.is_cpu:
         return None
-    end = behind_shapes(outputs[0].grad_fn) if len(outputs) == 1 else None
-    is_log = main.kind == "cross-entropy" and node_name(end) == "LogSoftmax"
-    if end is None or (behind(end) if is_log else end) is not main.given:
+    end = graph.peel(outputs[0].grad_fn) if len(outputs) == 1 else None
+    is_log = main.kind == "cross-entropy" and graph.name(end) == "LogSoftmax"
+    if end is None or (graph.behind(end) if is_log else end) is not main.given:
         return None
     x, g = outputs[0].detach().float(), grad.float()
     if x.shape != g.shape or not x.numel():

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hookcb.core.graph import nodes_behind
+from hookcb.core import graph
 from hookcb.core.text import as_layer
 from hookcb.core.threads import this_thread
 from hookcb.core.torch_private import (
@@ -117,7 +117,7 @@ class SavedTensors:
     def see_graph(self, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
         """Reports tensors saved between `inputs` and `outputs` while the hooks were removed."""
         if self.is_on:
-            for node in nodes_behind([x.grad_fn for x in outputs], [x.grad_fn for x in inputs]):
+            for node in graph.walk([x.grad_fn for x in outputs], [x.grad_fn for x in inputs]):
                 for saved in raw_saved(node):
                     self._see_saved(saved)
 

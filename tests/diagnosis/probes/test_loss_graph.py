@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.core.graph import node_name
 from hookcb.diagnosis.probes.loss_graph import LossGraph, n_between, read_loss
 
 N, C, T = 6, 5, 3
@@ -111,13 +110,6 @@ def test_what_else_a_loss_may_be_has_no_kind(loss):
 
 def test_no_node_at_all_is_no_kind():
     assert read_loss(None).kind == ""
-    assert node_name(None) == ""
-
-
-def test_a_node_is_named_by_its_operation_alone():
-    assert node_name(X.softmax(-1).grad_fn) == "Softmax"
-    assert node_name(F.cross_entropy(X, Y).grad_fn) == "NllLoss"
-    assert node_name(X.exp().grad_fn) == "Exp"
 
 
 # ---- purity and scale

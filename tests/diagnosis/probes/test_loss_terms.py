@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hookcb.core.graph import node_name
+from hookcb.core import graph
 from hookcb.diagnosis.probes.loss_terms import read_terms
 
 N, C = 6, 3
@@ -41,7 +41,7 @@ def gaussian_nll(var):
 
 
 def terms(loss):
-    return [(term.kind, term.takes, node_name(term.given)) for term in read_terms(loss.grad_fn)]
+    return [(term.kind, term.takes, graph.name(term.given)) for term in read_terms(loss.grad_fn)]
 
 
 CE, BCE, MSE, MAE = "cross-entropy", "binary cross-entropy", "mse", "mae"
