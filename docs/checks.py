@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import hookcb.diagnosis.checks  # noqa: F401  # which registers them
+import hookcb.diagnosis.faults  # noqa: F401  # which registers them
 from hookcb.diagnosis.explain import FILE
-from hookcb.diagnosis.fault import FAULTS, Site
+from hookcb.diagnosis.fault import FAULTS, Fault, Site, doc_of
 from hookcb.diagnosis.reader import SOURCES
 from hookcb.diagnosis.verdict import link_to
 
@@ -33,8 +33,8 @@ SITES = {
 INTRODUCTION = f"""# Checks
 
 All checks of a diagnosis, in the order of a training step; an earlier fault can cause a later one. This page
-is generated from the registry of checks, `hookcb/diagnosis/registry.py`, by `{COMMAND}`; edit the
-docstring of a check rather than this page. `hookcb explain unit.dead` prints the section of one check.
+is generated from the faults in `hookcb/diagnosis/faults`, by `{COMMAND}`; edit the docstring of a fault
+rather than this page. `hookcb explain unit.dead` prints the section of one check.
 
 An exact check looks for something that is always wrong. A statistical check compares a number with a limit;
 its margin shows which numbers healthy trainings reach and which numbers planted faults have. Margins are
@@ -62,27 +62,27 @@ def _overview() -> str:
     return "\n".join(rows)
 
 
-def _first_sentence(check: Check) -> str:
-    return " ".join(check.doc.partition("\n\n")[0].split())
+def _first_sentence(check: type[Fault]) -> str:
+    return " ".join(doc_of(check).partition("\n\n")[0].split())
 
 
-def _section(check: Check, margins: dict[str, list[Margin]]) -> str:
+def _section(check: type[Fault], margins: dict[str, list[Margin]]) -> str:
     lines = "" if check.exact else "\n".join(_margin_lines(check, margins))
     return "\n\n".join([f'<a id="{check.code}"></a>', f"### `{check.code}`", *paragraphs(check, lines)])
 
 
-def paragraphs(check: Check, margins: str = "") -> Iterator[str]:
+def paragraphs(check: type[Fault], margins: str = "") -> Iterator[str]:
     """Paragraphs that describe a check, with its measured margins if given."""
     needs = " and ".join(dict.fromkeys(SOURCES[x] for x in check.needs)) or "Diagnose or GradientHealth"
     yield f"{kind(check).capitalize()}. Needs {needs}."
-    yield check.doc
+    yield doc_of(check)
     if margins:
         yield margins
     if check.leads_to:
         yield f"May lead to: {', '.join(f'`{code}`' for code in check.leads_to)}."
 
 
-def kind(check: Check) -> str:
+def kind(check: type[Fault]) -> str:
     """Whether the check is "exact", without a threshold, or "statistical"."""
     return "exact" if check.exact else "statistical"
 
@@ -96,7 +96,7 @@ def explanations() -> str:
     return json.dumps(texts, ensure_ascii=False, indent=1) + "\n"
 
 
-def _margin_lines(check: Check, margins: dict[str, list[Margin]]) -> Iterator[str]:
+def _margin_lines(check: type[Fault], margins: dict[str, list[Margin]]) -> Iterator[str]:
     known = margins.get(check.code, [])
     if not known:
         yield "Margin: not measured."

@@ -1,6 +1,5 @@
 """The lists in CONTRIBUTING.md are whole: who leaves out a place of one is told which."""
 
-import ast
 import inspect
 import pkgutil
 import re
@@ -9,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from faults import FAULTS
+from faults import FAULTS as CASES
 
 import hookcb
 from docs.orders import reasons
@@ -17,42 +16,34 @@ from hookcb import Callback, Event, synth_learner
 from hookcb.core import orders
 from hookcb.core.events import BATCH_EVENTS, LEVELS
 from hookcb.core.loop_tree import loop_tree
-from tests.test_floors import imports
+from hookcb.diagnosis.fault import FAULTS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(hookcb.__file__).parent
-PROBES = PACKAGE / "diagnosis" / "probes"
+FOLDER = PACKAGE / "diagnosis" / "faults"
 INTERNAL = {  # callbacks that are not for users, and whose they are
-    "Attached": "Diagnose",
-    "AttachedHealth": "Diagnose",
-    "AttachedStats": "Diagnose",
+    "Led": "Diagnose",
+    "LedHealth": "Diagnose",
+    "LedStats": "Diagnose",
+    "LedTimer": "Diagnose",
     "PhaseMarker": "StepTimer and ProfilerCallback",
     "GatherPreds": "Learner.get_preds",
     "LRFinder": "Learner.lr_find",
     "RateCallback": "the base of schedules",
     "SteppedRate": "the base of schedules",
-    "EvidenceRecorder": "the base of Diagnose",
-    "AttachedTimer": "Diagnose",
     "EndAtLimit": "hookcb diagnose --steps",
 }
-NOT_PLANTED = {  # checks without a planted fault, each tested by itself; plant one rather than add to these
-    "dropout.extreme",
-    "hook.silent",
-    "init.zero",
-    "loss.detached",
-    "model.linear_stack",  # a note, as a training may do without the nonlinearity
-    "nonfinite.contained",
-    "param.frozen_between",  # a note, as a layer may be frozen on purpose
-    "param.restored",
-    "replica.diverged",  # which needs several processes, as the next ones; see benchmarks/planted_ranks.py
-    "replica.buffers",
-    "data.duplicated",
-    "data.repeated",
-    "data.same_order",
-    "random.duplicated",
-    "grad.rescaled",
-    "time.straggler",
-    "train.unfinished",  # a note, which a healthy training gets too
+NOT_PLANTED = {  # faults without a planted case, and why
+    "nonfinite.contained": "needs GradientHealth(activations=True), which a case cannot ask for",
+    "train.unfinished": "a note, which a healthy training gets too",
+    "replica.diverged": "needs several processes, as the next ones; see benchmarks/planted_ranks.py",
+    "replica.buffers": "likewise",
+    "data.duplicated": "likewise",
+    "data.repeated": "likewise",
+    "data.same_order": "likewise",
+    "random.duplicated": "likewise",
+    "grad.rescaled": "likewise",
+    "time.straggler": "likewise",
 }
 
 
@@ -140,118 +131,53 @@ def test_the_places_of_a_callback_that_are_left_out_are_named():
     ]
 
 
-# ---- a check
+# ---- a fault
 
 
-def missing_of_check(code, function, planted, tests, designed):
-    file = place_of(function.__module__)[1]
-    if code not in planted | NOT_PLANTED:
-        yield f"benchmarks/planted/: no fault has the code {code}"
-    importing = [text for text in tests if f"diagnosis.checks.{file} import" in text]
-    if not (any(names(x, code) for x in tests) or any(names(x, function.__name__) for x in importing)):
-        yield f"tests/diagnosis/checks/test_{file}.py: no test names {code} or {function.__name__}"
-    if code not in designed:
-        yield f"tests/test_checks_page.py: {code} is not in DESIGNED"
+def missing_of_fault(code, planted):
+    if code not in planted | NOT_PLANTED.keys():
+        yield f"benchmarks/planted/: no case has the code {code}"
     if f"### `{code}`" not in read(ROOT / "docs" / "checks.md"):
         yield f"docs/checks.md: {code} is not there; run python docs/checks.py"
 
 
-PLANTED = frozenset().union(*(case.codes for case in FAULTS))
-TESTS_OF_CHECKS = texts_of_tests("diagnosis", "scenarios", "loops", "cli")
-DESIGNED = read(ROOT / "tests" / "test_checks_page.py").partition("DESIGNED")[2].split('"""')[1].split()
+PLANTED = frozenset().union(*(case.codes for case in CASES))
 
 
-@pytest.mark.parametrize("check", FAULTS.values(), ids=lambda check: check.code)
-def test_a_check_is_in_all_places(check):
-    given = check.code, check.function, PLANTED, TESTS_OF_CHECKS, DESIGNED
-    missing = list(missing_of_check(*given))
+@pytest.mark.parametrize("code", FAULTS)
+def test_a_fault_is_in_all_places(code):
+    missing = list(missing_of_fault(code, PLANTED))
     assert not missing, "\n".join(missing)
 
 
-def test_checks_that_are_said_to_have_no_fault_have_none():
-    assert set(FAULTS) >= NOT_PLANTED
-    assert not NOT_PLANTED & PLANTED
+def test_faults_that_are_said_to_have_no_case_have_none():
+    assert FAULTS.keys() >= NOT_PLANTED.keys()
+    assert not NOT_PLANTED.keys() & PLANTED
 
 
-def test_every_file_of_checks_is_imported():
-    paths = (PACKAGE / "diagnosis" / "checks").glob("[a-z]*.py")
-    files = {path.stem for path in paths if "\n@check(" in read(path)}
-    modules = {place_of(check.function.__module__)[1] for check in FAULTS.values()}
-    assert files == modules, "see the imports of checks/__init__.py"
+def test_the_places_of_a_fault_that_are_left_out_are_named():
+    missing = missing_of_fault("dummy.code", PLANTED)
+    assert [place.partition(":")[0] for place in missing] == ["benchmarks/planted/", "docs/checks.md"]
 
 
-def test_the_places_of_a_check_that_are_left_out_are_named():
-    def dummy(evidence):
-        return iter(())
-
-    dummy.__module__ = "hookcb.diagnosis.checks.layers"
-    missing = missing_of_check("dummy.code", dummy, PLANTED, TESTS_OF_CHECKS, DESIGNED)
-    assert [place.partition(":")[0] for place in missing] == [
-        "benchmarks/planted/",
-        "tests/diagnosis/checks/test_layers.py",
-        "tests/test_checks_page.py",
-        "docs/checks.md",
-    ]
-
-
-# ---- a probe
-
-
-def reached(found, start):
-    """The files that `start` imports, and what these import."""
-    seen, waiting = set(), [start]
-    while waiting:
-        file = waiting.pop()
-        if file not in seen:
-            seen.add(file)
-            waiting += found[file]
-    return seen
-
-
-def missing_of_probe(file, tree, is_reached):
-    if not is_reached:
-        yield f"hookcb/diagnosis/probes/suite.py: Probes does not use {file}"
-    if not (ROOT / "tests" / "diagnosis" / "probes" / f"test_{file}").exists():
-        yield f"tests/diagnosis/probes/test_{file}: is not there"
-    calls = [x for x in ast.walk(tree) if isinstance(x, ast.Call) and ast.unparse(x.func) == "Observation"]
-    codes = [call.args[0].value for call in calls if call.args and isinstance(call.args[0], ast.Constant)]
-    for code in codes:
-        if code not in FAULTS:
-            yield f"hookcb/diagnosis/checks/observed.py: no check passes on {code}"
-
-
-@pytest.fixture(scope="module")
-def used():
-    """What a diagnosis uses."""
-    return reached(imports(PACKAGE), "diagnosis/callback.py")
-
-
-@pytest.mark.parametrize("path", sorted(PROBES.glob("[a-z]*.py")), ids=lambda path: path.stem)
-def test_a_probe_is_in_all_places(path, used):
-    is_reached = path.relative_to(PACKAGE).as_posix() in used
-    missing = list(missing_of_probe(path.name, ast.parse(read(path)), is_reached))
-    assert not missing, "\n".join(missing)
-
-
-def test_what_checks_say_must_have_been_there_is_noted_by_the_suite():
-    files = PROBES / "suite.py", PACKAGE / "diagnosis" / "probed.py", PACKAGE / "diagnosis" / "on_ranks.py"
-    nodes = [x for file in files for x in ast.walk(ast.parse(read(file)))]
-    noted = {x.value for x in nodes if isinstance(x, ast.Constant)}
-    trees = [ast.parse(read(path)) for path in (PACKAGE / "diagnosis" / "checks").glob("*.py")]
-    keywords = [x for tree in trees for x in ast.walk(tree) if isinstance(x, ast.keyword)]
-    asked = [x.value.value for x in keywords if x.arg == "requires" and isinstance(x.value, ast.Constant)]
-    asked = {part for text in asked for part in text.split(" or ")}
-    assert len(asked) >= 10
-    assert sorted(asked - noted) == [], "add what there was to look at to Probes.observed"
-
-
-def test_the_places_of_a_probe_that_are_left_out_are_named():
-    tree = ast.parse('def look():\n    yield Observation("dummy.code", text="")')
-    assert [place.partition(":")[0] for place in missing_of_probe("dummy.py", tree, False)] == [
-        "hookcb/diagnosis/probes/suite.py",
-        "tests/diagnosis/probes/test_dummy.py",
-        "hookcb/diagnosis/checks/observed.py",
-    ]
+def test_each_file_of_faults_has_one_or_a_family():
+    files = [path for path in FOLDER.rglob("*.py") if path.name != "__init__.py"]
+    sites = {path.parent.name for path in files}
+    assert sites == {
+        "inputs",
+        "labels",
+        "model",
+        "head",
+        "loss",
+        "gradients",
+        "steps",
+        "numbers",
+        "time",
+        "ranks",
+    }
+    assert [str(path) for path in files if "\n@fault(" not in read(path)] == []
+    modules = {kind.__module__.rpartition(".")[2] for kind in FAULTS.values()}
+    assert {path.stem for path in files} == modules
 
 
 # ---- an event; its method, the pseudocode and what Learner emits are in tests/core/test_events.py, and

@@ -6,6 +6,7 @@ from faults_language import LANGUAGE_FAULTS
 from faults_layers import LAYER_FAULTS
 from faults_numbers import NUMBER_FAULTS
 from faults_optim import OPTIM_FAULTS
+from faults_rare import RARE_FAULTS
 from faults_time import TIME_FAULTS
 
 FAULTS: list[Case] = [
@@ -15,4 +16,5 @@ FAULTS: list[Case] = [
     *NUMBER_FAULTS,
     *LANGUAGE_FAULTS,
     *TIME_FAULTS,
+    *RARE_FAULTS,
 ]

@@ -60,7 +60,7 @@ def numbers(evidence: Run) -> Iterator[Number]:
     for check in FAULTS.values():
         if check.exact or not evidence.sources.issuperset(check.needs):
             continue
-        for result in check.function(evidence):
+        for result in evidence.measured(check).findings(evidence):
             if isinstance(result, Finding):
                 compared = Number(result.code, result.value, result.limit, result.severity)
             else:  # Skipped has no number
