@@ -58,24 +58,10 @@ class AttachedStats(Attached, ActivationStats):
     """`ActivationStats` of all layers; its hooks measure for the owner too."""
 
     part = "activations"
-    idle_events = ActivationStats.idle_events | {Event.BEFORE_BATCH}
 
     def __init__(self, owner: Owner, name: str) -> None:
         super().__init__(include_paramless=True, name=name)
         self.owner = owner
-
-    @property
-    def is_resting(self) -> bool:
-        """Whether it is called at no event of a batch."""
-        return Event.BEFORE_BATCH in self._idle and self._is_resting
-
-    def pass_batch(self) -> None:
-        """Begins a batch of which it is not called, as it was resting in the one before."""
-        if self.owner is not None and self.owner.is_wanted:
-            self.before_batch()
-        else:
-            self.n_skipped += 1
-            self.rest_hooks()  # others were on the layers before, as to measure their times
 
     def looks_alike(self) -> bool:
         """True, as the owner looks at batches by their numbers."""
@@ -112,17 +98,30 @@ class AttachedHealth(Attached, GradientHealth):
 
     def stop(self) -> None:
         super().stop()
-        self.rest(True)
+        if self._watch is not None:
+            self._watch.close()
 
     def note(self, opt: Optimizer | None) -> None:
         """Notes an optimizer whose steps were not recorded yet."""
         if self._watch is not None and opt is not None:
             self._watch.note(opt)
 
-    def rest(self, is_resting: bool) -> None:
-        """Takes its hook off the optimizers, or puts it back."""
-        if self._watch is not None:
-            (self._watch.close if is_resting else self._watch.reopen)()
+    def before_step(self) -> None:
+        if self._acts:
+            super().before_step()
+
+    def after_cancel_step(self) -> None:
+        if self._acts:
+            super().after_cancel_step()
+
+    def after_step(self) -> None:
+        if self._acts:
+            super().after_step()
+
+    @property
+    def _acts(self) -> bool:
+        """Whether the current step is read, or may be skipped by a scaler."""
+        return self.learn.scaler is not None or self.wants(self._n_steps)
 
 
 class AttachedTimer(Attached, StepTimer):

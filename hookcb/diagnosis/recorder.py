@@ -8,7 +8,7 @@ from torch import nn
 
 from hookcb.core import orders
 from hookcb.core.callback import Callback
-from hookcb.core.events import BATCH_EVENTS, Event
+from hookcb.core.events import Event
 from hookcb.core.loop import label_of
 from hookcb.core.ranks import name_own_rank
 from hookcb.core.time_split import TimeSplit
@@ -23,10 +23,6 @@ from hookcb.diagnosis.run import Run, Spent
 from hookcb.diagnosis.schedule import Schedule
 from hookcb.hooks.modules import ModelGoneError, has_params
 from hookcb.profiling.steps.timer import StepTimer
-
-# events of a batch that is not inspected, at which nothing is done
-IDLE = frozenset({Event.AFTER_PRED, Event.BEFORE_BACKWARD, Event.BEFORE_STEP})
-AWAKE: frozenset[str] = frozenset()
 
 
 class EvidenceRecorder(Callback):
@@ -63,8 +59,6 @@ class EvidenceRecorder(Callback):
         self._evidence, self._guard = None, Guard()
         self._of_rank = name_own_rank()  # the group may be gone at the end
         self._schedule, self._is_new_step = Schedule(self.budget), True
-        # whether the batch is inspected, and whether events are left out
-        self._rest: tuple[bool, bool] | None = (True, False)
         self.is_wanted = self.is_looking = self._is_forward = False
         self._is_external = self.learn.is_external
         split, call = self._split_time(), self._guard.call
@@ -114,36 +108,13 @@ class EvidenceRecorder(Callback):
             self._is_new_step, self.is_wanted = False, self._schedule.is_due()
         self.is_looking = self._is_forward = self.is_wanted
         self._probe(Probes.begin_batch)
-        is_measured = self.is_looking or probes.layer_times.is_timing is True
-        is_idle = not (is_measured or probes.is_dense)
-        if (self.is_looking, is_idle) != self._rest:
-            self._begin_rest(self.is_looking, is_idle)
-        if (stats := self._stats) is not None and stats.is_resting:
-            try:
-                stats.pass_batch()
-            except Exception as error:
-                if not self.takes_error_of(stats, error):
-                    raise
         if split is not None:
-            split.leaves_out = is_measured
+            split.leaves_out = self.is_looking or probes.layer_times.is_timing is True
 
     def _note_step(self) -> None:
         """Notes who has called a part of a step."""
         if self._spent is not None:
             self._guard.call("lines", self._spent.note_step)
-
-    def _begin_rest(self, is_looking: bool, is_idle: bool) -> None:
-        """Leaves out the events at which nothing is done in this batch."""
-        self._rest = is_looking, is_idle
-        checks_outputs = self._probes is not None and self._probes.checks_outputs
-        own = IDLE - {Event.AFTER_PRED} if checks_outputs else IDLE
-        resting: list[tuple[Callback, frozenset[str]]] = [(self, own if is_idle else AWAKE)]
-        health_rests = not is_looking and self.learn.scaler is None  # which skips steps
-        self._health.rest(health_rests)
-        resting.append((self._health, BATCH_EVENTS if health_rests else AWAKE))
-        self.learn.rest(resting)
-        if self._probes is not None:
-            self._probes.rest(self.learn, is_idle and not self._is_external)
 
     def after_pred(self) -> None:
         if self.is_looking:
@@ -187,7 +158,7 @@ class EvidenceRecorder(Callback):
         if (probes := self._probes) is None:
             return
         if not self.is_looking and id(self.learn.opt) not in probes.optimizers:
-            self._health.note(self.learn.opt)  # it rests
+            self._health.note(self.learn.opt)  # which has not seen it
         self._probe(Probes.end_step)
 
     def after_batch(self) -> None:
@@ -197,13 +168,7 @@ class EvidenceRecorder(Callback):
             self._guard.call("spent", self._spent.end_batch)
 
     def after_train(self) -> None:
-        self.before_validate()
         self._probe(Probes.end_epoch)
-
-    def before_validate(self) -> None:
-        if self._probes is not None:
-            self._rest = None
-            self._probes.rest(self.learn, False)
 
     def finish(self, evidence: Run) -> None:
         """Removes all hooks at the end of the fit; what was recorded stays as plain values in `evidence`."""
@@ -212,7 +177,6 @@ class EvidenceRecorder(Callback):
             self._guard.always("events", self._end_split)
             self._evidence, self._probes = evidence, None
         attached, self._attached, self._stats = self._attached, [], None
-        self.learn.rest([(self, AWAKE)])
         try:
             self.learn.remove_cbs([cb for cb in attached if any(cb is x for x in self.learn.cbs)])
         finally:

@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 
 from hookcb.core.console import warn
-from hookcb.core.events import Event
 from hookcb.core.sampling import SamplingCallback
 from hookcb.core.shards import plain_class
 from hookcb.hooks.coverage import Coverage, added_layers, introduce, note_used
@@ -15,9 +14,7 @@ from hookcb.hooks.hook import HOOK_OPTIONS, HookFunc, Hooks
 from hookcb.hooks.modules import (
     ModelGoneError,
     Where,
-    contains_compiled,
     find_modules,
-    has_compiled,
     make_ready_for_hooks,
     named_modules,
 )
@@ -62,9 +59,6 @@ class HookCallback(SamplingCallback):
     """
 
     hook_options = HOOK_OPTIONS
-    idle_events = frozenset(
-        {Event.AFTER_PRED, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD, Event.AFTER_BATCH}
-    )
 
     def __init__(
         self,
@@ -109,9 +103,6 @@ class HookCallback(SamplingCallback):
         self._others = frozenset(named_modules(self.model).keys() - self.layers.keys())
         make_ready_for_hooks(self.model)
         self.hooks = Hooks(self.layers, self._function or self.hook, gate=self.hooks_act, **self._options)
-        # those in compiled code stay on the layers, and those whose results others see
-        observes = self.is_forward and not self._options.get("modify")
-        self._may_rest = observes and not contains_compiled(self.model)
         introduce(self.hooks, self.model, f"{type(self).__name__}.hook")
 
     def hooks_act(self) -> bool:
@@ -127,19 +118,9 @@ class HookCallback(SamplingCallback):
 
     def before_batch(self) -> None:
         super().before_batch()
-        if not self.hooks or self.outside_main_phase:
-            return
-        if self.is_looking:
-            self.hooks.wake()
+        if self.hooks and self.is_looking and not self.outside_main_phase:
             self._acts_in = self.training
             self.hooks.restart()
-        else:
-            self.rest_hooks()
-
-    def rest_hooks(self) -> None:
-        """Takes the hooks off their layers in a batch that is not looked at, if that changes no order."""
-        if self.hooks and self._may_rest and not self.hooks.is_resting and not has_compiled():
-            self.hooks.rest()
 
     def after_pred(self) -> None:
         self._has_pred = True

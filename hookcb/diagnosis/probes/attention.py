@@ -20,7 +20,7 @@ from hookcb.diagnosis.probes.sequence_axis import SequenceAxis
 from hookcb.diagnosis.probes.tokens import Tokens
 from hookcb.diagnosis.run import Observation
 from hookcb.hooks.hook import Hook
-from hookcb.hooks.modules import contains_compiled, is_compiled, named_modules
+from hookcb.hooks.modules import is_compiled, named_modules
 
 MIN_KEYS = 4
 MAX_EVALUATED = 64  # calls in eval mode whose inputs are compared
@@ -337,16 +337,6 @@ class OpHooks:
                 return name
             frame = frame.f_back
         return ""
-
-    def rest(self, model: nn.Module) -> None:
-        """Takes the hooks off while no call is to be measured; hooks in compiled code stay on."""
-        if self._hooks and not contains_compiled(model) and not all([hook.rest() for hook in self._hooks]):
-            self.wake()
-
-    def wake(self) -> None:
-        """Puts the hooks back on."""
-        for hook in self._hooks:
-            hook.wake()
 
     def remove(self) -> None:
         """Removes the hooks; exits a probe left open by Ctrl-C, after which torch calls no forward hook."""

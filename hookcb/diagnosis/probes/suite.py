@@ -165,13 +165,6 @@ class Probes:
         self.guard.always("layer_times", lambda: self.layer_times.end_forward())
         self.guard.always("curves", lambda: self.curves.close())
 
-    def rest(self, loop: Any, is_resting: bool) -> None:
-        """Takes the hooks on the model off while its calls are not measured, or puts them back."""
-        if is_resting:
-            self.guard.call("ops", self.ops.rest, loop.model)
-        else:
-            self.guard.call("ops", self.ops.wake)
-
     # ---- a batch
 
     def begin_batch(self, loop: Any, looking: bool) -> None:
