@@ -103,6 +103,8 @@ class HookCallback(SamplingCallback):
         self._others = frozenset(named_modules(self.model).keys() - self.layers.keys())
         make_ready_for_hooks(self.model)
         self.hooks = Hooks(self.layers, self._function or self.hook, gate=self.hooks_act, **self._options)
+        for hook in self.hooks:
+            hook.is_idle = True  # until a batch is looked at
         introduce(self.hooks, self.model, f"{type(self).__name__}.hook")
 
     def hooks_act(self) -> bool:
@@ -113,13 +115,20 @@ class HookCallback(SamplingCallback):
         """
         return self._acts_in is self.learn.training and self.learn.in_loop_thread
 
+    def _let_act(self, training: bool | None) -> None:
+        """Has the hooks act in this value of `training`, or not at all: two states, as compiled code sees."""
+        if training is not self._acts_in:
+            self._acts_in = training
+            for hook in self.hooks or ():
+                hook.is_idle = training is None
+
     def before_train(self) -> None:
-        self._acts_in = None  # a batch that was cut short has left it set
+        self._let_act(None)  # a batch that was cut short has left it set
 
     def before_batch(self) -> None:
         super().before_batch()
         if self.hooks and self.is_looking and not self.outside_main_phase:
-            self._acts_in = self.training
+            self._let_act(self.training)
             self.hooks.restart()
 
     def after_pred(self) -> None:
@@ -127,26 +136,26 @@ class HookCallback(SamplingCallback):
 
     def before_backward(self) -> None:
         if self.is_forward:  # a forward after this is recomputation by activation checkpointing
-            self._acts_in = None
+            self._let_act(None)
 
     def after_cancel_backward(self) -> None:
         self.is_looking = self.is_looking and self.is_forward
 
     def after_backward(self) -> None:
-        self._acts_in = None
+        self._let_act(None)
         if self.is_looking and not self.n_batches and self.hooks:
             note_used(self.layers, self.hooks)
 
     def after_batch(self) -> None:
         super().after_batch()
         if not self.outside_main_phase:
-            self._acts_in = None
+            self._let_act(None)
             is_first = self._has_pred and self.n_batches == 1
             if self.hooks and self.is_looking and is_first and not any(hook.fired for hook in self.hooks):
                 warn(self.coverage.warning(), stacklevel=2)
 
     def after_fit(self) -> None:
-        self._acts_in = None
+        self._let_act(None)
         self._added = self._find_added()
         if self.remove_end:
             self.remove()
