@@ -88,9 +88,9 @@ class SamplingCallback(Callback):
         self.is_looking = self.is_looking and self.outside_main_phase
 
     def after_batch(self) -> None:
-        if not self.outside_main_phase:
+        if self._is_due and not self.outside_main_phase:
             self.n_batches += self.is_looking
-            self.n_skipped += self._is_due and not self.is_looking  # it was cancelled
+            self.n_skipped += not self.is_looking  # it was cancelled
 
     def state_dict(self) -> dict[str, Any]:
         return {"n_batches": self.n_batches, "n_skipped": self.n_skipped}

@@ -74,7 +74,7 @@ class AttachedStats(Attached, ActivationStats):
 
     def stop(self) -> None:
         super().stop()
-        self._acts_in = None
+        self._let_act(None)
 
     def hook(self, m: nn.Module, *seen: Any) -> None:
         super().hook(m, *seen)

@@ -127,7 +127,7 @@ class HookCallback(SamplingCallback):
 
     def before_batch(self) -> None:
         super().before_batch()
-        if self.hooks and self.is_looking and not self.outside_main_phase:
+        if self.is_looking and self.hooks and not self.outside_main_phase:
             self._let_act(self.training)
             self.hooks.restart()
 
@@ -148,7 +148,7 @@ class HookCallback(SamplingCallback):
 
     def after_batch(self) -> None:
         super().after_batch()
-        if not self.outside_main_phase:
+        if self._is_due and not self.outside_main_phase:
             self._let_act(None)
             is_first = self._has_pred and self.n_batches == 1
             if self.hooks and self.is_looking and is_first and not any(hook.fired for hook in self.hooks):

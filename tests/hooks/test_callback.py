@@ -778,6 +778,18 @@ def test_hooks_stay_on_the_layers_in_batches_that_are_not_looked_at():
     assert_no_hooks(learn.model)
 
 
+def test_no_gate_is_asked_in_batches_that_are_not_looked_at():
+    asked = []
+
+    class Asked(Means):
+        def hooks_act(self):
+            asked.append(self.train_iter)
+            return super().hooks_act()
+
+    fit(three_layers(), Asked(every=3), n_train=7, n_valid=2)
+    assert set(asked) == {0, 3, 6}
+
+
 def test_a_hook_of_the_user_on_a_layer_keeps_its_place_behind_ours():
     order = []
 
