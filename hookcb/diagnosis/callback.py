@@ -17,7 +17,7 @@ from hookcb.core.console import attempt, show, warn
 from hookcb.core.events import CancelFitException, Event
 from hookcb.core.ranks import ALONE, Ranks, name_own_rank
 from hookcb.diagnosis.dispatcher import Dispatcher
-from hookcb.diagnosis.failures import note_end
+from hookcb.diagnosis.failures import describe_failure, note_end
 from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather, note_unseen, recorded
@@ -25,6 +25,7 @@ from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.led import Led, LedHealth, LedStats, LedTimer
 from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.legacy import Legacy
+from hookcb.diagnosis.measurements.spent import SpentTime
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.on_ranks import compare_batches, keep_losses, share_inputs, share_losses
 from hookcb.diagnosis.probes.one_batch import add_preflight
@@ -121,7 +122,7 @@ class Diagnose(Callback):
         self._next_check, self._has_reacted = FIRST_CHECK, False
         self._is_new_step, self.is_wanted = True, False
         self._dispatcher = dispatcher = Dispatcher(
-            Run(loop=self.learn), [Legacy, *FAULTS.values()], self.budget
+            Run(loop=self.learn), [Legacy, SpentTime, *FAULTS.values()], self.budget
         )
         dispatcher.run.of_rank = name_own_rank()  # the group may be gone at the end
         self._frame = dispatcher.guarded("frame", Frame.of, self.model, []) or Frame()
@@ -249,13 +250,14 @@ class Diagnose(Callback):
                 attempt(partial(cb.take_verdict, verdict))
         if self.show and not self._is_quiet():
             show(verdict)
+        self._dispatcher = None
 
     def _end(self, run: Run) -> None:
         """Removes all hooks at the end of the fit; what was recorded stays as plain values in `run`."""
         self._final = run
         if self._dispatcher is not None:
             self._dispatcher.close()
-        led, self._led, self._dispatcher = self._led, [], None
+        led, self._led = self._led, []
         try:
             self.learn.remove_cbs([cb for cb in led if is_among(cb, self.learn.cbs)])
         finally:
@@ -292,10 +294,9 @@ class Diagnose(Callback):
         if ranks.world == 1:
             try:
                 return judge(run, told=told)
-            except Exception as error:
-                if self._dispatcher is not None:
-                    self._dispatcher.fail("verdict", error)
-                return self._no_verdict()
+            except Exception as error:  # a verdict that says why there is none is better than none
+                run.note(describe_failure("the verdict", error))
+                return self._no_verdict(run)
         # a rank with labels of its own kind may learn nothing, though all together do
         own = [finding for finding in judge(run).findings if finding.code == "loss.trivial"]
         run.notes.append(f"{ranks.world} ranks")
@@ -305,10 +306,9 @@ class Diagnose(Callback):
         compare_batches(run, ranks, can_compare(self.learn))
         return judge(run, ranks, own, told)
 
-    def _no_verdict(self) -> Verdict:
+    def _no_verdict(self, run: Run) -> Verdict:
         """Verdict if none can be made: what was told, and why there is no more."""
-        notes = tuple(self._dispatcher.run.notes) if self._dispatcher is not None else ()
-        told = tuple(self._told.values())
+        notes, told = tuple(run.notes), tuple(self._told.values())
         status: Status = "sick" if told else "unknown"
         return Verdict(status, next(iter(told), None), told, (), notes, "; ".join(notes))
 
@@ -323,8 +323,9 @@ class Diagnose(Callback):
             return False
         dispatcher.fail("events", error)
         if event == Event.AFTER_FIT:
-            self.verdict = self._no_verdict() if self.verdict is None else self.verdict
-            self._end(Run())
+            self.verdict = self._no_verdict(dispatcher.run) if self.verdict is None else self.verdict
+            dispatcher.guarded("events", self._end, Run())
+            self._dispatcher = None
         return True
 
     def take_error_of(self, cb: Led, error: Exception) -> bool:

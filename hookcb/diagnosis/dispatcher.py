@@ -34,6 +34,7 @@ class Dispatcher:
 
     def __init__(self, run: Run, kinds: Iterable[type[Part]], budget: float) -> None:
         self.run, self.schedule = run, Schedule(budget)
+        self.is_closed = False
         self._has_loss, self._under_way = False, False
         self._is_looked = False  # likewise whether that batch is inspected
         for kind in parts_for(kinds):
@@ -117,9 +118,13 @@ class Dispatcher:
 
     def close(self) -> None:
         """Removes all hooks, and keeps plain numbers only."""
-        for part in self.run.parts.values():
-            self.guarded(part, part.close, self.run)
-            self.guarded(part, part.freeze)
+        parts, self._parts = list(self.run.parts.values()), []
+        if not self.is_closed:
+            self.is_closed = True
+            for part in parts:
+                self.guarded(part, part.close, self.run)
+                self.guarded(part, part.freeze)
+        self._arrange()
 
     # ---- failures
 
