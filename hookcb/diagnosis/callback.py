@@ -267,7 +267,7 @@ class Diagnose(Callback):
     # ---- the verdict
 
     def evidence(self) -> Run:
-        """What was recorded so far in this fit, or in the last one.
+        """The run of this fit so far, or of the last one.
 
         Raises:
             RuntimeError: If there was no fit yet.

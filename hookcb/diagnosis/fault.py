@@ -85,7 +85,7 @@ class Part:
 
 
 class Measurement(Part):
-    """What several faults read: `run.measured(Inputs)`."""
+    """A part that several faults read: `run.measured(Inputs)`."""
 
 
 class Fault(Part):
