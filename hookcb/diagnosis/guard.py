@@ -35,7 +35,6 @@ COSTS: Mapping[str, tuple[str, ...]] = {
     "hashes": ("data.duplicated", "data.repeated", "data.same_order"),
     "inputs": ("input.nonfinite", "input.constant", "input.scale", "act.scale"),
     "layer_times": ("time.layer", "time.other"),
-    "layers": ("unit.saturated", "act.collapse"),
     "lines": ("time.other",),
     "linear_links": ("model.linear_stack",),
     "lost_updates": ("update.lost_to_rounding",),

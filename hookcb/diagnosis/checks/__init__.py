@@ -11,7 +11,6 @@ from hookcb.diagnosis.checks import (  # noqa: F401
     attenuated,
     exploding,
     dead_units,
-    layers,
     ranks,
     loss,
     guessing,

@@ -10,7 +10,6 @@ from hookcb.core.threads import n_cores
 from hookcb.diagnosis.checks import attenuated as checks_attenuated
 from hookcb.diagnosis.checks import dead_units as checks_dead_units
 from hookcb.diagnosis.checks import exploding as checks_exploding
-from hookcb.diagnosis.checks import layers as checks_layers
 from hookcb.diagnosis.checks import loss as checks_loss
 from hookcb.diagnosis.checks import optimizer as checks_optimizer
 from hookcb.diagnosis.checks import runtime as checks_runtime
@@ -27,7 +26,6 @@ MODULES = (
     checks_attenuated,
     checks_exploding,
     checks_dead_units,
-    checks_layers,
     checks_loss,
     checks_step_size,
     checks_weight_decay,
