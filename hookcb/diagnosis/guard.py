@@ -21,7 +21,6 @@ COSTS: Mapping[str, tuple[str, ...]] = {
     "cleared": ("param.not_stepped",),
     "columns": ("input.scale",),
     "curves": ("loss", "time", "memory", "wd.dominates", "wd.norms", "update.too_small", "gan.balance"),
-    "dead": ("unit.dead",),
     "dropout": ("dropout.scores",),
     "error": ("label.out_of_range", "label.form"),
     "events": ("batches", "batch", "steps"),
