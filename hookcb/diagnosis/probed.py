@@ -75,16 +75,6 @@ def _inputs(probes: Probes) -> tuple[list[int], list[list[float]]]:
     return [info.step for info in probes.inputs.infos], probes.inputs.series("x").tolist()
 
 
-def _add_dead(probes: Probes, evidence: Run) -> None:
-    """Adds which units of a parameter are dead."""
-    for name, dead in probes.dead.dead_shares().items():
-        if name in evidence.params:
-            param = evidence.params[name]
-            param.dead, param.never_alive, param.dead_since = dead.lately, dead.never, dead.since
-            param.n_looked, param.n_examples = dead.n_looked, dead.n_examples
-            param.n_units = dead.n_units
-
-
 def _add_motion(probes: Probes, evidence: Run) -> None:
     """Adds which parameters have moved."""
     for name, moved in probes.motion.moved().items():
@@ -140,7 +130,6 @@ PARTS: Mapping[str, Add] = {  # what adds to an evidence, by the part that it re
     "inputs": _add_inputs,
     "columns": _set("input_columns", lambda probes: [x.sqrt().tolist() for x in probes.columns]),
     "params": _add_params,
-    "dead": _add_dead,
     "motion": _add_motion,
     "hashes": _add_hashes,
     "random": _add_random,

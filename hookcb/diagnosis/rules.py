@@ -9,7 +9,7 @@ import torch
 
 from hookcb.core.text import join_names
 from hookcb.diagnosis.fault import Fault, Result
-from hookcb.diagnosis.run import CONVERGED, WINDOW, Param, Run, Series, Span
+from hookcb.diagnosis.run import CONVERGED, WINDOW, Layer, Param, Run, Series, Span
 from hookcb.diagnosis.verdict import Finding, Severity
 
 LATEST = 5  # records in a median: a single batch says little
@@ -164,6 +164,17 @@ def place(param: Param) -> tuple[float, int]:
 def weights(run: Run) -> list[Param]:
     """Weights of comparable size, from the input to the head."""
     return sorted((p for p in run.params.values() if p.is_weight), key=place)
+
+
+def in_order(run: Run) -> list[Layer]:
+    """Layers in the order of execution."""
+    return sorted(run.layers.values(), key=lambda layer: layer.place)
+
+
+def place_of_head(run: Run) -> float:
+    """Place of the last layer with weights; of the last layer if no place is known."""
+    places = [p.place_of_layer for p in weights(run) if p.place_of_layer is not None]
+    return max(places or [layer.place for layer in run.layers.values()], default=math.inf)
 
 
 def loss_left(run: Run, first: float) -> float:

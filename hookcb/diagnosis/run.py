@@ -69,10 +69,6 @@ class Param:
         is_optimized: whether an optimizer has it; `lr` and `weight_decay` are its group's at the end.
         is_adaptive: whether that optimizer scales gradients by their size, as Adam does.
         maximizes: whether it ascends rather than descends.
-        dead: share of the weight's units without a gradient in the latest `n_looked` measurements of
-            `n_examples` examples, since step `dead_since`; NaN and None if not measured.
-        n_units: number of these units, the rows or the columns of a weight; 0 if not measured.
-        never_alive: share of units that never had a gradient.
         has_moved: whether any of 1,024 elements differs between the beginning and the end.
         n_without: number of inspected steps in which it required a gradient and had none.
         first_bad: first step with a NaN or infinite gradient, even if its record was dropped, else None.
@@ -93,12 +89,6 @@ class Param:
     weight_decay: float = 0.0
     is_adaptive: bool = False
     maximizes: bool = False
-    dead: float = math.nan
-    n_looked: int = 0
-    n_examples: int = 0
-    n_units: int = 0
-    never_alive: float = math.nan
-    dead_since: int | None = None
     n_without: int = 0
     first_bad: int | None = None
     has_moved: bool = True

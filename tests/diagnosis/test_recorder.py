@@ -18,6 +18,7 @@ from hookcb import (
     Learner,
     watch,
 )
+from hookcb.diagnosis.measurements.dead_units import DeadUnits
 from hookcb.diagnosis.schedule import Schedule
 from hookcb.testing import assert_no_hooks
 from tests.support import fit, make_batches, make_learner, make_model
@@ -29,7 +30,7 @@ def examples_of_steps(*cbs, n=12):
     diagnose = Diagnose(show=False)
 
     def follow(cb):
-        dead = diagnose._probes.dead
+        dead = diagnose._dispatcher.run.measured(DeadUnits)
         own = dead.read_gradients
         dead.read_gradients = lambda step, n_examples: (looks.append(n_examples), own(step, n_examples))
 

@@ -67,8 +67,8 @@ def test_numbers_of_which_none_is_known_find_nothing_and_rule_nothing_out(n):
     kinds = ("Linear", "Linear", "Embedding", "LayerNorm")
     params = {
         f"{i}.weight": Param(
-            f"{i}.weight", f"{i}", kind, kind, i, (16, 16), i, weight_decay=0.1, dead=math.nan,
-            never_alive=math.nan, optimizer=i % 2, stats=dict.fromkeys(GRAD_STATS, unknown(n)),
+            f"{i}.weight", f"{i}", kind, kind, i, (16, 16), i, weight_decay=0.1,
+            optimizer=i % 2, stats=dict.fromkeys(GRAD_STATS, unknown(n)),
         ) for i, kind in enumerate(kinds)
     }  # fmt: skip
     layers = {

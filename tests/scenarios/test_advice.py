@@ -13,11 +13,12 @@ from torch.optim import SGD, Adam
 from hookcb import Diagnose, Learner
 from hookcb.diagnosis.checks.attenuated import attenuated_gradients
 from hookcb.diagnosis.checks.exploding import exploding_gradients
-from hookcb.diagnosis.checks.layers import activation_scale, saturated_units
 from hookcb.diagnosis.checks.loss import diverging_loss, first_loss
 from hookcb.diagnosis.checks.optimizer import constant_clipping
 from hookcb.diagnosis.checks.step_size import large_updates, small_updates
 from hookcb.diagnosis.checks.weight_decay import dominating_decay
+from hookcb.diagnosis.faults.model.activation_scale import ActivationScale
+from hookcb.diagnosis.faults.model.saturated_units import SaturatedUnits
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series
 from hookcb.diagnosis.verdict import Finding
@@ -52,7 +53,7 @@ def evidence(*params, layers=(), loss=STAYS, **kwargs):
 
 
 def only(check, given):
-    (found,) = check(given)
+    (found,) = check().findings(given) if isinstance(check, type) else check(given)
     return found
 
 
@@ -216,7 +217,7 @@ def test_an_initialization_is_only_advised_where_another_was_seen():
     grown = layer("body", 0, std=[5000.0] * N)
     for norm, is_large in ((4.0, False), (80.0, True)):
         given = evidence(weight(weight_norm=[norm] * N), layers=[grown], input_std=series([1.0] * N))
-        assert ("kaiming" in advice(only(activation_scale, given))) == is_large
+        assert ("kaiming" in advice(only(ActivationScale, given))) == is_large
 
 
 # ---- trainings that do well
@@ -296,7 +297,7 @@ def test_saturated_units_that_a_model_does_well_with_are_no_finding(end, is_fine
     tanh = layer("act", 0, "Tanh", saturated=[0.8] * N)
     head = weight("head", layer_place=1)
     given = evidence(head, layers=[tanh], loss=loss, constant=1.0)
-    assert isinstance(only(saturated_units, given), Passed) == is_fine
+    assert isinstance(only(SaturatedUnits, given), Passed) == is_fine
 
 
 @pytest.mark.parametrize(("end", "severity"), [(0.1, "info"), (0.3, "warning")])

@@ -10,8 +10,6 @@ from hookcb.diagnosis.checks import (  # noqa: F401
     gan,
     attenuated,
     exploding,
-    dead_units,
-    layers,
     ranks,
     loss,
     guessing,

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.measurements.dead_units import DeadUnits
 from hookcb.diagnosis.registry import check
 from hookcb.diagnosis.rules import (
     MAX_FIRST_UPDATE,
@@ -148,7 +149,8 @@ def _harm(evidence: Run, is_one_column: bool) -> str:
         return "they saturate the gates of a recurrent layer"
     if any(median(values) > MAX_SATURATED for values in saturated):
         return "they saturate units"
-    if any(p.dead > MAX_DEAD for p in params):
+    dead = evidence.measured(DeadUnits).of
+    if any(p.name in dead and dead[p.name].lately > MAX_DEAD for p in params):
         return "some units get no gradient"
     if _is_apart(evidence):
         return f"those of other ranks have one of {evidence.rms_of_others:.3g}"

@@ -4,10 +4,9 @@ import math
 from collections.abc import Iterator
 
 from hookcb.diagnosis.advice import MIN_FACTOR, lower_rate, multiplier
-from hookcb.diagnosis.checks.dead_units import dead_units
-from hookcb.diagnosis.checks.layers import collapsed_activations
 from hookcb.diagnosis.checks.loss import flat_loss
 from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.fault import findings_of as other_findings
 from hookcb.diagnosis.registry import check
 from hookcb.diagnosis.rules import (
     LATEST,
@@ -127,7 +126,7 @@ def _large(param: Param, series: Series) -> _Large | None:
 
 def _death(evidence: Run) -> int:
     """First step after which units are dead, or outputs the same for all samples; 0 if none, or at once."""
-    found = [*findings_of(dead_units, evidence), *findings_of(collapsed_activations, evidence)]
+    found = [*other_findings("unit.dead", evidence), *other_findings("act.collapse", evidence)]
     return min((f.step or 0 for f in found), default=0)
 
 

@@ -6,6 +6,7 @@ from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.dead_units import DeadUnits
 from hookcb.diagnosis.measurements.layer_rows import LayerRows
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.steps import Steps
@@ -19,7 +20,7 @@ class Legacy(Measurement):
     """Calls the probes that are not yet parts."""
 
     cadence = EVERY
-    uses = (Clock, Steps, Curves, LayerRows, Loss)
+    uses = (Clock, Steps, Curves, LayerRows, Loss, DeadUnits)
 
     def __init__(self) -> None:
         self.guard = Guard()

@@ -18,6 +18,7 @@ from hookcb.diagnosis.frame import about
 from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.curves import Curve, Curves
+from hookcb.diagnosis.measurements.dead_units import MAX_DENSE, N_DENSE, DeadUnits
 from hookcb.diagnosis.measurements.layer_rows import MAX_RECORDS, LayerRows, float_output
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.steps import Steps
@@ -35,7 +36,6 @@ from hookcb.diagnosis.probes.batch import (
 from hookcb.diagnosis.probes.buffers import has_own_buffers, observe_buffers
 from hookcb.diagnosis.probes.class_axis import class_scores, observe_class_axis
 from hookcb.diagnosis.probes.clipping import Clipping, divided_by
-from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, DeadUnits
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.embeddings import AddedTables
 from hookcb.diagnosis.probes.head import is_comparison_known, observe_output, stuck_share
@@ -65,8 +65,6 @@ from hookcb.hooks.modules import device_of, named_modules
 from hookcb.hooks.params import find_params
 from hookcb.records.store import StatStore
 
-N_DENSE, MAX_DENSE = 64, 512  # steps at the beginning that are all checked for dead units
-MAX_EXAMPLES = 4 * MIN_EXAMPLES  # of them, after which `N_DENSE` steps suffice
 PENALTY_EVERY = 8  # batches, as a penalty may change fast
 N_TABLES = 3  # batches whose columns are measured
 MAX_OUTPUT = 65_536  # elements of an output that is checked for NaN in each batch
@@ -83,7 +81,7 @@ class Probes:
         guard: calls the probes.
 
     Attributes:
-        is_dense: whether dead units are still checked in each step.
+        is_dense: whether missing gradients are still counted in each step.
     """
 
     def __init__(self, run: Run, guard: Guard) -> None:
@@ -97,7 +95,6 @@ class Probes:
         self.observed: set[str] = set()  # see `Run.observed`
         self.sources = {"batches", "batch", "steps", "time"}
         self.sequences, self.tokens = made("sequences", SequenceAxis), made("tokens", Tokens)
-        self.dead = made("dead", DeadUnits, model)
         self.lost_updates = made("lost_updates", LostUpdates, model)
         self.motion = made("motion", Motion, model)
         self.outside = made("outside", OutsideParameters, model)
@@ -115,7 +112,6 @@ class Probes:
         self.norms, self.tables = made("norms", NormProbe, model), made("tables", AddedTables)
         self._has_read_loss = False
         self.n_batches = self.n_looked = self.n_steps = 0
-        self.n_examples = self._n_samples = 0  # in the gradients of the next step, and in the current batch
         self._is_step_cancelled = False
         self.n_without: Counter[str] = Counter()
         self.params = guard.call("params", find_params, model) or []
@@ -160,7 +156,7 @@ class Probes:
             self._is_after_look = looking
             if clock.split is not None:
                 clock.split.leaves_out = looking or self.layer_times.is_timing is True
-        if looking or self.is_dense or self.has_modes:
+        if looking or self.has_modes:
             self.note_modes(loop, looking)
         if self.hashes is not None:
             call("hashes", self.hashes.add, loop.iter, loop.xb, loop.yb)
@@ -188,8 +184,6 @@ class Probes:
     def note_modes(self, loop: Any, looking: bool) -> None:
         """Notes the number of samples, and the modes of layers that depend on it."""
         n = self.guard.call("norms", n_samples, (*loop.yb, loop.xb))
-        self._n_samples = 1 if n is None else n
-        self.n_examples += self._n_samples
         self.guard.call("norms", self.norms.begin_batch, loop.train_iter, n)
 
     @property
@@ -335,8 +329,6 @@ class Probes:
     def drop_batch(self, loop: Any, looking: bool) -> None:
         """Discards the current batch, which was cancelled and gives no gradients."""
         self._end_forward()
-        self.n_examples -= self._n_samples
-        self._n_samples = 0
 
     def cancel_step(self, loop: Any, looking: bool) -> None:
         """Records that the current step is not made; its gradients may stay for the next one."""
@@ -363,7 +355,6 @@ class Probes:
             call("cleared", self.cleared.before_step)
             call("stale", self.stale.before_step, loop.opt)
         if looking or self.is_dense:
-            call("dead", self.dead.read_gradients, loop.train_iter, self.n_examples)
             call("params", self._count_without)
         if looking:
             call("lost_updates", self.lost_updates.before_step)
@@ -381,7 +372,7 @@ class Probes:
         """Records a step that was made or cancelled."""
         self.n_steps += 1
         if self.is_dense:
-            has_few = not self.guard.has_failed("dead") and self.dead.n_examples < MAX_EXAMPLES
+            has_few = self.run.measured(DeadUnits).has_few
             self.is_dense = self.n_steps < N_DENSE or (self.n_steps < MAX_DENSE and has_few)
         if self.is_external:
             self.guard.call("added", self.added.end_step)
@@ -391,8 +382,6 @@ class Probes:
         if looking:
             self.guard.call("lost_updates", self.lost_updates.after_step, loop.train_iter)
         is_made, self._is_step_cancelled = not self._is_step_cancelled, False
-        if is_made:
-            self.n_examples = 0
         if loop.opt is not None and is_made and self.n_steps <= N_DENSE:
             self.guard.call("stale", self.stale.after_step, loop.opt)
 

@@ -37,7 +37,7 @@ def evidence(*params, lr=0.1, loss=(), loss_kind="mse", **kwargs):
 
 
 def only(check, given):
-    (found,) = check(given)
+    (found,) = check().findings(given) if isinstance(check, type) else check(given)
     return found
 
 

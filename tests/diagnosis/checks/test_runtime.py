@@ -8,9 +8,7 @@ import pytest
 
 from hookcb.core.threads import n_cores
 from hookcb.diagnosis.checks import attenuated as checks_attenuated
-from hookcb.diagnosis.checks import dead_units as checks_dead_units
 from hookcb.diagnosis.checks import exploding as checks_exploding
-from hookcb.diagnosis.checks import layers as checks_layers
 from hookcb.diagnosis.checks import loss as checks_loss
 from hookcb.diagnosis.checks import optimizer as checks_optimizer
 from hookcb.diagnosis.checks import runtime as checks_runtime
@@ -26,8 +24,6 @@ from hookcb.profiling.steps.stragglers import Straggler
 MODULES = (
     checks_attenuated,
     checks_exploding,
-    checks_dead_units,
-    checks_layers,
     checks_loss,
     checks_step_size,
     checks_weight_decay,
@@ -238,8 +234,8 @@ class Odd:
         name, shape = f"l{i % 4}.w{i}", self.random.choice(SHAPES)
         kind, place = self.random.choice(("Linear", "RNN", "Embedding")), self.random.choice((None, i))
         stats = {stat: self.series() for stat in STATS if self.random.random() < 0.9}
-        numbers = {key: self.number() for key in ("resolution", "lr", "weight_decay", "dead")}
-        flags = {"is_optimized": bool(i % 3), "is_adaptive": bool(i % 2), "n_looked": 40, "n_examples": 0}
+        numbers = {key: self.number() for key in ("resolution", "lr", "weight_decay")}
+        flags = {"is_optimized": bool(i % 3), "is_adaptive": bool(i % 2)}
         return Param(name, name[:2], kind, "", i, shape, place, stats=stats, **numbers, **flags)
 
     def layer(self, i):

@@ -6,6 +6,7 @@ import pytest
 
 from hookcb.diagnosis.checks.step_size import large_updates, small_updates
 from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.measurements.dead_units import Dead, DeadUnits
 from hookcb.diagnosis.run import Layer, Passed, Skipped
 from tests.diagnosis.checks.support import FALLS, RISES, STAYS, evidence, only, series, weight
 
@@ -80,10 +81,9 @@ def test_a_language_model_that_only_learns_the_shares_of_its_tokens_has_not_lear
     ("dead_since", "ratio", "is_cause"), [(12, 0.08, True), (0, 0.08, False), (12, 0.03, False)]
 )
 def test_smaller_steps_are_too_large_if_units_die_after_them(dead_since, ratio, is_cause):
-    param = weight(
-        update_ratio=[ratio] * 8 + [0.01] * 32, dead=0.9, n_looked=8, n_examples=512, dead_since=dead_since
-    )
-    found = only(large_updates, evidence(param, loss=STAYS))
+    given = evidence(weight(update_ratio=[ratio] * 8 + [0.01] * 32), loss=STAYS)
+    given.measured(DeadUnits).of = {"body.weight": Dead(0.9, 0.9, dead_since, 8, 512, 16)}
+    found = only(large_updates, given)
     assert (found.limit, found.step) == (0.05, 0) if is_cause else isinstance(found, Passed)
 
 
@@ -91,10 +91,10 @@ def test_the_first_steps_stand_above_the_units_that_die_of_them_though_the_loss_
     """One step may do, as may three; what the loss does later changes nothing about the cause."""
     for first in ([0.69], [0.69, 0.5, 0.3]):
         ratios = first + [0.01] * (40 - len(first))
-        param = weight(update_ratio=ratios, dead=0.9, n_looked=8, n_examples=512, dead_since=len(first))
-        verdict = judge(
-            evidence(param, loss=[2.3 - 0.03 * i for i in range(40)], sources={"gradients", "loss"})
-        )
+        loss = [2.3 - 0.03 * i for i in range(40)]
+        given = evidence(weight(update_ratio=ratios), loss=loss, sources={"gradients", "loss"})
+        given.measured(DeadUnits).of = {"body.weight": Dead(0.9, 0.9, len(first), 8, 512, 16)}
+        verdict = judge(given)
         assert (verdict.primary.code, verdict.primary.step) == ("update.too_large", 0)
         dead = next(f for f in verdict.findings if f.code == "unit.dead")
         assert dead.consequence_of == "update.too_large"

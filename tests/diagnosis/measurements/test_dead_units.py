@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, Learner
-from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, MIN_LOOKS, DeadUnits
+from hookcb.diagnosis.measurements.dead_units import MIN_EXAMPLES, MIN_LOOKS, DeadUnits
 from tests.support import fit
 
 D, H, N = 6, 10, 64
@@ -36,6 +36,12 @@ def kill(layer, n):
             layer.bias[:n] = -100.0
 
 
+def following(model):
+    units = DeadUnits()
+    units.follow(model)
+    return units
+
+
 def look(units, model, step, x, loss):
     model.zero_grad()
     loss(model(x)).backward()
@@ -44,7 +50,7 @@ def look(units, model, step, x, loss):
 
 def looked(model, n=10, loss=None, n_examples=N, at=None):
     """Looks at so many batches; `at` may change the model at a step."""
-    units = DeadUnits(model)
+    units = following(model)
     for step in range(n):
         if at is not None:
             at(step)
@@ -67,7 +73,7 @@ def test_layers_without_a_bias_are_told_by_rows_of_their_weight():
     model = net(bias=False)
     with torch.no_grad():
         model[0].weight[:3] = -model[0].weight[:3].abs()
-    units = DeadUnits(model)
+    units = following(model)
     for step in range(10):
         look(units, model, step, batch(seed=step)[0].abs(), lambda out: out.square().mean())
     assert units.dead_shares()["0.weight"].lately == pytest.approx(3 / H)
@@ -78,7 +84,7 @@ def test_a_convolution_is_followed_by_channels():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 8, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 9, 3))
     kill(model[0], 2)
-    units = DeadUnits(model)
+    units = following(model)
     for step in range(8):
         x = torch.randn(N, 2, 5, 5, generator=torch.Generator().manual_seed(step))
         look(units, model, step, x, lambda out: out.square().mean())
@@ -99,7 +105,7 @@ def test_a_bias_that_the_loss_does_not_depend_on_leaves_units_alive():
     model.zero_grad()
     differences(model(batch()[0])).backward()
     model[2].bias.grad.zero_()  # mathematically; rounding may leave a rest
-    units = DeadUnits(model)
+    units = following(model)
     for step in range(8):
         units.read_gradients(step, N)
     assert units.dead_shares()["2.weight"].lately == 0
@@ -109,7 +115,7 @@ def test_a_bias_that_the_loss_does_not_depend_on_leaves_units_alive():
 def test_units_of_a_layer_before_a_batch_norm_are_alive_though_their_bias_has_no_gradient():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(D, H), nn.BatchNorm1d(H), nn.ReLU(), nn.Linear(H, 3))
-    units = DeadUnits(model)
+    units = following(model)
     for step in range(8):
         model.zero_grad()
         x, y = batch(seed=step)
@@ -171,12 +177,12 @@ def test_of_small_batches_so_many_are_looked_at_that_it_is_known(size, told):
 def test_with_few_looks_it_says_how_few():
     found = looked(net(), n=3)["0.weight"]
     assert (found.n_looked, found.n_examples) == (3, 3 * N)
-    assert DeadUnits(net()).dead_shares() == {}
+    assert following(net()).dead_shares() == {}
 
 
 def test_looks_at_a_satisfied_hinge_loss_do_not_count():
     model = net()
-    units = DeadUnits(model)
+    units = following(model)
     for step in range(40):
         margin = 1e6 if step % 4 == 0 else -1e6  # satisfied in three of four batches
         look(units, model, step, batch(seed=step)[0], lambda out, m=margin: F.relu(m - out).mean())
@@ -263,12 +269,12 @@ def test_embeddings_and_matrices_without_a_bias_are_left_out():
 
 def test_layers_whose_gradient_is_none_or_sparse_are_left_out():
     model = net()
-    units = DeadUnits(model)
+    units = following(model)
     for step in range(10):
         look(units, model, step, batch(seed=step)[0], lambda out: out.square().mean())
         model[0].weight.grad = None if step % 2 else model[0].weight.grad.to_sparse()
         model[0].bias.grad = None
-    found = DeadUnits(model)
+    found = following(model)
     found.read_gradients(0, N)
     assert set(found.dead_shares()) == {"2.weight"}
 
@@ -281,7 +287,7 @@ def test_a_frozen_layer_has_no_dead_units():
 
 def test_a_layer_that_takes_part_now_and_then_is_judged_by_its_own_looks():
     model = net()
-    units = DeadUnits(model)
+    units = following(model)
     for step in range(40):
         x = batch(seed=step)[0]
         whole = step % 3 == 0
@@ -301,5 +307,5 @@ def test_looking_changes_no_gradient():
     model = net(n_dead=3)
     F.mse_loss(model(batch()[0]), batch()[1]).backward()
     before = [p.grad.clone() for p in model.parameters()]
-    DeadUnits(model).read_gradients(0, N)
+    following(model).read_gradients(0, N)
     assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))

@@ -1,4 +1,4 @@
-"""DeadUnits: finds units that no longer receive a gradient."""
+"""DeadUnits: units that no longer receive a gradient, in all steps at the beginning."""
 
 import statistics
 from typing import NamedTuple
@@ -6,12 +6,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hookcb.core.batch import n_samples
 from hookcb.core.torch_private import Convolution, parameters_of
+from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.probes.model import MIN_UNITS, is_of_torch, own_weight
+from hookcb.diagnosis.run import Run
 from hookcb.hooks.modules import named_modules
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 MIN_LOOKS, MIN_EXAMPLES = 8, 512  # without a gradient, both required for a dead unit
+N_DENSE, MAX_DENSE = 64, 512  # steps at the beginning that are all inspected
+MAX_EXAMPLES = 4 * MIN_EXAMPLES  # of them, after which `N_DENSE` steps suffice
 
 
 class Dead(NamedTuple):
@@ -41,28 +46,80 @@ class _Units(NamedTuple):
     is_row: bool
 
 
-class DeadUnits:
+class DeadUnits(Measurement):
     """Tracks the units of linear and convolutional layers, and of custom matrices with a bias.
 
     A unit without any gradient was active for no sample. The gradient of its bias is read first, as that is
     cheapest; if it is zero, which it also is if the loss depends on differences only, the unit's row of the
     weight's gradient is read. Steps in which no unit has a gradient are ignored: the loss is then satisfied
     or constant.
+
+    Attributes:
+        n_examples: number of examples in all steps that count.
+        of: what is known of each weight that was measured, by its name.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    cadence = MAX_DENSE
+
+    def __init__(self) -> None:
         self._layers: dict[str, _Units] = {}  # by name of the weight
+        # the last step in which a unit had a gradient, counted from 1; an int if it is the same for all units
+        self._last: dict[str, Tensor | int] = {}
+        self._n_units: dict[str, int] = {}
+        self._looks: dict[str, list[tuple[int, int]]] = {}  # steps and numbers of examples
+        self._in_step = self._in_batch = 0  # examples in the gradients of the next step, and in the batch
+        self._is_dense, self._is_cancelled = True, False
+        self.n_examples = 0
+        self.of: dict[str, Dead] = {}
+
+    def on_model(self, run: Run) -> None:
+        self.follow(run.loop.model)
+
+    def follow(self, model: nn.Module) -> None:
+        """Finds the weights of a model that are measured."""
         for name, m in named_modules(model).items():
             if isinstance(m, nn.Linear | Convolution) and not isinstance(m, TRANSPOSED):
                 path = f"{name}.weight" if name else "weight"
                 if (weight := own_weight(m)) is not None:
                     self._layers[path] = _Units(weight, parameters_of(m).get("bias"), is_row=True)
         self._layers |= _bare_layers(model)
-        # the last step in which a unit had a gradient, counted from 1; an int if it is the same for all units
-        self._last: dict[str, Tensor | int] = {}
-        self._n_units: dict[str, int] = {}
-        self._looks: dict[str, list[tuple[int, int]]] = {}  # steps and numbers of examples
-        self.n_examples = 0  # in all steps that count
+
+    def on_batch(self, run: Run) -> None:
+        if run.looking or self._is_dense:
+            n = n_samples((*run.loop.yb, run.loop.xb))
+            self._in_batch = 1 if n is None else n
+            self._in_step += self._in_batch
+
+    def on_step(self, run: Run) -> None:
+        if run.looking or self._is_dense:
+            self.read_gradients(run.step, self._in_step)
+
+    def on_cancel(self, run: Run, level: str) -> None:
+        if level == "step":
+            self._is_cancelled = True  # its gradients may stay for the next step
+        else:
+            self._in_step -= self._in_batch
+            self._in_batch = 0
+
+    def on_between(self, run: Run) -> None:
+        self._is_dense = self._is_dense and run.n_steps < (MAX_DENSE if self.has_few else N_DENSE)
+        if not (self._is_cancelled and self._is_dense):
+            self._in_step = 0
+        self._is_cancelled = False
+
+    def on_batch_end(self, run: Run) -> None:
+        self._in_batch = 0
+
+    @property
+    def has_few(self) -> bool:
+        """Whether more examples are needed than `N_DENSE` steps have had."""
+        return self.n_examples < MAX_EXAMPLES
+
+    def tell(self, run: Run) -> None:
+        self.of = self.dead_shares()
+
+    def freeze(self) -> None:
+        self._layers, self._last, self._looks = {}, {}, {}
 
     def read_gradients(self, step: int, n_examples: int) -> None:
         """Notes which units have a gradient now, from `n_examples` examples."""

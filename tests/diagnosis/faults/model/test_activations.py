@@ -2,7 +2,9 @@
 
 import pytest
 
-from hookcb.diagnosis.checks.layers import activation_scale, collapsed_activations, saturated_units
+from hookcb.diagnosis.faults.model.activation_scale import ActivationScale
+from hookcb.diagnosis.faults.model.collapsed_activations import CollapsedActivations
+from hookcb.diagnosis.faults.model.saturated_units import SaturatedUnits
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series, Skipped
 
 
@@ -25,8 +27,8 @@ def layer(name, kind="Linear", largest=3.4e38, **stats):
     return Layer(name, kind, f"{kind} 8→8", 0, stats, largest)
 
 
-def only(check, given):
-    (found,) = check(given)
+def only(fault, given):
+    (found,) = fault().findings(given)
     return found
 
 
@@ -37,16 +39,16 @@ def only(check, given):
 def test_saturated_units_are_told_of_the_first_layer(share, severity):
     layers = [layer("a", "Tanh", saturated=0.1), layer("b", "Tanh", saturated=share)]
     seen = evidence(*layers, layer("c", "Tanh", saturated=1.0), layer("head"))
-    assert only(saturated_units, seen).severity == "warning"  # so early the model may do well despite them
+    assert only(SaturatedUnits, seen).severity == "warning"  # so early the model may do well despite them
     seen.n_batches = 50
-    found = only(saturated_units, seen)
+    found = only(SaturatedUnits, seen)
     assert (found.code, found.severity, found.layer) == ("unit.saturated", severity, "b")
     assert (found.step, found.last_step, found.value) == (0, 70, share)
 
 
 def test_the_step_is_that_from_which_units_stay_saturated():
     shares = [0.9] + [0.1] * 10 + [0.9] * 10
-    found = only(saturated_units, evidence(layer("a", "Tanh", saturated=shares), layer("head")))
+    found = only(SaturatedUnits, evidence(layer("a", "Tanh", saturated=shares), layer("head")))
     assert 80 <= found.step <= 110
 
 
@@ -62,14 +64,14 @@ def test_the_step_is_that_from_which_units_stay_saturated():
     ],
 )  # fmt: skip
 def test_few_or_recovered_units_and_the_output_of_the_model_may_be_saturated(given):
-    assert isinstance(only(saturated_units, given), Passed)
+    assert isinstance(only(SaturatedUnits, given), Passed)
 
 
 def test_saturation_after_convergence_says_nothing():
     loss = series([1.0] * 10 + [0.001] * 90, every=1)
     shares = [0.1] * 3 + [0.99] * 7
     given = evidence(layer("a", "Tanh", saturated=shares), layer("head"), loss=loss)
-    assert isinstance(only(saturated_units, given), Skipped)
+    assert isinstance(only(SaturatedUnits, given), Skipped)
 
 
 @pytest.mark.parametrize("trained", ["body", "head"])
@@ -80,10 +82,10 @@ def test_no_other_rate_is_advised_for_what_a_frozen_layer_gives(trained):
     given = evidence(*layers, heads=("body", "head"), input_std=series([1.0] * 8))
     stats = {"update_ratio": series([0.5] * 8), "weight_norm": series([4.0] * 8)}
     given.params[f"{trained}.w"].stats = stats
-    for check in (saturated_units, activation_scale, collapsed_activations):
+    for check in (SaturatedUnits, ActivationScale, CollapsedActivations):
         found = only(check, given)
         assert any("learning rate" in step for step in found.next_steps) == (trained == "body")
-    assert ("a step that was too large" in only(saturated_units, given).causes) == (trained == "body")
+    assert ("a step that was too large" in only(SaturatedUnits, given).causes) == (trained == "body")
 
 
 # ---- act.scale
@@ -95,18 +97,18 @@ def grown(*stds, **kwargs):
 
 
 def test_activations_that_grow_are_told_of_the_layer_at_which_they_do_most():
-    found = only(activation_scale, grown(1.0, 2.0, 4000.0, 8000.0, input_std=series([1.0] * 8)))
+    found = only(ActivationScale, grown(1.0, 2.0, 4000.0, 8000.0, input_std=series([1.0] * 8)))
     assert (found.code, found.severity, found.layer) == ("act.scale", "warning", "l2")
     assert found.value == 8000
     assert "×2,000" in found.message
 
 
 def test_where_all_layers_grow_alike_the_first_is_told():
-    assert only(activation_scale, grown(10.0, 100.0, 1e3, 1e4, input_std=series([1.0] * 8))).layer == "l0"
+    assert only(ActivationScale, grown(10.0, 100.0, 1e3, 1e4, input_std=series([1.0] * 8))).layer == "l0"
 
 
 def test_without_an_input_of_floats_the_first_layer_counts():
-    assert only(activation_scale, grown(0.02, 1.0, 50.0)).layer == "l1"
+    assert only(ActivationScale, grown(0.02, 1.0, 50.0)).layer == "l1"
 
 
 @pytest.mark.parametrize(
@@ -120,18 +122,18 @@ def test_without_an_input_of_floats_the_first_layer_counts():
     ],
 )
 def test_scales_that_have_their_reason_are_no_finding(given):
-    assert isinstance(only(activation_scale, given), Passed)
+    assert isinstance(only(ActivationScale, given), Passed)
 
 
 def test_numbers_near_the_end_of_their_dtype_are_an_error():
     half = layer("a", std=1.0, abs_max=[9e3, 1e4, 1.2e4, 1.3e4], largest=65504.0)
     half.stats["std"] = series([1.0] * 4)
-    found = only(activation_scale, evidence(layer("x", std=1.0), half))
+    found = only(ActivationScale, evidence(layer("x", std=1.0), half))
     assert (found.severity, found.layer, found.limit) == ("error", "a", 0.1)
 
 
 def test_two_records_are_too_few_for_a_scale():
-    assert isinstance(only(activation_scale, grown([1.0] * 2, [1e9] * 2)), Skipped)
+    assert isinstance(only(ActivationScale, grown([1.0] * 2, [1e9] * 2)), Skipped)
 
 
 # ---- act.collapse
@@ -144,13 +146,13 @@ def collapse(*spreads, heads=("l4",), kinds=()):
 
 
 def test_a_collapse_is_told_of_the_layer_from_which_on_all_is_the_same():
-    found = only(collapsed_activations, collapse(1.0, 0.5, 1e-8, 1e-9, 1e-9))
+    found = only(CollapsedActivations, collapse(1.0, 0.5, 1e-8, 1e-9, 1e-9))
     assert (found.code, found.severity, found.layer) == ("act.collapse", "error", "l2")
     assert found.value == pytest.approx(1e-8)
 
 
 def test_the_spread_of_a_late_collapse_is_that_since_it_began():
-    found = only(collapsed_activations, collapse(1.0, 0.5, *([[0.5] * 9 + [1e-8] * 6] * 2), 1e-9))
+    found = only(CollapsedActivations, collapse(1.0, 0.5, *([[0.5] * 9 + [1e-8] * 6] * 2), 1e-9))
     assert (found.layer, found.step, found.value) == ("l2", 90, pytest.approx(1e-8))
     assert "1e-08 of their second moment (limit 1e-06)" in found.message
 
@@ -166,27 +168,27 @@ def test_the_spread_of_a_late_collapse_is_that_since_it_began():
     ],
 )
 def test_outputs_that_are_constant_in_places_are_no_finding(given):
-    assert isinstance(only(collapsed_activations, given), Passed)
+    assert isinstance(only(CollapsedActivations, given), Passed)
 
 
 @pytest.mark.parametrize(("constant", "severity"), [(1.0, "warning"), (2.0, "info")])
 def test_a_spread_lost_layer_by_layer_is_a_warning_if_nothing_is_learned(constant, severity):
     given = collapse(1.0, 1e-2, 1e-4, 1e-6 / 2, 1e-8)
     given.loss, given.constant = series([1.0] * 60, every=1), constant
-    assert only(collapsed_activations, given).severity == severity
+    assert only(CollapsedActivations, given).severity == severity
 
 
 def test_outputs_of_zeros_are_the_same_for_all():
     given = collapse(1.0, [], [], [], [])
     for name in ("l1", "l2", "l3", "l4"):
         given.layers[name].stats["abs_max"] = series([0.0] * 8)
-    assert only(collapsed_activations, given).layer == "l1"
+    assert only(CollapsedActivations, given).layer == "l1"
 
 
 def test_embeddings_of_positions_are_passed_over():
     given = collapse(1e-9, 1.0, 1.0, 1.0, 1e-9, kinds={"l0": "Embedding"})
-    assert isinstance(only(collapsed_activations, given), Passed)
+    assert isinstance(only(CollapsedActivations, given), Passed)
 
 
 def test_four_records_are_too_few_for_a_collapse():
-    assert isinstance(only(collapsed_activations, collapse([1e-9] * 4, [1e-9] * 4)), Skipped)
+    assert isinstance(only(CollapsedActivations, collapse([1e-9] * 4, [1e-9] * 4)), Skipped)
