@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.advice import begins_large, init_advice, is_trained, lower_rate
-from hookcb.diagnosis.checks.attenuated import attenuated_gradients
-from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.fault import Result, Site, findings_of
 from hookcb.diagnosis.registry import check
 from hookcb.diagnosis.rules import (
     LATEST,
@@ -15,7 +14,6 @@ from hookcb.diagnosis.rules import (
     before,
     does_well,
     finding,
-    findings_of,
     finite,
     format_factor,
     has_learned,
@@ -277,7 +275,7 @@ def collapsed_activations(evidence: Run) -> Iterator[Result]:
 def _is_harmful(evidence: Run, span: Span, spreads: Series) -> bool:
     """Whether outputs were the same from the beginning, and nothing else says why nothing was learned."""
     begins_so = span.first == spreads.steps[0]
-    return begins_so and is_trivial(evidence) and not findings_of(attenuated_gradients, evidence)
+    return begins_so and is_trivial(evidence) and not findings_of("grad.attenuated", evidence)
 
 
 def _most_alive_at_end(known: list[Layer], head: float, until: float) -> float:
