@@ -12,6 +12,7 @@ from hookcb.core.callback import Callback
 from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.dispatcher import Dispatcher
 from hookcb.diagnosis.frame import Frame
+from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.reader import way_of
 from hookcb.diagnosis.run import Layer, Run, Series
 from hookcb.gradients.callback import GradientHealth
@@ -173,7 +174,7 @@ def _add_gradients(evidence: Run, records: GradientRecords) -> None:
     if records.output_stats is not None:
         _add_output_gradients(evidence, records.output_stats)
     if any(scale != 1 for _, scale in evidence.steps["scale"]):  # else the scaler has not skipped them
-        evidence.n_skipped = records.skipped
+        evidence.measured(Steps).n_skipped = records.skipped
     elif len(evidence.steps["scale"]):
         evidence.absent["scaler"] = "there is no GradScaler"
     evidence.n_steps = max(evidence.n_steps, len(steps))

@@ -111,11 +111,6 @@ def _epochs_hashed(probes: Probes) -> list[list[BatchHash]]:
     return [] if probes.hashes is None else probes.hashes.epochs()
 
 
-def _add_clipping(probes: Probes, evidence: Run) -> None:
-    if probes.is_clipping_unseen:
-        evidence.steps["clip_coef"] = probes.clipping.coefs()
-
-
 def _set(field: str, value: Callable[[Probes], Any]) -> Add:
     """A function that sets a field of an evidence."""
     return lambda probes, evidence: setattr(evidence, field, value(probes))
@@ -123,7 +118,6 @@ def _set(field: str, value: Callable[[Probes], Any]) -> Add:
 
 PARTS: Mapping[str, Add] = {  # what adds to an evidence, by the part that it reads
     "stuck": _set("stuck", lambda probes: probes.stuck.series()),
-    "clipping": _add_clipping,
     "sizes": _set("sizes", lambda probes: probes.sizes.series()),
     "layer_times": _add_layer_times,
     "backward_times": _set("backward_seconds", lambda probes: probes.backward_times.seconds()),

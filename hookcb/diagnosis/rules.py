@@ -2,13 +2,13 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from hookcb.core.text import join_names
-from hookcb.diagnosis.fault import Fault, Result
+from hookcb.diagnosis.fault import Fault
 from hookcb.diagnosis.run import CONVERGED, WINDOW, Layer, Param, Run, Series, Span
 from hookcb.diagnosis.verdict import Finding, Severity
 
@@ -44,11 +44,6 @@ def finding(code: str, severity: Severity, *, message: str, **about: Any) -> Fin
     fault = Fault()
     fault.code = code  # type: ignore[misc]
     return fault.finding(message, severity, **about)
-
-
-def findings_of(check: Callable[[Run], Iterator[Result]], run: Run) -> list[Finding]:
-    """Findings of another check, on which one depends."""
-    return [result for result in check(run) if isinstance(result, Finding)]
 
 
 def records_needed(run: Run) -> int:

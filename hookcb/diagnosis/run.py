@@ -252,7 +252,7 @@ class Run:
         memory: bytes in use after each step, if known.
         stepped: index of the optimizer that made each recorded step, if known.
         observed: what could be inspected: "inputs", "labels", "loss", "attention", "backward", "steps" …
-        n_steps, n_skipped: number of optimizer steps, and of those that a GradScaler skipped.
+        n_steps: number of optimizer steps.
         is_by_hand: whether the loop updates its weights without an optimizer.
         is_one_backward: whether it comes from a single backward, without a training.
         observations: faults that probes observed directly.
@@ -324,7 +324,6 @@ class Run:
     n_steps: int = 0
     is_by_hand: bool = False
     is_one_backward: bool = False
-    n_skipped: int = 0
     observations: list[Observation] = field(default_factory=list)
     silent: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

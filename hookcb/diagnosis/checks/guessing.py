@@ -6,8 +6,7 @@ from itertools import pairwise
 from statistics import fmean
 
 from hookcb.diagnosis.advice import MIN_FACTOR, divisor, multiplier
-from hookcb.diagnosis.checks.loss import flat_loss
-from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.fault import Result, Site, findings_of
 from hookcb.diagnosis.registry import check
 from hookcb.diagnosis.rules import (
     MAX_OF_CONSTANT,
@@ -18,7 +17,6 @@ from hookcb.diagnosis.rules import (
     expected_fall,
     final_loss,
     finding,
-    findings_of,
     is_noisy,
     is_trivial,
     loss_of_constant,
@@ -239,7 +237,7 @@ def unfinished_training(evidence: Run) -> Iterator[Result]:
             f"The loss fell from {first:.3g} to {last:.3g} in {n:,} batches, and still falls: by its slope, "
             f"{fall:.2g} more in as many again."
         )
-    elif moved < MAX_MOTION and any(f.severity == "warning" for f in findings_of(flat_loss, evidence)):
+    elif moved < MAX_MOTION and any(f.severity == "warning" for f in findings_of("loss.flat", evidence)):
         share, limit = moved, MAX_MOTION
         message = (
             f"The loss has not fallen, but all {n:,} steps together change the median weight by at most "

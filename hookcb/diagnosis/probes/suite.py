@@ -35,7 +35,6 @@ from hookcb.diagnosis.probes.batch import (
 )
 from hookcb.diagnosis.probes.buffers import has_own_buffers, observe_buffers
 from hookcb.diagnosis.probes.class_axis import class_scores, observe_class_axis
-from hookcb.diagnosis.probes.clipping import Clipping, divided_by
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.embeddings import AddedTables
 from hookcb.diagnosis.probes.head import is_comparison_known, observe_output, stuck_share
@@ -103,7 +102,6 @@ class Probes:
         self.under_way: bool | None = None  # after the backward of a batch: whether that is inspected
         self.stale = made("stale", StaleGradients, model)
         self.cleared, self.added = made("cleared", ClearedGradients), made("added", AddedBackwards)
-        self.clipping, self.is_clipping_unseen = made("clipping", Clipping), is_external
         self.stuck, self.sizes = (made(x, Curve) for x in ("stuck", "sizes"))
         self.layer_times = made("layer_times", LayerTimes, model, lambda: loop.in_loop_thread, guard)
         seen = self.layer_times.add_work, self.sequences, self.tokens
@@ -305,8 +303,6 @@ class Probes:
         self.under_way = looking
         if self.is_external:
             self.guard.call("added", self.added.after_backward, self.first_param)
-        if looking and self.is_clipping_unseen:
-            self.guard.call("clipping", self.clipping.after_backward, self.first_param, loop.train_iter)
         if self.n_steps < N_DENSE:
             self.guard.call("cleared", self.cleared.after_backward, self.first_param)
         if self.has_origin or (loop.scaler is not None and loop.scaler.is_enabled()):
@@ -348,9 +344,6 @@ class Probes:
         call = self.guard.call
         if self.is_external:
             call("added", self.added.before_step, self.first_param)
-            self.is_clipping_unseen = not loop.facts.reports_steps
-        if looking and self.is_clipping_unseen:
-            call("clipping", self._add_clipping, loop)
         if self.n_steps < N_DENSE:
             call("cleared", self.cleared.before_step)
             call("stale", self.stale.before_step, loop.opt)
@@ -358,10 +351,6 @@ class Probes:
             call("params", self._count_without)
         if looking:
             call("lost_updates", self.lost_updates.before_step)
-
-    def _add_clipping(self, loop: Any) -> None:
-        scale = divided_by(loop.scaler, loop.opt, loop.model)
-        self.clipping.before_step(self.first_param, loop.train_iter, scale)
 
     def _count_without(self) -> None:
         """Counts the parameters that require a gradient and have none."""

@@ -1,16 +1,14 @@
-"""Check of gradients that fade on the way from the loss to the input."""
+"""grad.attenuated: gradients that fade on the way from the loss to the input."""
 
 import math
 from collections.abc import Iterator, Sequence
 
 from hookcb.diagnosis.advice import begins_small, init_advice
-from hookcb.diagnosis.fault import Result, Site
-from hookcb.diagnosis.registry import check
+from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.rules import (
     LATEST,
     MAX_EXCESS,
     RECURRENT,
-    finding,
     finite,
     gradient_sizes,
     median,
@@ -32,14 +30,15 @@ FLAT = ("Sigmoid", "Tanh", "Softsign", "LogSigmoid")
 _Low = tuple[Param, float, Span]  # a weight with small gradients, their ratio to the largest, and records
 
 
-@check(
+@fault(
     "grad.attenuated",
+    headline="The first layers barely learn",
     site=Site.BACKWARD,
     shown_by="params.norm",
     needs=("gradients",),
     leads_to=("update.too_small", "loss.flat", "loss.trivial", "param.not_stepped"),
 )
-def attenuated_gradients(evidence: Run) -> Iterator[Result]:
+class Attenuated(Fault):
     """Gradients that fade on the way from the loss to the input, so early layers do not learn.
 
     Formula: RMS of a weight's gradient / the largest RMS behind it (of all weights if their order is
@@ -52,32 +51,67 @@ def attenuated_gradients(evidence: Run) -> Iterator[Result]:
     Source: Glorot & Bengio, "Understanding the difficulty of training deep feedforward neural networks",
     2010.
     """
-    until, n = evidence.converged_at(), records_needed(evidence)
-    sizes = {p.name: gradient_sizes(p, until) for p in weights(evidence)}
-    params = [p for p in weights(evidence) if len(sizes[p.name]) >= n]
-    if len(params) < 2:
-        yield Skipped(f"fewer than two weights had a gradient in {n} records before convergence")
-        return
-    ratios = _ratios(params, sizes)
-    usual = max(median(sizes[p.name].values[-LATEST:]) for p in params)
-    low = [
-        (p, median(series.values[-LATEST:]), span)
-        for p, series in zip(params, ratios, strict=True)
-        if (span := trailing(series, lambda x: x < MIN_RATIO, n)) and _is_faint_before(p, usual, evidence)
-    ]
-    if low:
-        yield _attenuated(evidence, params, sizes, low)
-        return
-    if not any(map(len, ratios)):
-        yield Skipped("in each record one weight explodes, next to which all others look small")
-        return
-    worst = min(median(series.values[-LATEST:]) for series in ratios if len(series))
-    yield Passed(f"vanishing gradients (smallest {worst:.1g} of the largest)", worst, MIN_RATIO)
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        until, n = run.converged_at(), records_needed(run)
+        sizes = {p.name: gradient_sizes(p, until) for p in weights(run)}
+        params = [p for p in weights(run) if len(sizes[p.name]) >= n]
+        if len(params) < 2:
+            yield Skipped(f"fewer than two weights had a gradient in {n} records before convergence")
+            return
+        ratios = _ratios(params, sizes)
+        usual = max(median(sizes[p.name].values[-LATEST:]) for p in params)
+        low = [
+            (p, median(series.values[-LATEST:]), span)
+            for p, series in zip(params, ratios, strict=True)
+            if (span := trailing(series, lambda x: x < MIN_RATIO, n)) and _is_faint_before(p, usual, run)
+        ]
+        if low:
+            yield self._attenuated(run, params, sizes, low)
+            return
+        if not any(map(len, ratios)):
+            yield Skipped("in each record one weight explodes, next to which all others look small")
+            return
+        worst = min(median(series.values[-LATEST:]) for series in ratios if len(series))
+        yield Passed(f"vanishing gradients (smallest {worst:.1g} of the largest)", worst, MIN_RATIO)
+
+    def _attenuated(
+        self, run: Run, params: Sequence[Param], sizes: dict[str, Series], low: Sequence[_Low]
+    ) -> Finding:
+        usual = [median(sizes[p.name].values[-LATEST:]) for p in params]
+        names = [p.name for p in params]
+        lowest = min(low, key=lambda x: x[1])
+        # the one nearest to the loss that has far less than the one behind it; without one it is gradual
+        steep = [x for x in reversed(low) if (i := names.index(x[0].name)) + 1 < len(usual)
+                 and usual[i] < MIN_KEPT * usual[i + 1]]  # fmt: skip
+        param, ratio, span = steep[0] if steep else lowest
+        at = names.index(param.name)
+        top = max(range(at, len(usual)), key=lambda i: usual[i])
+        largest = names[top] if top != at else names[max(range(len(usual)), key=lambda i: usual[i])]
+        n = top - at
+        falls = (
+            f" It falls ×{(usual[at] / usual[top]) ** (1 / n):.2g} per layer over {n} layers."
+            if n > 1
+            else ""
+        )
+        how = " It falls at this layer all at once." if steep else falls
+        causes, steps = _why_attenuated(run, params[at : top + 1])
+        return self.finding(
+            f"The gradient (RMS) of {param.name} is {ratio:.1e} times that of {largest} (limit "
+            f"{MIN_RATIO:.0e}), so the layer barely learns.{how}",
+            "error" if lowest[1] < MIN_RATIO_WARNING else "warning",
+            at=param,
+            when=span,
+            value=ratio,
+            limit=MIN_RATIO,
+            causes=causes,
+            next_steps=steps,
+        )
 
 
-def _is_faint_before(param: Param, largest: float, evidence: Run) -> bool:
+def _is_faint_before(param: Param, largest: float, run: Run) -> bool:
     """Whether all parameters nearer to the input have small gradients, too; attention keys always do."""
-    before = [p for p in evidence.params.values() if _comes_before(p, param)]
+    before = [p for p in run.params.values() if _comes_before(p, param)]
     return not any(median(p.series("rms").values[-LATEST:]) > MAX_FAINT * largest for p in before)
 
 
@@ -107,48 +141,15 @@ def _ratios(params: Sequence[Param], sizes: dict[str, Series]) -> list[Series]:
     return found
 
 
-def _attenuated(
-    evidence: Run, params: Sequence[Param], sizes: dict[str, Series], low: Sequence[_Low]
-) -> Finding:
-    usual = [median(sizes[p.name].values[-LATEST:]) for p in params]
-    names = [p.name for p in params]
-    lowest = min(low, key=lambda x: x[1])
-    # the one nearest to the loss that has far less than the one behind it; without one the fall is gradual
-    steep = [x for x in reversed(low) if (i := names.index(x[0].name)) + 1 < len(usual)
-             and usual[i] < MIN_KEPT * usual[i + 1]]  # fmt: skip
-    param, ratio, span = steep[0] if steep else lowest
-    at = names.index(param.name)
-    top = max(range(at, len(usual)), key=lambda i: usual[i])
-    largest = names[top] if top != at else names[max(range(len(usual)), key=lambda i: usual[i])]
-    n = top - at
-    falls = (
-        f" It falls ×{(usual[at] / usual[top]) ** (1 / n):.2g} per layer over {n} layers." if n > 1 else ""
-    )
-    how = " It falls at this layer all at once." if steep else falls
-    causes, steps = _why_attenuated(evidence, params[at : top + 1])
-    return finding(
-        "grad.attenuated",
-        "error" if lowest[1] < MIN_RATIO_WARNING else "warning",
-        at=param,
-        when=span,
-        value=ratio,
-        limit=MIN_RATIO,
-        message=f"The gradient (RMS) of {param.name} is {ratio:.1e} times that of {largest} (limit "
-        f"{MIN_RATIO:.0e}), so the layer barely learns.{how}",
-        causes=causes,
-        next_steps=steps,
-    )
-
-
-def _why_attenuated(evidence: Run, chain: Sequence[Param]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    kinds = [layer.kind for layer in evidence.layers.values() if layer.kind in FLAT]
+def _why_attenuated(run: Run, chain: Sequence[Param]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    kinds = [layer.kind for layer in run.layers.values() if layer.kind in FLAT]
     if len(kinds) > 2:
         kind = max(sorted(set(kinds)), key=kinds.count)
         slope = ", each of which passes on at most a quarter of the gradient" if kind == "Sigmoid" else ""
         return (f"{kinds.count(kind)} {kind} layers in series{slope}",), (
             f"Use ReLU or GELU instead of {kind}, with normalization or residual connections",
         )
-    if any(p.kind in RECURRENT for p in evidence.params.values()):
+    if any(p.kind in RECURRENT for p in run.params.values()):
         return ("a long sequence, along which the gradient fades", "closed gates"), (
             "Use shorter sequences, and initialize the forget-gate bias to 1",
         )

@@ -1,17 +1,20 @@
 """What clipping leaves of gradients, in loops that clip before hookcb reads them."""
 
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.amp.grad_scaler import OptState
 
 from hookcb import Diagnose, watch
-from hookcb.diagnosis.checks.optimizer import constant_clipping
+from hookcb.diagnosis.faults.steps.clipping import ConstantClipping
 from hookcb.diagnosis.judge import judge
-from hookcb.diagnosis.probes.clipping import Clipping
-from hookcb.diagnosis.run import Passed, Series
+from hookcb.diagnosis.measurements.clipping import Clipping
+from hookcb.diagnosis.measurements.steps import Steps
+from hookcb.diagnosis.run import Passed, Run, Series
 from tests.diagnosis.checks.support import only
 
 
@@ -43,7 +46,7 @@ def test_the_norms_before_clipping_are_known_in_a_loop_that_clips_unseen(reports
     found, norms = followed(clip(1e-3), reports=reports)
     assert found.steps["total_norm"].values == pytest.approx(norms, rel=1e-3)
     assert found.steps["clip_coef"].values == pytest.approx([1e-3 / x for x in norms], rel=1e-3)
-    told = only(constant_clipping, found)
+    told = only(ConstantClipping().findings, found)
     assert (told.code, told.severity) == ("clip.always", "error")
     assert f"a norm of {statistics.median(norms):.2g}" in told.next_steps[0]
 
@@ -53,14 +56,14 @@ def test_gradients_that_nothing_clips_are_not_said_to_be_clipped(change):
     found, norms = followed(change)
     assert found.steps["clip_coef"].values == pytest.approx([1.0] * len(norms))
     assert found.steps["total_norm"].values == pytest.approx(norms)
-    assert only(constant_clipping, found).text == "clipping (0% of steps, median ×1)"
+    assert only(ConstantClipping().findings, found).text == "clipping (0% of steps, median ×1)"
 
 
 def test_clipping_each_gradient_does_no_harm_if_steps_stay_as_large():
     """The loss falls by less than a fifth in these batches, and no gradient is cut to a hundredth."""
     found, norms = followed(clip(0.1), loss_of=lambda pred, y: 9 + F.mse_loss(pred, y))
     assert min(norms) > 0.1
-    assert isinstance(only(constant_clipping, found), Passed)
+    assert isinstance(only(ConstantClipping().findings, found), Passed)
 
 
 def test_an_objective_that_need_not_fall_is_neither_flat_nor_held_back_by_clipping():
@@ -77,12 +80,18 @@ def test_an_objective_that_need_not_fall_is_neither_flat_nor_held_back_by_clippi
 
 
 def test_the_scale_of_a_scaler_is_no_clipping_nor_is_a_gradient_of_another_batch():
-    probe, p = Clipping(), nn.Parameter(torch.ones(4))
-    for step, (at_step, scale) in enumerate([(3.0 / 1024, 1024.0), (1.5, 1.0)]):
-        p.grad = torch.full((4,), 3.0)
-        probe.after_backward(p, step)
-        p.grad = torch.full((4,), at_step)
-        probe.before_step(p, step, scale)
-    probe.after_backward(p, 2)
-    probe.before_step(p, 3, 1.0)
-    assert probe.coefs() == Series([0, 1], [1.0, 0.5])
+    clipping, p, opt = Clipping(), nn.Parameter(torch.ones(4)), object()
+    run = Run(loop=SimpleNamespace(is_external=True, facts=SimpleNamespace(reports_steps=False), opt=opt))
+    run.measured(Steps).first_param, run.loop.model = p, nn.Linear(1, 1)
+    clipping.on_model(run)
+    steps = [(3.0 / 1024, 1024.0, 0), (1.5, 1.0, 1), (3.0, 1.0, 3)]
+    for step, (at_step, scale, of_batch) in enumerate(steps):
+        run.loop.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        scaler.scale(torch.ones(()))
+        run.loop.train_iter, p.grad = step, torch.full((4,), 3.0)
+        clipping.on_gradients(run)
+        scaler._per_optimizer_states[id(opt)]["stage"] = OptState.UNSCALED
+        run.loop.train_iter, p.grad = of_batch, torch.full((4,), at_step)
+        clipping.on_step(run)
+    clipping.tell(run)
+    assert run.steps["clip_coef"] == Series([0, 1], [1.0, 0.5])

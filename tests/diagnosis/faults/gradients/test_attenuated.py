@@ -2,13 +2,13 @@
 
 import pytest
 
-from hookcb.diagnosis.checks.attenuated import attenuated_gradients
+from hookcb.diagnosis.faults.gradients.attenuated import Attenuated
 from hookcb.diagnosis.run import Layer, Passed, Skipped
 from tests.diagnosis.checks.support import evidence, gradient, only, stack
 
 
 def test_a_gradient_that_falls_from_layer_to_layer_names_the_lowest_one():
-    found = only(attenuated_gradients, evidence(*stack([0.05**k for k in range(5, -1, -1)])))
+    found = only(Attenuated().findings, evidence(*stack([0.05**k for k in range(5, -1, -1)])))
     assert (found.code, found.severity, found.layer) == ("grad.attenuated", "error", "layers.0")
     assert found.value == pytest.approx(0.05**5)
     assert (found.step, found.last_step) == (0, 19)
@@ -16,13 +16,13 @@ def test_a_gradient_that_falls_from_layer_to_layer_names_the_lowest_one():
 
 
 def test_a_gradient_that_falls_at_once_names_the_layer_at_which_it_falls():
-    found = only(attenuated_gradients, evidence(*stack([1e-5, 2e-5, 1e-5, 0.7, 1.0])))
+    found = only(Attenuated().findings, evidence(*stack([1e-5, 2e-5, 1e-5, 0.7, 1.0])))
     assert (found.severity, found.layer) == ("warning", "layers.2")
 
 
 def test_the_activations_in_series_are_named_as_the_cause():
     layers = {f"act{i}": Layer(f"act{i}", "Sigmoid", "Sigmoid", i) for i in range(8)}
-    found = only(attenuated_gradients, evidence(*stack([1e-7, 1.0]), layers=layers))
+    found = only(Attenuated().findings, evidence(*stack([1e-7, 1.0]), layers=layers))
     assert found.causes[0].startswith("8 Sigmoid layers in series")
 
 
@@ -39,16 +39,16 @@ def test_the_activations_in_series_are_named_as_the_cause():
     ],
 )
 def test_gradients_that_are_small_by_nature_give_no_finding(params):
-    assert isinstance(only(attenuated_gradients, evidence(*params)), Passed)
+    assert isinstance(only(Attenuated().findings, evidence(*params)), Passed)
 
 
 def test_records_after_convergence_do_not_count():
     loss = [1.0] * 10 + [0.001] * 90
     late = [0.1] * 26 + [1e-9] * 66  # the moving average takes a while
     params = [gradient("body", 0, late), gradient("head", 1, [1.0] * 92)]
-    assert isinstance(only(attenuated_gradients, evidence(*params, loss=loss)), Passed)
-    assert only(attenuated_gradients, evidence(*params)).layer == "body"
+    assert isinstance(only(Attenuated().findings, evidence(*params, loss=loss)), Passed)
+    assert only(Attenuated().findings, evidence(*params)).layer == "body"
 
 
 def test_four_records_are_too_few_to_find_vanishing_gradients():
-    assert isinstance(only(attenuated_gradients, evidence(*stack([1e-9, 1.0], n=4))), Skipped)
+    assert isinstance(only(Attenuated().findings, evidence(*stack([1e-9, 1.0], n=4))), Skipped)

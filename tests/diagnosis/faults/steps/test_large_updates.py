@@ -1,22 +1,20 @@
-"""Updates that are too large or too small, on made-up numbers."""
+"""Updates that are too large, on made-up numbers."""
 
 import math
 
 import pytest
 
-from hookcb.diagnosis.checks.step_size import large_updates, small_updates
+from hookcb.diagnosis.faults.steps.large_updates import LargeUpdates
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.dead_units import Dead, DeadUnits
-from hookcb.diagnosis.run import Layer, Passed, Skipped
+from hookcb.diagnosis.run import Layer, Passed
 from tests.diagnosis.checks.support import FALLS, RISES, STAYS, evidence, only, series, weight
-
-# ---- update.too_large
 
 
 def test_steps_larger_than_the_weights_are_an_error():
     large = weight("b", update_ratio=[20.0, 3.0, 0.4] + [0.1] * 37, weight_norm=[46.0, 90.0] + [99.0] * 38)
     params = weight("a", update_ratio=[0.01] * 40), large
-    found = only(large_updates, evidence(*params, loss=STAYS))
+    found = only(LargeUpdates().findings, evidence(*params, loss=STAYS))
     assert (found.code, found.severity, found.layer) == ("update.too_large", "error", "b")
     assert (found.step, found.value) == (0, pytest.approx(20.0, rel=0.01))
     assert "1,000" in found.next_steps[0]
@@ -24,13 +22,15 @@ def test_steps_larger_than_the_weights_are_an_error():
 
 @pytest.mark.parametrize("ratios", [[0.3] * 4 + [0.01] * 36, [0.01] * 20 + [0.08] * 20])
 def test_large_steps_of_which_no_harm_is_known_are_no_finding(ratios):
-    assert isinstance(only(large_updates, evidence(weight(update_ratio=ratios), loss=())), Passed)
+    assert isinstance(only(LargeUpdates().findings, evidence(weight(update_ratio=ratios), loss=())), Passed)
 
 
 @pytest.mark.parametrize(("loss", "severity"), [(STAYS, "warning"), (RISES, "error")])
 @pytest.mark.parametrize("ratios", [[0.3] * 4 + [0.01] * 36, [0.01] * 20 + [0.08] * 20])
 def test_large_steps_that_last_are_told(ratios, loss, severity):
-    assert only(large_updates, evidence(weight(update_ratio=ratios), loss=loss)).severity == severity
+    assert (
+        only(LargeUpdates().findings, evidence(weight(update_ratio=ratios), loss=loss)).severity == severity
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,28 +53,28 @@ def test_large_steps_that_last_are_told(ratios, loss, severity):
 )
 def test_large_steps_that_have_their_reason_are_no_finding(param, loss):
     given = evidence(param, weight("other", update_ratio=[0.001] * 40), loss=loss)
-    assert isinstance(only(large_updates, given), Passed)
+    assert isinstance(only(LargeUpdates().findings, given), Passed)
 
 
 def test_a_weight_that_runs_away_from_its_usual_size_is_no_small_start():
     param = weight(update_ratio=[8.0, 4.0, 1.0] + [0.1] * 37, weight_norm=[20.0, 60.0] + [200.0] * 38)
-    assert only(large_updates, evidence(param, loss=STAYS)).severity == "error"
+    assert only(LargeUpdates().findings, evidence(param, loss=STAYS)).severity == "error"
 
 
 def test_a_loss_that_jumps_at_once_does_not_pass_for_converged():
     loss = [2.3, 400.0, 900.0] + [300.0] * 10 + [3.0] * 27
     given = evidence(weight(update_ratio=[3.0] * 40, weight_norm=[9.0] * 40), loss=loss)
     assert given.converged_at() == math.inf
-    assert only(large_updates, given).severity == "error"
+    assert only(LargeUpdates().findings, given).severity == "error"
 
 
 def test_a_language_model_that_only_learns_the_shares_of_its_tokens_has_not_learned():
     param = weight(update_ratio=[0.8, 0.5, 0.3] + [0.01] * 37)
     loss = [4.6, 4.0, 3.5] + [3.2 + 0.01 * (-1) ** i for i in range(97)]
-    assert isinstance(only(large_updates, evidence(param, loss=loss)), Passed)
-    found = only(large_updates, evidence(param, loss=loss, constant=3.2))
+    assert isinstance(only(LargeUpdates().findings, evidence(param, loss=loss)), Passed)
+    found = only(LargeUpdates().findings, evidence(param, loss=loss, constant=3.2))
     assert (found.code, found.severity, found.limit) == ("update.too_large", "warning", 0.2)
-    assert isinstance(only(large_updates, evidence(param, loss=loss, constant=4.0)), Passed)
+    assert isinstance(only(LargeUpdates().findings, evidence(param, loss=loss, constant=4.0)), Passed)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_language_model_that_only_learns_the_shares_of_its_tokens_has_not_lear
 def test_smaller_steps_are_too_large_if_units_die_after_them(dead_since, ratio, is_cause):
     given = evidence(weight(update_ratio=[ratio] * 8 + [0.01] * 32), loss=STAYS)
     given.measured(DeadUnits).of = {"body.weight": Dead(0.9, 0.9, dead_since, 8, 512, 16)}
-    found = only(large_updates, given)
+    found = only(LargeUpdates().findings, given)
     assert (found.limit, found.step) == (0.05, 0) if is_cause else isinstance(found, Passed)
 
 
@@ -121,51 +121,4 @@ def test_outputs_that_become_the_same_for_all_samples_count_as_well():
     layers = {name: Layer(name, "Linear", "Linear 8→8", i, spreads) for i, name in enumerate(("a", "body"))}
     given = evidence(weight(update_ratio=[0.08] * 8 + [0.01] * 32), loss=STAYS)
     given.layers, given.params["body.weight"].place_of_layer = layers, 2
-    assert only(large_updates, given).limit == 0.05
-
-
-# ---- update.too_small
-
-
-@pytest.mark.parametrize(("size", "severity"), [(3e-6, "warning"), (1e-8, "error")])
-def test_tiny_steps_are_told(size, severity):
-    found = only(small_updates, evidence(weight(update_ratio=[size] * 40), loss=STAYS))
-    assert (found.code, found.severity, found.value) == ("update.too_small", severity, size)
-    assert (found.step, found.last_step) == (0, 39)
-
-
-@pytest.mark.parametrize(
-    ("n_steps", "guess", "is_told"), [(60, 1.0, True), (60, 9.0, False), (9000, 1.0, False)]
-)
-def test_small_steps_that_have_not_moved_a_flat_loss_are_told(n_steps, guess, is_told):
-    param = weight(update_ratio=[3e-5] * 40)
-    found = only(small_updates, evidence(param, loss=[1.0] * 60, guess=guess, n_steps=n_steps))
-    assert (found.limit == 1e-4) if is_told else isinstance(found, Passed)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        evidence(weight(update_ratio=[1e-4] * 40)),
-        evidence(weight(update_ratio=[1e-7] * 40), loss=FALLS),
-        evidence(weight(update_ratio=[1e-3] * 25 + [1e-9] * 15), lr=[0.1] * 25 + [1e-7] * 15, loss=STAYS),
-        evidence(
-            weight("a", update_ratio=[1e-7] * 40), weight("b", update_ratio=[1e-3] * 40),
-            weight("c", update_ratio=[1e-3] * 40), loss=STAYS,
-        ),
-    ],
-)  # fmt: skip
-def test_steps_that_do_their_work_or_end_a_decay_are_no_finding(given):
-    assert isinstance(only(small_updates, given), Passed)
-
-
-def test_small_steps_of_a_warm_up_say_nothing():
-    given = evidence(weight(update_ratio=[1e-8] * 40), lr=[1e-6 * i for i in range(40)])
-    assert isinstance(only(small_updates, given), Skipped)
-    assert isinstance(only(small_updates, evidence(weight(update_ratio=[1e-8] * 4))), Skipped)
-
-
-def test_small_steps_of_a_model_that_was_trained_before_are_not_judged():
-    given = evidence(weight(update_ratio=[1e-6] * 40), loss=STAYS, constant=3.0)
-    assert isinstance(only(small_updates, given), Skipped)
-    assert isinstance(only(small_updates, evidence(weight(update_ratio=[1e-8] * 40), lr=0.0)), Skipped)
+    assert only(LargeUpdates().findings, given).limit == 0.05

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hookcb.diagnosis.checks.gan import MAX_FALL, balance
+from hookcb.diagnosis.faults.loss.game import MAX_FALL, Balance
 from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped
 
 N = 40
@@ -26,7 +26,7 @@ def game(generator=FALLS, discriminator=STAYS, loss_of_generator=HIGHER, loss_of
 
 
 def test_a_discriminator_that_has_won_is_found_at_the_generator():
-    (found,) = balance(game())
+    (found,) = Balance().findings(game())
     assert (found.code, found.severity, found.layer) == ("gan.balance", "warning", "generator")
     assert (found.step, found.limit) == (10, MAX_FALL)
     assert found.value == pytest.approx(1000)
@@ -42,12 +42,12 @@ def test_a_discriminator_that_has_won_is_found_at_the_generator():
     ],
 )
 def test_a_game_that_goes_on_is_fine(changed):
-    (found,) = balance(game(**changed))
+    (found,) = Balance().findings(game(**changed))
     assert isinstance(found, Passed)
 
 
 def test_without_two_players_it_cannot_look():
     alone = game()
     del alone.params["discriminator.0.weight"]
-    (found,) = balance(alone)
+    (found,) = Balance().findings(alone)
     assert isinstance(found, Skipped)
