@@ -26,6 +26,7 @@ from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.guard import COSTS, Guard
 from hookcb.diagnosis.judge import _run, judge
 from hookcb.diagnosis.measurements.lines import LineSamples
+from hookcb.diagnosis.measurements.spent import SpentTime
 from hookcb.diagnosis.probes.suite import Probes
 from hookcb.diagnosis.reader import SOURCES
 from hookcb.diagnosis.run import Passed
@@ -338,7 +339,7 @@ def test_a_thread_of_ours_that_fails_is_told(monkeypatch):
     model = make_model()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     with watch(model, opt, Diagnose(show=False)) as w:
-        w.diagnosis._spent.lines.start()
+        w.diagnosis._dispatcher.run.measured(SpentTime).samples.start()
         for x, y in make_batches(3):
             F.mse_loss(model(x), y).backward()
             opt.step()

@@ -18,8 +18,6 @@ from hookcb.diagnosis.checks import (  # noqa: F401
     step_size,
     weight_decay,
     optimizer,
-    runtime,
-    spent,
     nonfinite,
     observed,
     frozen,

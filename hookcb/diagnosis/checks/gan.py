@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.registry import check
 from hookcb.diagnosis.rules import finding, format_factor, median
 from hookcb.diagnosis.run import WINDOW, Passed, Run, Series, Skipped
@@ -27,13 +28,13 @@ def balance(evidence: Run) -> Iterator[Result]:
     Source: Arjovsky & Bottou, Towards Principled Methods for Training Generative Adversarial Networks, 2017.
     """
     norms = _norms_by_optimizer(evidence)
-    if len(norms) != 2 or set(norms) != set(evidence.losses):
+    if len(norms) != 2 or set(norms) != set(losses := evidence.measured(Curves).losses):
         yield Skipped("the training does not have two optimizers with a loss each")
         return
     a, b = norms
     for winner, loser in ((a, b), (b, a)):
         fall = _fall(norms[loser])
-        if fall > MAX_FALL and _has_won(evidence.losses[winner]) and not _has_fallen(evidence.losses[loser]):
+        if fall > MAX_FALL and _has_won(losses[winner]) and not _has_fallen(losses[loser]):
             yield _unbalanced(evidence, loser, fall, norms[loser])
             return
     yield Passed("balance of two networks", max(_fall(norms[a]), _fall(norms[b])), MAX_FALL)
