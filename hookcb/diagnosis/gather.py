@@ -12,6 +12,7 @@ from hookcb.core.callback import Callback
 from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.dispatcher import Dispatcher
 from hookcb.diagnosis.frame import Frame
+from hookcb.diagnosis.measurements.clock import RankTimes
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.reader import way_of
 from hookcb.diagnosis.run import Layer, Run, Series
@@ -82,7 +83,7 @@ def _add_ranks(evidence: Run, timer: StepTimer | None) -> None:
         evidence.absent["ranks"] = "there are no ranks to compare"
     else:
         evidence.sources.add("ranks")
-        evidence.slowest_rank = timer.records.ranks.slowest
+        evidence.measured(RankTimes).slowest = timer.records.ranks.slowest
 
 
 def note_unseen(evidence: Run, loop: Any) -> None:

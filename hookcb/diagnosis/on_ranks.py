@@ -7,6 +7,7 @@ from typing import Any
 from zlib import crc32
 
 from hookcb.core.ranks import Ranks, name_ranks
+from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.rules import median
 from hookcb.diagnosis.run import Observation, Run, Series
 from hookcb.diagnosis.verdict import Finding, Gap
@@ -22,7 +23,8 @@ def share_losses(evidence: Run, ranks: Ranks) -> None:
 
     The loss of the best constant is averaged too; it is unknown if ranks have very different targets.
     """
-    series = [evidence.loss, evidence.penalty, *evidence.losses.values()]
+    curves = evidence.measured(Curves)
+    series = [evidence.loss, evidence.penalty, *curves.losses.values()]
     shape = [len(series), sum(map(len, series)), *map(len, series[:2])]
     if _differ(shape, ranks):
         evidence.notes.append("ranks have recorded different batches, so each rank judges its own losses")
@@ -30,7 +32,7 @@ def share_losses(evidence: Run, ranks: Ranks) -> None:
     merged = iter(ranks.sum([x for one in series for x in one.values]))
     means = [Series(one.steps, [next(merged) / ranks.world for _ in one.steps]) for one in series]
     evidence.loss, evidence.penalty, *losses = means
-    evidence.losses = dict(zip(evidence.losses, losses, strict=True))
+    curves.losses = dict(zip(curves.losses, losses, strict=True))
     evidence.guess = _agreed(evidence.guess, ranks)
     evidence.constant = _agreed(evidence.constant, ranks)
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from hookcb.core.optim import is_adaptive
-from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
@@ -32,13 +31,12 @@ def add_probed(probes: Probes, evidence: Run) -> None:
     """
     evidence.sources |= probes.sources
     evidence.world = probes.world
-    steps, curves, loss = evidence.measured(Steps), evidence.measured(Curves), evidence.measured(Loss)
+    steps, loss = evidence.measured(Steps), evidence.measured(Loss)
     evidence.loss_kind, evidence.loss_kinds, evidence.guess = loss.kind, loss.kinds, loss.guess
     evidence.is_loss_of_others, evidence.n_in_loss = loss.is_of_others, loss.n_operations
     evidence.constant, evidence.perfect, evidence.noise = loss.constant, loss.perfect, loss.noise
     evidence.n_targets, evidence.penalty = loss.n_targets, loss.penalty
-    evidence.is_by_hand, evidence.losses = steps.is_by_hand, curves.losses
-    evidence.waits, evidence.batches, evidence.memory = curves.waits, curves.batches, curves.memory
+    evidence.is_by_hand = steps.is_by_hand
     evidence.observed, evidence.observations = set(probes.observed), list(probes.observations)
     for part, add in PARTS.items():
         probes.guard.always(part, add, probes, evidence)
@@ -50,13 +48,6 @@ def add_probed(probes: Probes, evidence: Run) -> None:
     for part, observe in _late_observations(probes):
         evidence.observations += probes.guard.always(part, lambda observe=observe: list(observe())) or []
     evidence.notes += probes.notes
-
-
-def _add_layer_times(probes: Probes, evidence: Run) -> None:
-    times = probes.layer_times
-    evidence.layer_seconds, evidence.layer_work = times.seconds(), dict(times.work)
-    evidence.layer_ops = {name: (n, times.n_reads[name]) for name, n in times.n_ops.items()}
-    evidence.hook_seconds = times.hook_seconds()
 
 
 def _add_inputs(probes: Probes, evidence: Run) -> None:
@@ -119,8 +110,6 @@ def _set(field: str, value: Callable[[Probes], Any]) -> Add:
 PARTS: Mapping[str, Add] = {  # what adds to an evidence, by the part that it reads
     "stuck": _set("stuck", lambda probes: probes.stuck.series()),
     "sizes": _set("sizes", lambda probes: probes.sizes.series()),
-    "layer_times": _add_layer_times,
-    "backward_times": _set("backward_seconds", lambda probes: probes.backward_times.seconds()),
     "inputs": _add_inputs,
     "columns": _set("input_columns", lambda probes: [x.sqrt().tolist() for x in probes.columns]),
     "params": _add_params,

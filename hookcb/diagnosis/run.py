@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from hookcb.diagnosis.reader import ADVICE, Way, way_of
 from hookcb.hooks.coverage import BY_CLOSURE
-from hookcb.profiling.steps.stragglers import Straggler
 from hookcb.records.series import Series as Series
 
 T = TypeVar("T")
@@ -166,39 +165,6 @@ class Observation:
 
 
 @dataclass(slots=True)
-class Spent:
-    """Seconds of a mean batch by what they are spent on, without the first batches and the inspected ones.
-
-    Of each, the two batches that take longest are left out too, as a busy machine may have caused them; but
-    not of validations and the time between epochs.
-
-    Attributes:
-        n: number of batches, 0 if none was timed.
-        phases: seconds by phase: "data" (fetches), "forward", "loss", "backward", "optimizer", "between"
-            (all of the user's code between these), "validation", "epoch" (between epochs, and the start of a
-            loader), "garbage collection".
-        callbacks: seconds by name of the callback.
-        lines: seconds by line of the user's loop; a part of "loss" and "between".
-        fetches: likewise, by line that fetches batches, beyond what a DataLoader takes.
-        steps: likewise, by line that calls the model, its backward or an optimizer.
-        has_lines: whether lines were sampled.
-    """
-
-    n: int = 0
-    phases: dict[str, float] = field(default_factory=dict)
-    callbacks: dict[str, float] = field(default_factory=dict)
-    lines: dict[str, float] = field(default_factory=dict)
-    fetches: dict[str, float] = field(default_factory=dict)
-    steps: dict[str, float] = field(default_factory=dict)
-    has_lines: bool = False
-
-    @property
-    def whole(self) -> float:
-        """Seconds of a mean batch."""
-        return sum(self.phases.values()) + sum(self.callbacks.values())
-
-
-@dataclass(slots=True)
 class Run:
     """Everything that was recorded about a training.
 
@@ -218,7 +184,6 @@ class Run:
         penalty: part of the loss that is a penalty on parameters, for each inspected and every eighth batch.
         stuck: share of the squared error from outputs that a ReLU holds at 0, below their targets, for each
             inspected batch.
-        losses: loss before each step of an optimizer, by index of the optimizer.
         loss_kind: "cross-entropy", "binary cross-entropy", "mse", "nll" …, "" if unknown.
         loss_kinds: kinds of the losses that it adds up, () if one of them is unknown.
         is_loss_of_others: whether the last layer before the loss is not the model's, as of a discriminator.
@@ -239,17 +204,7 @@ class Run:
         reduced: parameter whose gradient was read after the backward, and its norm, on several ranks.
         losses_of_ranks: some of the losses of each rank, if there are several, but no more than 64.
         world: number of ranks.
-        waits: seconds spent fetching batches since the previous batch, 0 if no fetch was seen.
-        batches: seconds from the end of the previous batch to the end of this one.
-        spent: what the time of a mean batch is spent on.
         sizes: number of elements in the inputs of each inspected batch, 0 if unknown.
-        layer_seconds: least seconds of a forward by layer, without the modules that it calls.
-        layer_work: its work in multiply-adds, see `layer_times.work_of`.
-        layer_ops: number of its operations, and of those that read a number of a tensor, as `.item()` does.
-        hook_seconds: least seconds of a forward that the user's hooks take, by their function.
-        backward_seconds: least seconds of a backward in functions written in Python, by function.
-        slowest_rank: the rank with most work of its own, if several were compared.
-        memory: bytes in use after each step, if known.
         stepped: index of the optimizer that made each recorded step, if known.
         observed: what could be inspected: "inputs", "labels", "loss", "attention", "backward", "steps" …
         n_steps: number of optimizer steps.
@@ -288,7 +243,6 @@ class Run:
     loss: Series = field(default_factory=Series)
     penalty: Series = field(default_factory=Series)
     stuck: Series = field(default_factory=Series)
-    losses: dict[int, Series] = field(default_factory=dict)
     loss_kind: str = ""
     loss_kinds: tuple[str, ...] = ()
     is_loss_of_others: bool = False
@@ -308,17 +262,7 @@ class Run:
     reduced: tuple[str, Series] = field(default_factory=lambda: ("", Series()))
     losses_of_ranks: list[Series] = field(default_factory=list)
     world: int = 1
-    waits: Series = field(default_factory=Series)
-    batches: Series = field(default_factory=Series)
-    spent: Spent = field(default_factory=Spent)
     sizes: Series = field(default_factory=Series)
-    layer_seconds: dict[str, float] = field(default_factory=dict)
-    layer_work: dict[str, float] = field(default_factory=dict)
-    layer_ops: dict[str, tuple[int, int]] = field(default_factory=dict)
-    hook_seconds: dict[str, float] = field(default_factory=dict)
-    backward_seconds: dict[str, float] = field(default_factory=dict)
-    slowest_rank: Straggler | None = None
-    memory: Series = field(default_factory=Series)
     stepped: list[int] = field(default_factory=list)
     observed: set[str] = field(default_factory=set)
     n_steps: int = 0

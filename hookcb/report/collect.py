@@ -24,6 +24,8 @@ from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.frame import about
 from hookcb.diagnosis.gather import recorded
 from hookcb.diagnosis.led import Led
+from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.layer_times import LayerTimes
 from hookcb.diagnosis.reader import Way, also, way_of
 from hookcb.diagnosis.run import Run, Series
 from hookcb.diagnosis.verdict import Verdict
@@ -276,7 +278,9 @@ def _modules(model: torch.nn.Module) -> Iterator[tuple[str, str, str, int]]:
 
 def _time(cbs: Iterable[Callback], evidence: Run) -> TimeSpent | None:
     timer, profiler = _first(cbs, StepTimer), _first(cbs, ProfilerCallback)
-    found = TimeSpent(layers={name: [seconds] for name, seconds in evidence.layer_seconds.items()})
+    found = TimeSpent(
+        layers={name: [seconds] for name, seconds in evidence.measured(LayerTimes).seconds.items()}
+    )
     if profiler is not None:
         with suppress(RuntimeError):  # nothing was profiled
             found.layers = {
@@ -291,16 +295,16 @@ def _time(cbs: Iterable[Callback], evidence: Run) -> TimeSpent | None:
             for x in timer.outliers()
         ]
         found.sentences = [line for line in timer.report().lines if not line.startswith("- ")]
-    elif len(evidence.batches):
-        waits = dict(evidence.waits)
-        rest = [whole - waits.get(step, 0.0) for step, whole in evidence.batches]
-        found.phases = {"data": evidence.waits, "all else": Series(evidence.batches.steps, rest)}
+    elif len((curves := evidence.measured(Curves)).batches):
+        waits = dict(curves.waits)
+        rest = [whole - waits.get(step, 0.0) for step, whole in curves.batches]
+        found.phases = {"data": curves.waits, "all else": Series(curves.batches.steps, rest)}
     return found if found.phases or found.layers else None
 
 
 def _memory(cbs: Iterable[Callback], evidence: Run) -> MemoryUsed | None:
     stats = _first(cbs, MemoryStats)
-    found = MemoryUsed(used=evidence.memory)
+    found = MemoryUsed(used=evidence.measured(Curves).memory)
     with suppress(RuntimeError):  # no batch was watched
         if stats is not None:
             found.columns = ["kept", "parameters", "gradients", "optimizer"]

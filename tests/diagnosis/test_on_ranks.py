@@ -9,6 +9,7 @@ import pytest
 from hookcb import Finding
 from hookcb.core.ranks import ALONE, Ranks
 from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.on_ranks import (
     compare_batches,
     findings_of_all,
@@ -87,8 +88,11 @@ def test_losses_are_averaged():
 
 
 def test_losses_of_each_optimizer_are_averaged():
-    one, other = shared(*(losses(1.0, losses={0: Series([0], [x]), 1: Series()}) for x in (1.0, 2.0)))
-    assert one.losses == other.losses == {0: Series([0], [1.5]), 1: Series()}
+    given = [losses(1.0), losses(1.0)]
+    for run, x in zip(given, (1.0, 2.0), strict=True):
+        run.measured(Curves).losses = {0: Series([0], [x]), 1: Series()}
+    one, other = (run.measured(Curves).losses for run in shared(*given))
+    assert one == other == {0: Series([0], [1.5]), 1: Series()}
 
 
 def test_a_smoothed_loss_is_that_of_all_ranks():

@@ -275,7 +275,7 @@ def test_a_thread_of_ours_that_fails_is_told(monkeypatch):
     model = make_model()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     with watch(model, opt, Diagnose(show=False)) as w:
-        w.diagnosis._dispatcher.run.measured(SpentTime).lines.start()
+        w.diagnosis._dispatcher.run.measured(SpentTime).samples.start()
         for x, y in make_batches(3):
             F.mse_loss(model(x), y).backward()
             opt.step()

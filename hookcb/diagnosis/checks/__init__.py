@@ -11,8 +11,6 @@ from hookcb.diagnosis.checks import (  # noqa: F401
     loss,
     guessing,
     optimizer,
-    runtime,
-    spent,
     nonfinite,
     observed,
     frozen,

@@ -8,6 +8,7 @@ from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.dead_units import DeadUnits
 from hookcb.diagnosis.measurements.layer_rows import LayerRows
+from hookcb.diagnosis.measurements.layer_times import LayerTimes
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.probed import add_probed
@@ -20,7 +21,7 @@ class Legacy(Measurement):
     """Calls the probes that are not yet parts."""
 
     cadence = EVERY
-    uses = (Clock, Steps, Curves, LayerRows, Loss, DeadUnits)
+    uses = (Clock, Steps, Curves, LayerRows, LayerTimes, Loss, DeadUnits)
 
     def __init__(self) -> None:
         self.guard = Guard()

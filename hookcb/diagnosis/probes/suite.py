@@ -16,15 +16,14 @@ from hookcb.core.optim import detached_scalar
 from hookcb.core.shards import has_no_part
 from hookcb.diagnosis.frame import about
 from hookcb.diagnosis.guard import Guard
-from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.curves import Curve, Curves
 from hookcb.diagnosis.measurements.dead_units import MAX_DENSE, N_DENSE, DeadUnits
 from hookcb.diagnosis.measurements.layer_rows import MAX_RECORDS, LayerRows, float_output
+from hookcb.diagnosis.measurements.layer_times import LayerTimes
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks
-from hookcb.diagnosis.probes.backward_times import BackwardTimes
 from hookcb.diagnosis.probes.batch import (
     COLUMNS,
     column_squares,
@@ -38,7 +37,6 @@ from hookcb.diagnosis.probes.class_axis import class_scores, observe_class_axis
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.embeddings import AddedTables
 from hookcb.diagnosis.probes.head import is_comparison_known, observe_output, stuck_share
-from hookcb.diagnosis.probes.layer_times import LayerTimes
 from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
 from hookcb.diagnosis.probes.loss_graph import LossGraph
 from hookcb.diagnosis.probes.model import observe_frozen, observe_model, observe_optimizers
@@ -103,10 +101,8 @@ class Probes:
         self.stale = made("stale", StaleGradients, model)
         self.cleared, self.added = made("cleared", ClearedGradients), made("added", AddedBackwards)
         self.stuck, self.sizes = (made(x, Curve) for x in ("stuck", "sizes"))
-        self.layer_times = made("layer_times", LayerTimes, model, lambda: loop.in_loop_thread, guard)
-        seen = self.layer_times.add_work, self.sequences, self.tokens
+        seen = run.measured(LayerTimes).add_work, self.sequences, self.tokens
         self.ops = made("ops", OpHooks, model, self._acts, lambda: loop.in_loop_thread, *seen, guard)
-        self.backward_times = made("backward_times", BackwardTimes, partial(guard.call, "backward_times"))
         self.norms, self.tables = made("norms", NormProbe, model), made("tables", AddedTables)
         self._has_read_loss = False
         self.n_batches = self.n_looked = self.n_steps = 0
@@ -138,22 +134,17 @@ class Probes:
     def close(self) -> None:
         """Removes all hooks."""
         self.guard.always("ops", lambda: self.ops.remove())
-        self.guard.always("layer_times", lambda: self.layer_times.end_forward())
 
     # ---- a batch
 
     def begin_batch(self, loop: Any, looking: bool) -> None:
         """Measures inputs and modes at the beginning of a batch."""
         self.under_way, call = None, self.guard.call
-        self._is_forward, clock = looking, self.run.measured(Clock)
+        self._is_forward = looking
         self.ops.step = loop.train_iter
         if looking or self._is_after_look:
             call("tokens", self.tokens.begin_batch)
-            times = self.layer_times.begin_batch
-            call("layer_times", times, loop.model, self.n_batches, looking, loop.is_calling)
             self._is_after_look = looking
-            if clock.split is not None:
-                clock.split.leaves_out = looking or self.layer_times.is_timing is True
         if looking or self.has_modes:
             self.note_modes(loop, looking)
         if self.hashes is not None:
@@ -228,7 +219,6 @@ class Probes:
             if self.random is not None:
                 call("random", self.random.end_loss, device_of(loop.model))
             call("sequences", self.sequences.compare, loop.xb, yb)
-            call("backward_times", self.backward_times.follow, node)
             call("stuck", self._add_stuck_share, loop, node, yb)
         if self.is_external and self._follows_factor(loop, node):
             node.register_prehook(lambda grads: call("added", self._add_factor, grads))
@@ -285,17 +275,12 @@ class Probes:
             self.observe("origin", lambda: [find_origin(*given)])
 
     def begin_backward(self, loop: Any, looking: bool) -> None:
-        """Ends the time of the forward, and reads the gradients that are left from earlier steps."""
+        """Reads the gradients that are left from earlier steps."""
         self._is_forward = False  # a later forward is a recomputation by activation checkpointing
-        self._end_forward()
         if self.is_external:
             self.guard.call("added", self.added.before_backward, self.first_param)
         if self.n_steps < N_DENSE:
             self.guard.call("stale", self.stale.before_backward)
-
-    def _end_forward(self) -> None:
-        if self.layer_times.is_timing is True:
-            self.guard.always("layer_times", self.layer_times.end_forward)
 
     def end_backward(self, loop: Any, looking: bool) -> None:
         """Checks the first layer's gradient, which any non-finite number in the backward reaches."""
@@ -324,7 +309,6 @@ class Probes:
 
     def drop_batch(self, loop: Any, looking: bool) -> None:
         """Discards the current batch, which was cancelled and gives no gradients."""
-        self._end_forward()
 
     def cancel_step(self, loop: Any, looking: bool) -> None:
         """Records that the current step is not made; its gradients may stay for the next one."""

@@ -37,13 +37,13 @@ class Balance(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         norms = _norms_by_optimizer(run)
-        if len(norms) != 2 or set(norms) != set(run.losses):
+        if len(norms) != 2 or set(norms) != set(losses := run.measured(Curves).losses):
             yield Skipped("the training does not have two optimizers with a loss each")
             return
         a, b = norms
         for winner, loser in ((a, b), (b, a)):
             fall = _fall(norms[loser])
-            if fall > MAX_FALL and _has_won(run.losses[winner]) and not _has_fallen(run.losses[loser]):
+            if fall > MAX_FALL and _has_won(losses[winner]) and not _has_fallen(losses[loser]):
                 yield self._unbalanced(run, loser, fall, norms[loser])
                 return
         yield Passed("balance of two networks", max(_fall(norms[a]), _fall(norms[b])), MAX_FALL)

@@ -3,6 +3,7 @@
 import pytest
 
 from hookcb.diagnosis.faults.loss.game import MAX_FALL, Balance
+from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped
 
 N = 40
@@ -22,7 +23,9 @@ def weight(name, optimizer, norms):
 def game(generator=FALLS, discriminator=STAYS, loss_of_generator=HIGHER, loss_of_discriminator=WINS):
     params = [weight("generator", 0, generator), weight("discriminator", 1, discriminator)]
     losses = {0: series(loss_of_generator), 1: series(loss_of_discriminator)}
-    return Run(params={p.name: p for p in params}, losses=losses)
+    run = Run(params={p.name: p for p in params})
+    run.measured(Curves).losses = losses
+    return run
 
 
 def test_a_discriminator_that_has_won_is_found_at_the_generator():

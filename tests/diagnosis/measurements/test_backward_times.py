@@ -1,6 +1,7 @@
 """Backwards that are written in Python are timed in a few batches; those of torch are not."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hookcb import Diagnose
-from hookcb.diagnosis.probes.backward_times import MAX_TIMED, BackwardTimes
+from hookcb.diagnosis.measurements.backward_times import MAX_TIMED, BackwardTimes
+from hookcb.diagnosis.run import Run
 from tests.support import Clock, fit, make_learner
 
 
@@ -34,20 +36,26 @@ def doubling(clock=None, seconds=1000.0):
     return Double
 
 
-def guarded(function, *args):
-    function(*args)
+def follow(times, node):
+    if not times.done:
+        times.on_loss(Run(loop=SimpleNamespace(loss_node=node)))
+
+
+def seconds_of(times):
+    times.tell(Run())
+    return times.seconds
 
 
 def timed(function, n, n_calls=1):
-    times, x = BackwardTimes(guarded), torch.ones(3, requires_grad=True)
+    times, x = BackwardTimes(), torch.ones(3, requires_grad=True)
     for _ in range(n):
         y = x * 3
         for _ in range(n_calls):
             y = function(y)
         loss = y.sum()
-        times.follow(loss.grad_fn)
+        follow(times, loss.grad_fn)
         loss.backward()
-    return times.seconds()
+    return seconds_of(times)
 
 
 @pytest.mark.parametrize("n_calls", [1, 3])
@@ -79,36 +87,31 @@ def test_the_least_of_a_few_batches_counts(clock):
 
 
 def test_no_other_graph_is_read_if_the_first_has_none(clock):
-    times, x = BackwardTimes(guarded), torch.ones(3, requires_grad=True)
-    times.follow((2 * x).sum().grad_fn)
+    times, x = BackwardTimes(), torch.ones(3, requires_grad=True)
+    follow(times, (2 * x).sum().grad_fn)
     loss = doubling(clock).apply(x).sum()
-    times.follow(loss.grad_fn)
+    follow(times, loss.grad_fn)
     loss.backward()
-    assert times.seconds() == {}
+    assert seconds_of(times) == {}
 
 
 def test_a_loss_without_a_graph_is_no_harm():
-    BackwardTimes(guarded).follow(None)
+    times = BackwardTimes()
+    follow(times, None)
+    assert seconds_of(times) == {}
 
 
 def test_gradients_are_the_same_and_an_error_of_the_clock_does_not_reach_them(monkeypatch):
     def broken():
         raise RuntimeError("no clock")
 
-    caught = []
-
-    def catching(function, *args):
-        try:
-            function(*args)
-        except RuntimeError as error:
-            caught.append(error)
-
-    times, x = BackwardTimes(catching), torch.ones(3, requires_grad=True)
+    times, x = BackwardTimes(), torch.ones(3, requires_grad=True)
     loss = doubling().apply(x).sum()
-    times.follow(loss.grad_fn)
+    follow(times, loss.grad_fn)
     monkeypatch.setattr(time, "perf_counter", broken)
     loss.backward()
-    assert caught
+    with pytest.raises(RuntimeError, match="no clock"):
+        times.tell(Run())
     assert torch.equal(x.grad, torch.full((3,), 2.0))
 
 
@@ -129,8 +132,8 @@ def test_a_backward_that_loops_in_python_is_named_by_a_diagnosis(clock):
 
 def test_backwards_of_torch_that_are_written_in_python_are_none_of_the_user(clock):
     layer, x = nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True)
-    times = BackwardTimes(guarded)
+    times = BackwardTimes()
     loss = checkpoint(layer, x, use_reentrant=True).sum()
-    times.follow(loss.grad_fn)
+    follow(times, loss.grad_fn)
     loss.backward()
-    assert times.seconds() == {}
+    assert seconds_of(times) == {}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hookcb.diagnosis.probes.source import Source
+from hookcb.diagnosis.measurements.source import Source
 
 LINES = """\
 for x in read(

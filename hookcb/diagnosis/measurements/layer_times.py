@@ -1,11 +1,11 @@
-"""Time of each layer's forward beside its work: multiply-adds and elements."""
+"""LayerTimes: the time of each layer's forward beside its work, in multiply-adds and elements."""
 
 import math
 import re
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from math import prod
 from typing import Any
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from hookcb.core.batch import parts
 from hookcb.core.torch_private import CALL_NAME, forward_hooks
 from hookcb.core.whose import OURS, is_of_program
-from hookcb.diagnosis.guard import Guard
+from hookcb.diagnosis.fault import EVERY, Measurement
+from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.lines import code_of, function_place
+from hookcb.diagnosis.run import Run
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import contains_compiled, named_modules
 from hookcb.hooks.taps import Tap
@@ -33,59 +35,58 @@ UNKNOWN = re.compile(
 )
 
 
-class LayerTimes:
+class LayerTimes(Measurement):
     """Times the forwards of all modules in a few batches, each without what it calls and without other hooks.
 
     The batches are those after an inspected one, so that nothing else is measured between the layers. Hooks
     are on the modules only in them. Nothing is timed in a process that has compiled anything, as new hooks
     would compile it again.
 
-    Args:
-        model: the model.
-        in_loop_thread: whether the training makes a call, and not another thread.
-        guard: keeps errors out of the forward.
-
     Attributes:
-        is_timing: whether layers are timed in the current batch.
-        work: work in a forward by name of the layer, see `work_of`.
-        n_ops: number of operations in a forward by name of the layer.
+        seconds: least seconds of a forward by layer, without the modules that it calls, as a busy machine
+            adds to them; empty if too few were timed.
+        hook_seconds: likewise of the user's forward hooks on all layers, by their function.
+        work: work in a forward by layer, see `work_of`.
+        n_ops: number of operations in a forward by layer.
         n_reads: number of those that read a number of a tensor, as `.item()` does.
     """
 
-    def __init__(
-        self, model: nn.Module, in_loop_thread: Callable[[], bool], guard: Guard | None = None
-    ) -> None:
-        self._take_error = partial((guard or Guard()).note, "layer_times")
-        self._names = {id(m): name for name, m in named_modules(model).items()}
-        self._in_loop_thread = in_loop_thread
-        self._seconds: defaultdict[str, list[float]] = defaultdict(list)
+    cadence = EVERY
+    uses = (Clock,)
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.hook_seconds: dict[str, float] = {}
+        self.work: dict[str, float] = defaultdict(float)
+        self.n_ops: Counter[str] = Counter()
+        self.n_reads: Counter[str] = Counter()
+        self._names: dict[int, str] = {}
+        self._all_seconds: defaultdict[str, list[float]] = defaultdict(list)
         self._now: defaultdict[str, float] = defaultdict(float)
         self._of_hooks: defaultdict[str, list[float]] = defaultdict(list)  # likewise, by the user's function
         self._now_in_hooks: defaultdict[str, float] = defaultdict(float)
         self._running: list[str] = []
         self._since = 0.0
         self._hooks: list[Hook] = []
-        self.is_timing = False
         self._own: set[int] = set()  # their ids
         self._n_timed, self._is_after_look = 0, False
-        self.work: defaultdict[str, float] = defaultdict(float)
-        self.n_ops: Counter[str] = Counter()
-        self.n_reads: Counter[str] = Counter()
+        self._failure: Exception | None = None  # of a hook
 
-    def begin_batch(self, model: nn.Module, step: int, looking: bool, is_calling: bool = False) -> None:
-        """Puts hooks on the modules if the batch before this one was inspected, and this one is not.
+    def on_model(self, run: Run) -> None:
+        self._names = {id(m): name for name, m in named_modules(run.loop.model).items()}
 
-        `is_calling` tells whether the model is being called already.
-        """
-        self.end_forward()
-        is_due = self._is_after_look and not looking and step >= FIRST and self._n_timed < MAX_TIMED
-        self._is_after_look = looking
-        if not is_due or contains_compiled(model):
+    def on_batch(self, run: Run) -> None:
+        """Puts hooks on the modules if the batch before this one was inspected, and this one is not."""
+        self._end_forward()
+        is_due = self._is_after_look and not run.looking and run.n_batches >= FIRST
+        self._is_after_look = run.looking
+        if not is_due or contains_compiled(model := run.loop.model):
             return
-        self.is_timing = True
+        if (split := run.measured(Clock).split) is not None:
+            split.leaves_out = True
+        loop, gate = run.loop, partial(getattr, run.loop, "in_loop_thread")
         for m in named_modules(model).values():
             if id(m) in self._names and not isinstance(m, torch.jit.ScriptModule):
-                gate = self._in_loop_thread
                 for act, pre, prepend in (
                     (self._pause, True, True),
                     (self._begin, True, False),
@@ -95,9 +96,12 @@ class LayerTimes:
                     self._hooks.append(Hook(m, act, pre=pre, prepend=prepend, detach=False, gate=gate))
                     self._hooks[-1].take_error = self._take_error
         self._own = set(map(id, self._hooks))
-        if is_calling and id(model) in self._names:  # hooks that begin its call come too late for this one
+        if loop.is_calling and id(model) in self._names:  # its hooks come too late for the call in progress
             self._running.append(self._names[id(model)])
             self._since = time.perf_counter()
+
+    def _take_error(self, error: Exception) -> None:
+        self._failure = self._failure or error
 
     def _pause(self, m: nn.Module, args: Any) -> None:
         now = time.perf_counter()
@@ -134,19 +138,28 @@ class LayerTimes:
         if title is not None:
             self._now_in_hooks[title] += now - self._since
 
-    def end_forward(self) -> None:
+    def on_backward(self, run: Run) -> None:
         """Removes the hooks, at the latest before the backward, which may run forwards again."""
+        self._end_forward()
+
+    def on_cancel(self, run: Run, level: str) -> None:
+        self._end_forward()
+
+    def _end_forward(self) -> None:
         if not self._hooks:
             return
-        self.is_timing = False
         while self._hooks:
             self._hooks.pop().remove()
         self._n_timed += 1
-        for kept, found in ((self._seconds, self._now), (self._of_hooks, self._now_in_hooks)):
+        self.done = self._n_timed == MAX_TIMED
+        for kept, found in ((self._all_seconds, self._now), (self._of_hooks, self._now_in_hooks)):
             for name, seconds in found.items():
                 kept[name].append(seconds)
             found.clear()
         self._running.clear()
+        if (failure := self._failure) is not None:
+            self._failure = None
+            raise failure
 
     def add_work(self, layer: str, func: Any, args: tuple[Any, ...], output: Any) -> None:
         """Adds the work of an operation in the first inspected forward."""
@@ -156,13 +169,11 @@ class LayerTimes:
             self.n_reads[layer] += op in READS
         self.work[layer] += work_of(op, args, output)
 
-    def seconds(self) -> dict[str, float]:
-        """Least seconds of a forward by layer; a busy machine adds to them; empty if too few were timed."""
-        return self._least(self._seconds)
+    def tell(self, run: Run) -> None:
+        self.seconds, self.hook_seconds = self._least(self._all_seconds), self._least(self._of_hooks)
 
-    def hook_seconds(self) -> dict[str, float]:
-        """Likewise of the user's forward hooks on all layers, by function."""
-        return self._least(self._of_hooks)
+    def close(self, run: Run) -> None:
+        self._end_forward()
 
     def _least(self, seconds: Mapping[str, list[float]]) -> dict[str, float]:
         if self._n_timed < MIN_TIMED:

@@ -2,36 +2,50 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.probes.retained_graphs import EVERY, KEY, N_TRACKED, RetainedGraphs
+from hookcb.diagnosis.faults.time.graphs_kept import EACH, KEY, N_TRACKED, GraphsKept
+from hookcb.diagnosis.run import Run
+from hookcb.diagnosis.verdict import Finding
 
 X, Y = torch.ones(4, 3), torch.zeros(4, 2)
 
 
+def mark(fault, node, step):
+    fault.on_loss(Run(loop=SimpleNamespace(train_iter=step, loss_node=node)))
+
+
+def count(fault):
+    fault.on_batch_end(Run(looking=True))
+
+
+def findings(fault):
+    return [found for found in fault.findings(Run()) if isinstance(found, Finding)]
+
+
 def loop(keep, n=N_TRACKED + 10, every=5):
-    """Observations in a training that calls `keep` with each loss."""
+    """Findings in a training that calls `keep` with each loss."""
     torch.manual_seed(0)
-    model, retained = nn.Linear(3, 2), RetainedGraphs()
+    model, fault = nn.Linear(3, 2), GraphsKept()
     opt = torch.optim.SGD(model.parameters(), 0.01)
     loss = pred = None
     for step in range(n):
         pred = model(X)
         loss = F.mse_loss(pred, Y)
-        if retained.is_due(step):
-            retained.mark_graph(loss.grad_fn, step)
+        mark(fault, loss.grad_fn, step)
         opt.zero_grad()
         loss.backward()
         opt.step()
         keep(loss, pred)
         if step % every == 0:
-            retained.count_alive()
-    retained.count_alive()
-    return list(retained.observations())
+            count(fault)
+    count(fault)
+    return findings(fault)
 
 
 class Running:
@@ -58,7 +72,7 @@ def into_dict():
 def test_losses_that_are_kept_with_their_graph_are_told(keep):
     (found,) = loop(keep())
     assert (found.code, found.value) == ("memory.graphs_kept", N_TRACKED - 2)
-    assert f"The graphs of {N_TRACKED - 2} batches since step" in found.text
+    assert f"The graphs of {N_TRACKED - 2} batches since step" in found.message
 
 
 def detached():
@@ -113,35 +127,35 @@ def test_fewer_batches_than_it_follows_are_too_few():
 
 
 def test_it_is_told_even_where_the_losses_are_dropped_afterwards():
-    losses, retained = [], RetainedGraphs()
+    losses, fault = [], GraphsKept()
     for step in range(N_TRACKED):
         losses.append(torch.ones(3, requires_grad=True).sum())
-        retained.mark_graph(losses[-1].grad_fn, step)
-    retained.count_alive()
+        mark(fault, losses[-1].grad_fn, step)
+    count(fault)
     losses.clear()
-    retained.count_alive()
-    (found,) = retained.observations()
+    count(fault)
+    (found,) = findings(fault)
     assert (found.step, found.value) == (0, N_TRACKED - 2)
 
 
 def test_the_first_step_it_names_is_one_that_it_follows():
     (found,) = loop(appended(), n=3 * N_TRACKED, every=3 * N_TRACKED - 1)
-    assert found.step == 2 * N_TRACKED // EVERY
+    assert found.step == 2 * N_TRACKED // EACH
 
 
 def test_losses_without_a_graph_are_not_followed():
-    retained = RetainedGraphs()
+    fault = GraphsKept()
     for step in range(2 * N_TRACKED):
-        retained.mark_graph(None, step)
-        retained.count_alive()
-    assert list(retained.observations()) == []
+        mark(fault, None, step)
+        count(fault)
+    assert findings(fault) == []
 
 
 def test_it_keeps_no_graph_alive_itself():
     x = torch.ones(3, requires_grad=True)
-    retained, loss = RetainedGraphs(), (x * 2).sum()
+    fault, loss = GraphsKept(), (x * 2).sum()
     node = loss.grad_fn
-    retained.mark_graph(node, 0)
+    mark(fault, node, 0)
     token = weakref.ref(node.metadata[KEY])
     assert token() is not None
     del loss, node
@@ -152,7 +166,7 @@ def test_it_keeps_no_graph_alive_itself():
 def test_gradients_of_a_noted_loss_are_to_the_bit_as_without():
     x = torch.arange(3.0, requires_grad=True)
     loss = (x.exp() * x).sum()
-    RetainedGraphs().mark_graph(loss.grad_fn, 0)
+    mark(GraphsKept(), loss.grad_fn, 0)
     loss.backward()
     assert torch.equal(x.grad, (x.exp() * x + x.exp()).detach())
 
@@ -162,7 +176,7 @@ def test_graphs_that_are_kept_later_on_are_told_too():
     (found,) = loop(lambda loss, pred: kept.append(loss), n=10 * N_TRACKED)
     assert found.step == 0
     late = []
-    n = (EVERY + 2) * N_TRACKED
+    n = (EACH + 2) * N_TRACKED
     calls = iter(range(n))
     (found,) = loop(lambda loss, pred: next(calls) > N_TRACKED and late.append(loss), n=n)
     assert found.step > N_TRACKED
