@@ -9,6 +9,7 @@ import hookcb.diagnosis.judge  # noqa: F401  # which registers all faults
 from hookcb.diagnosis.fault import FAULTS, doc_of
 from hookcb.diagnosis.measurements.clock import RankTimes
 from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.dead_units import Dead, DeadUnits
 from hookcb.diagnosis.run import Absent, Layer, Param, Passed, Run, Series, Skipped
 from hookcb.diagnosis.verdict import Finding
 from hookcb.profiling.steps.stragglers import Straggler
@@ -39,8 +40,8 @@ class Odd:
         name, shape = f"l{i % 4}.w{i}", self.random.choice(SHAPES)
         kind, place = self.random.choice(("Linear", "RNN", "Embedding")), self.random.choice((None, i))
         stats = {stat: self.series() for stat in STATS if self.random.random() < 0.9}
-        numbers = {key: self.number() for key in ("resolution", "lr", "weight_decay", "dead")}
-        flags = {"is_optimized": bool(i % 3), "is_adaptive": bool(i % 2), "n_looked": 40, "n_examples": 0}
+        numbers = {key: self.number() for key in ("resolution", "lr", "weight_decay")}
+        flags = {"is_optimized": bool(i % 3), "is_adaptive": bool(i % 2)}
         return Param(name, name[:2], kind, "", i, shape, place, stats=stats, **numbers, **flags)
 
     def layer(self, i):
@@ -61,6 +62,8 @@ class Odd:
         )
         vars(run.measured(Curves)).update({name: self.series() for name in ("waits", "batches", "memory")})
         run.measured(RankTimes).slowest = self.rank()
+        dead = {name: Dead(self.number(), self.number(), 3, 40, 0, 16) for name in run.params}
+        run.measured(DeadUnits).of = dead
         return run
 
     def rank(self):
