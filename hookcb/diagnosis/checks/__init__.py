@@ -15,7 +15,6 @@ from hookcb.diagnosis.checks import (  # noqa: F401
     optimizer,
     runtime,
     spent,
-    nonfinite,
     observed,
     frozen,
 )
