@@ -21,7 +21,7 @@ COSTS: Mapping[str, tuple[str, ...]] = {
     "dropout": ("dropout.scores",),
     "error": ("label.out_of_range", "label.form"),
     "events": ("batches", "batch", "steps"),
-    "first_param": ("nonfinite.first", "accum.divisor", "param.not_stepped"),
+    "first_param": ("accum.divisor", "param.not_stepped"),
     "frame": ("gradients", "optimizers"),
     "gradients": ("gradients",),
     "graph": (
@@ -42,7 +42,6 @@ COSTS: Mapping[str, tuple[str, ...]] = {
         *OF_TOKENS,
     ),
     "optimizers": ("param.duplicated", "param.frozen"),
-    "origin": ("nonfinite.first",),
     "output": (
         *("head.activation", "head.degenerate", "head.range", "label.range", "label.broadcast"),
         *("loss.of_values", "loss.detached"),

@@ -5,10 +5,11 @@ from typing import Any
 
 from hookcb.core.optim import is_adaptive
 from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.origin import Origin
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.probes.attention import MIN_BATCHES, observe_attention, observe_blind
-from hookcb.diagnosis.probes.batch import observe_inputs
+from hookcb.diagnosis.probes.batch import nonfinite_input, observe_inputs
 from hookcb.diagnosis.probes.dropout import observe_dropout_in_eval
 from hookcb.diagnosis.probes.samples import BatchHash, has_epochs, observe_order
 from hookcb.diagnosis.probes.suite import Probes
@@ -54,9 +55,13 @@ def _add_inputs(probes: Probes, evidence: Run) -> None:
     steps, rows = _inputs(probes)
     evidence.input_std = Series.of(steps, [row[0] for row in rows])
     evidence.input_rms = Series.of(steps, [row[1] for row in rows])
-    seen = {observation.code for observation in probes.observations}
-    found = observe_inputs(steps, rows, probes.has_origin)
-    evidence.observations += [x for x in found if x.code not in seen]
+    origin = evidence.measured(Origin)
+    found: list[Observation] = []
+    if origin.step is not None and (n := origin.found.n_inputs):
+        found.append(nonfinite_input(origin.step, n))
+    seen = {observation.code for observation in found}
+    found += [x for x in observe_inputs(steps, rows, origin.is_sought) if x.code not in seen]
+    evidence.observations += found
     if any(row[-1] > 0 for row in rows):
         evidence.observed.add("samples that differ")
 

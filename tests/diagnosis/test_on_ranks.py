@@ -10,6 +10,7 @@ from hookcb import Finding
 from hookcb.core.ranks import ALONE, Ranks
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.origin import Found, Origin
 from hookcb.diagnosis.on_ranks import (
     compare_batches,
     findings_of_all,
@@ -269,9 +270,11 @@ def evidence(*observations):
 
 
 def test_the_verdict_is_the_same_on_all_ranks_and_orders_causes_of_different_ranks():
-    late = Observation("nonfinite.first", layer="head", step=5, text="The loss is nan.")
+    late = evidence()
+    origin = late.measured(Origin)
+    origin.found, origin.step = Found("The loss is nan.", "head"), 5
     early = Observation("input.nonfinite", step=5, text="The inputs contain NaN.")
-    verdicts, _ = on_ranks(judge, [evidence(late), evidence(early)])
+    verdicts, _ = on_ranks(judge, [late, evidence(early)])
     assert verdicts[0] == verdicts[1]
     assert [(f.code, f.ranks, f.consequence_of) for f in verdicts[0].findings] == [
         ("input.nonfinite", (1,), ""),

@@ -1,6 +1,8 @@
 """A part of a diagnosis that fails costs what it is for: neither the verdict, nor the training."""
 
 import gc
+import inspect
+import sys
 import threading
 from dataclasses import replace
 from functools import cache
@@ -245,7 +247,11 @@ def test_an_error_of_the_users_function_ends_the_training():
 # ---- checks
 
 
-def test_a_fault_that_cannot_be_judged_costs_its_own_code(monkeypatch):
+def source_of(fault):
+    return inspect.getsource(sys.modules[fault.__module__])
+
+
+def test_a_fault_that_cannot_be_judged_costs_its_own_code_and_those_that_ask_for_its_findings():
     run = diagnosed(by_learner)[0].evidence()
     gaps = unchecked(judge(run))
     for code, fault in FAULTS.items():
@@ -253,7 +259,8 @@ def test_a_fault_that_cannot_be_judged_costs_its_own_code(monkeypatch):
             patch.setattr(fault, "findings", raises)
             verdict = judge(run)
             (told,) = _run(fault, replace(run, sources=set(SOURCES), absent={}))
-        assert unchecked(verdict) - {code} == gaps - {code}
+        lost = {code, *(c for c, f in FAULTS.items() if f'findings_of("{code}"' in source_of(f))}
+        assert unchecked(verdict) - lost == gaps - lost
         assert TEXT in told.reason
 
 

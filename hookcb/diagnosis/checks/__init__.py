@@ -11,7 +11,6 @@ from hookcb.diagnosis.checks import (  # noqa: F401
     loss,
     guessing,
     optimizer,
-    nonfinite,
     observed,
     frozen,
 )

@@ -8,11 +8,11 @@ from hookcb.core.graph import COMPILED
 from hookcb.core.optim import detached_scalar
 from hookcb.diagnosis.fault import LOOKS, Measurement
 from hookcb.diagnosis.measurements.curves import Curve
+from hookcb.diagnosis.measurements.external_batch import ExternalBatch
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.probes.batch import guess_of
 from hookcb.diagnosis.probes.loss_graph import LossGraph, last_parameters, n_between, read_loss
-from hookcb.diagnosis.probes.nan import ExternalBatch
 from hookcb.diagnosis.probes.penalty import penalty_of
 from hookcb.diagnosis.probes.plain_run import graph_of_original
 from hookcb.diagnosis.run import Run, Series

@@ -15,10 +15,12 @@ from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.fault import FAULTS
+from hookcb.diagnosis.measurements.origin import Found, Origin, find_origin
 from hookcb.diagnosis.probes.batch import (
     column_squares,
     guess_of,
     input_numbers,
+    nonfinite_input,
     observe_inputs,
     observe_scaled_labels,
 )
@@ -28,7 +30,6 @@ from hookcb.diagnosis.probes.head import is_comparison_known, observe_output
 from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
 from hookcb.diagnosis.probes.loss_graph import read_loss
 from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
-from hookcb.diagnosis.probes.nan import find_origin, is_from_weights
 from hookcb.diagnosis.run import Run, Series
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import device_of, has_uninitialized, is_leaf, named_modules
@@ -91,6 +92,7 @@ def _inspect(evidence: Run, learn: Any) -> None:
     # a fault at the end may have been there from the beginning, and then explains the others
     lasting = [replace(x, step=None) for x in found.observations if at_any_time(FAULTS[x.code].needs)]
     evidence.observations += lasting
+    evidence.parts[Origin] = found.measured(Origin)
     evidence.sources |= found.sources
     evidence.missing |= found.missing
     evidence.observed |= found.observed
@@ -102,7 +104,8 @@ def _inspect(evidence: Run, learn: Any) -> None:
 
 def _leave_out_later(found: Run) -> None:
     """Leaves out what this batch cannot say: how NaN began in an earlier step, of which there are records."""
-    found.observations = [x for x in found.observations if not is_from_weights(x)]
+    if (origin := found.measured(Origin)).found.is_from_weights:
+        origin.found = Found()
     found.observed.discard("inputs")
     found.missing["inputs"] = "the batch of the first NaN was not inspected; that needs Diagnose"
 
@@ -123,10 +126,11 @@ def _observe_batch(found: Run, learn: Any, step: int) -> None:
     is_finite = _is_finite(learn)
     found.sources.add("batch")
     found.observed |= {"loss"} | ({"backward"} if is_finite else set())
+    origin = found.measured(Origin)
+    origin.has_looked = is_finite
     if not is_finite:
-        found.observations.append(
-            find_origin(learn, "The loss or a gradient is not finite", True, step, None)
-        )
+        origin.found = find_origin(learn, "The loss or a gradient is not finite", True, step, None)
+        found.observations += [nonfinite_input(step, n)] if (n := origin.found.n_inputs) else []
     if numbers is not None:
         row = numbers.tolist()
         found.observed |= {"inputs"} | ({"samples that differ"} if row[-1] > 0 else set())

@@ -21,6 +21,7 @@ from hookcb.diagnosis.measurements.dead_units import MAX_DENSE, N_DENSE, DeadUni
 from hookcb.diagnosis.measurements.layer_rows import MAX_RECORDS, LayerRows, float_output
 from hookcb.diagnosis.measurements.layer_times import LayerTimes
 from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.origin import Origin
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks
@@ -41,7 +42,6 @@ from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_li
 from hookcb.diagnosis.probes.loss_graph import LossGraph
 from hookcb.diagnosis.probes.model import observe_frozen, observe_model, observe_optimizers
 from hookcb.diagnosis.probes.motion import Motion
-from hookcb.diagnosis.probes.nan import ExternalBatch, find_origin
 from hookcb.diagnosis.probes.norm import NormProbe, observe_unseen_validation
 from hookcb.diagnosis.probes.outside import OutsideParameters
 from hookcb.diagnosis.probes.overfit import observe_memorized_labels
@@ -64,7 +64,6 @@ from hookcb.records.store import StatStore
 
 PENALTY_EVERY = 8  # batches, as a penalty may change fast
 N_TABLES = 3  # batches whose columns are measured
-MAX_OUTPUT = 65_536  # elements of an output that is checked for NaN in each batch
 
 
 class Probes:
@@ -111,7 +110,6 @@ class Probes:
         self.params = guard.call("params", find_params, model) or []
         self.inputs = made("inputs", StatStore, COLUMNS, MAX_RECORDS)
         self.columns: list[Tensor] = []  # mean squares, on their device
-        self.has_origin = False  # whether the origin of a NaN or infinity was looked for
         self.has_recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
         # what only ranks compare; None for a process that trains alone
         is_replica, self.world = guard.call("replicas", can_compare, loop), loop.ranks.world
@@ -180,11 +178,6 @@ class Probes:
         """Whether the modes of layers are noted in each batch."""
         return self.norms.is_needed is True
 
-    @property
-    def checks_outputs(self) -> bool:
-        """Whether outputs are checked in each batch, as in an external loop that may never tell its loss."""
-        return self.is_external and self.n_losses < max(1, self.n_batches)
-
     def see_output(self, name: str, m: nn.Module, output: Any) -> None:
         """Shows a layer's output in an inspected batch."""
         if (x := float_output(name, output)) is None:
@@ -195,16 +188,11 @@ class Probes:
             self.guard.call("sequences", self.sequences.see_output, name, m, x)
 
     def record_pred(self, loop: Any, looking: bool) -> None:
-        """Reads what the output tells in an inspected batch, and checks it if `checks_outputs`."""
+        """Reads what the output tells in an inspected batch."""
         if looking:
             guarded = partial(self.guard.call, "tokens")
             self.guard.call("tokens", self.tokens.follow, loop.pred, guarded)
             self.guard.call("outside", self.outside.follow, loop.pred, loop.xb, self.n_steps)
-        if self.checks_outputs and not self.has_origin:
-            outputs = [x for _, x in parts(loop.pred) if isinstance(x, Tensor) and x.is_floating_point()]
-            at_hand = [x.detach() for x in outputs if x.is_cpu and x.numel() <= MAX_OUTPUT]
-            if not all(bool(x.isfinite().all()) for x in at_hand):
-                self._find_origin(loop, "The model's output is not finite", gradient=False)
 
     def record_loss(self, loop: Any, looking: bool) -> None:
         """Records the loss, and reads its graph once."""
@@ -222,11 +210,8 @@ class Probes:
             call("stuck", self._add_stuck_share, loop, node, yb)
         if self.is_external and self._follows_factor(loop, node):
             node.register_prehook(lambda grads: call("added", self._add_factor, grads))
-        number = detached_scalar(loop.loss)
         if is_first or looking:
             self.observed |= {"loss", "labels"} if len(loop.yb) else {"loss"}
-        if isinstance(number, float) and not math.isfinite(number):
-            self._find_origin(loop, f"The loss is {number}", gradient=False, loss_node=node)
 
     def _add_factor(self, grads: tuple[Tensor, ...]) -> None:
         """Records the gradient of a loss: what it is multiplied by before backward is called."""
@@ -266,14 +251,6 @@ class Probes:
         """Name of the last layer measured in this batch, "" if there is none."""
         return self.run.measured(LayerRows).last
 
-    def _find_origin(self, loop: Any, noticed: str, gradient: bool, loss_node: Any = None) -> None:
-        """Finds the origin of the first non-finite number, once."""
-        if not self.has_origin:
-            self.has_origin = self.run.alarmed = True
-            batch = ExternalBatch(loop) if self.is_external else loop
-            given = batch, noticed, gradient, loop.train_iter, self.run.measured(Loss).autocasts, loss_node
-            self.observe("origin", lambda: [find_origin(*given)])
-
     def begin_backward(self, loop: Any, looking: bool) -> None:
         """Reads the gradients that are left from earlier steps."""
         self._is_forward = False  # a later forward is a recomputation by activation checkpointing
@@ -283,25 +260,16 @@ class Probes:
             self.guard.call("stale", self.stale.before_backward)
 
     def end_backward(self, loop: Any, looking: bool) -> None:
-        """Checks the first layer's gradient, which any non-finite number in the backward reaches."""
+        """Reads gradients when the backward has ended."""
         self.observed.add("backward")
         self.under_way = looking
         if self.is_external:
             self.guard.call("added", self.added.after_backward, self.first_param)
         if self.n_steps < N_DENSE:
             self.guard.call("cleared", self.cleared.after_backward, self.first_param)
-        if self.has_origin or (loop.scaler is not None and loop.scaler.is_enabled()):
-            return
-        if looking and self.reduced is not None:
+        is_scaled = loop.scaler is not None and loop.scaler.is_enabled()
+        if looking and self.reduced is not None and not (is_scaled or self.run.measured(Origin).is_sought):
             self.guard.call("reduced", self._add_norm, self.reduced, loop.train_iter)
-        try:
-            grad = None if self.first_param is None else self.first_param.grad
-            is_bad = grad is not None and grad.is_cpu and not math.isfinite(grad.detach().sum().item())
-        except Exception as error:  # without a call, as in each batch
-            self.guard.note("first_param", error)
-        else:
-            if is_bad:
-                self._find_origin(loop, "A gradient is not finite", gradient=True)
 
     def _add_norm(self, curve: Curve, step: int) -> None:
         if self.first_param is not None and self.first_param.grad is not None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hookcb.diagnosis.checks.nonfinite import nonfinite_contained
+from hookcb.diagnosis.faults.numbers.contained_nan import ContainedNan
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series, Skipped
 
 
@@ -23,7 +23,7 @@ def of_gradients(outputs, params):
 )
 def test_a_nan_that_stays_inside_the_backward_is_told(outputs, params, step):
     steps = range(len(outputs))
-    (found,) = nonfinite_contained(of_gradients(Series.of(steps, outputs), Series.of(steps, params)))
+    (found,) = ContainedNan().findings(of_gradients(Series.of(steps, outputs), Series.of(steps, params)))
     if step is None:
         assert isinstance(found, Passed)
     else:
@@ -31,6 +31,6 @@ def test_a_nan_that_stays_inside_the_backward_is_told(outputs, params, step):
 
 
 def test_without_gradients_of_outputs_it_is_said_who_records_them():
-    (found,) = nonfinite_contained(of_gradients(None, Series.of([0], [0])))
+    (found,) = ContainedNan().findings(of_gradients(None, Series.of([0], [0])))
     assert isinstance(found, Skipped)
     assert "GradientHealth(activations=True)" in found.reason
