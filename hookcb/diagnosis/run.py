@@ -240,9 +240,6 @@ class Run:
         perfect: loss of a perfect prediction, above 0 for soft or smoothed targets.
         validation: loss of the last validation, NaN if there was none.
         noise: standard deviation of `constant` over the `n_targets` batches whose targets were seen.
-        input_std, input_rms: standard deviation and RMS of the first float input, for each inspected batch.
-        rms_of_others: RMS of the inputs of the other ranks, their geometric mean, NaN if unknown.
-        input_columns: RMS of each column of a table, in the first inspected batches; else empty.
         batch_hashes: hashes of inputs and targets of the first batches of epochs, on several ranks; None if
             unknown.
         random_states: hashes of random states from which numbers were drawn in a forward, on several ranks.
@@ -252,7 +249,6 @@ class Run:
         waits: seconds spent fetching batches since the previous batch, 0 if no fetch was seen.
         batches: seconds from the end of the previous batch to the end of this one.
         spent: what the time of a mean batch is spent on.
-        sizes: number of elements in the inputs of each inspected batch, 0 if unknown.
         layer_seconds: least seconds of a forward by layer, without the modules that it calls.
         layer_work: its work in multiply-adds, see `layer_times.work_of`.
         layer_ops: number of its operations, and of those that read a number of a tensor, as `.item()` does.
@@ -309,10 +305,6 @@ class Run:
     validation: float = math.nan
     noise: float = 0.0
     n_targets: int = 1
-    input_std: Series = field(default_factory=Series)
-    input_rms: Series = field(default_factory=Series)
-    rms_of_others: float = math.nan
-    input_columns: list[list[float]] = field(default_factory=list)
     batch_hashes: list[list[tuple[int | None, int | None]]] = field(default_factory=list)
     random_states: list[int] = field(default_factory=list)
     reduced: tuple[str, Series] = field(default_factory=lambda: ("", Series()))
@@ -321,7 +313,6 @@ class Run:
     waits: Series = field(default_factory=Series)
     batches: Series = field(default_factory=Series)
     spent: Spent = field(default_factory=Spent)
-    sizes: Series = field(default_factory=Series)
     layer_seconds: dict[str, float] = field(default_factory=dict)
     layer_work: dict[str, float] = field(default_factory=dict)
     layer_ops: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -375,6 +366,10 @@ class Run:
         self.notes += new
         self.partial |= {key: why for key, why in live.partial.items() if key not in self.partial}
         return bool(new)
+
+    def why_unseen(self, what: str) -> str:
+        """Why nothing is known of what faults need to see."""
+        return self.missing.get(what, f"too little was seen of the {what}")
 
     def about(self, layer: str, param: str) -> str:
         """Type and sizes of a layer, or of the one that has a parameter; "" if unknown."""

@@ -9,6 +9,7 @@ import pytest
 
 from hookcb.activations.stats import LAYER_STATS
 from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.rules import falls_slowly, finding, persistent, persistent_max
 from hookcb.diagnosis.run import Layer, Param, Run, Series, Span
 from hookcb.diagnosis.verdict import Finding
@@ -75,7 +76,7 @@ def test_numbers_of_which_none_is_known_find_nothing_and_rule_nothing_out(n):
         f"{i}": Layer(f"{i}", kind, kind, i, dict.fromkeys(every, unknown(n))) for i, kind in enumerate(kinds)
     }
     curves = dict.fromkeys(
-        ("lr", "loss", "penalty", "stuck", "input_std", "input_rms", "waits", "batches", "sizes", "memory"),
+        ("lr", "loss", "penalty", "stuck", "waits", "batches", "memory"),
         unknown(n),
     )
     given = Run(
@@ -99,12 +100,14 @@ def test_numbers_of_which_none_is_known_find_nothing_and_rule_nothing_out(n):
         loss_kind="mse",
         losses={0: unknown(n), 1: unknown(n)},
         losses_of_ranks=[unknown(n)] * 2,
-        input_columns=[[math.nan] * 4] * 3,
         reduced=("0.weight", unknown(n)),
         observed={"attention"},
         n_steps=n,
         **curves,
     )
+    inputs = given.measured(Inputs)
+    inputs.std, inputs.rms, inputs.sizes = unknown(n), unknown(n), unknown(n)
+    inputs.columns = [[math.nan] * 4] * 3
     verdict = judge(given)
     assert verdict.findings == ()
     assert not [text for text in verdict.ruled_out if "nan" in text.split("(")[-1]]

@@ -19,6 +19,7 @@ from hookcb.diagnosis.checks.optimizer import constant_clipping
 from hookcb.diagnosis.checks.step_size import large_updates, small_updates
 from hookcb.diagnosis.checks.weight_decay import dominating_decay
 from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series
 from hookcb.diagnosis.verdict import Finding
 from tests.support import covering
@@ -215,7 +216,8 @@ def test_an_initialization_is_only_advised_where_another_was_seen():
     assert "nitialize" not in advice(only(attenuated_gradients, evidence(*fading(4.0))))
     grown = layer("body", 0, std=[5000.0] * N)
     for norm, is_large in ((4.0, False), (80.0, True)):
-        given = evidence(weight(weight_norm=[norm] * N), layers=[grown], input_std=series([1.0] * N))
+        given = evidence(weight(weight_norm=[norm] * N), layers=[grown])
+        given.measured(Inputs).std = series([1.0] * N)
         assert ("kaiming" in advice(only(activation_scale, given))) == is_large
 
 

@@ -7,6 +7,7 @@ from hookcb.core.text import as_layer
 from hookcb.diagnosis.advice import begins_large, init_advice, is_trained, lower_rate
 from hookcb.diagnosis.checks.attenuated import attenuated_gradients
 from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.registry import check
 from hookcb.diagnosis.rules import (
     LATEST,
@@ -146,7 +147,7 @@ def activation_scale(evidence: Run) -> Iterator[Result]:
         if span := persistent(shares, lambda x: MAX_SHARE_OF_DTYPE < x < math.inf, 2, 10):
             yield _near_overflow(layer, max(finite(sizes.values)), span)
             return
-    base = median(before(evidence.input_std, until).values)
+    base = median(before(evidence.measured(Inputs).std, until).values)
     base = max(base, MIN_INPUT_STD) if base > 0 else stds[layers[0].name]
     worst = max(layers, key=lambda layer: stds[layer.name])
     grown = stds[worst.name] / base

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from hookcb.core.threads import n_cores
 from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.registry import check
 from hookcb.diagnosis.rules import finding, median, ratio
 from hookcb.diagnosis.run import Passed, Run, Series, Skipped
@@ -79,7 +80,7 @@ def _low(values: Iterable[float]) -> float:
 
 def _slow_batches(evidence: Run) -> tuple[float, float, float, str] | None:
     """Mean seconds of fetches and of batches, those of a slow fetch, and what to say, if some are slow."""
-    waits, inspected = dict(evidence.waits), set(evidence.sizes.steps)
+    waits, inspected = dict(evidence.waits), set(evidence.measured(Inputs).sizes.steps)
     pairs = [
         (waits[step], x)
         for step, x in list(evidence.batches)[N_WARM_UP:]

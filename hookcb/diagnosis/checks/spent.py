@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from hookcb.core.time_split import DATA, EPOCH, GARBAGE, VALIDATION
 from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.registry import check
 from hookcb.diagnosis.rules import finding, median, ratio
 from hookcb.diagnosis.run import Passed, Run, Skipped
@@ -229,7 +230,7 @@ def growing_batches(evidence: Run) -> Iterator[Result]:
 
     Source: the limit is a choice; a busy machine slows down a training without growing batches.
     """
-    sizes = evidence.sizes.values
+    sizes = evidence.measured(Inputs).sizes.values
     waits = dict(evidence.waits)
     seconds = [x - waits.get(step, 0.0) for step, x in evidence.batches]
     if len(sizes) < MIN_LOOKS or len(seconds) < 3 * MIN_BATCHES:
@@ -247,7 +248,7 @@ def growing_batches(evidence: Run) -> Iterator[Result]:
     yield finding(
         "time.growing",
         "info",
-        when=evidence.sizes,
+        when=evidence.measured(Inputs).sizes,
         value=min(grown, slower),
         limit=MIN_GROWTH,
         message=f"Batches grow, from {before:,.0f} to {size:,.0f} elements, and take {slower:.1f} times as "

@@ -13,7 +13,6 @@ from hookcb.core.batch import parts
 from hookcb.core.ranks import is_sharded
 from hookcb.core.restore import preserve_modes
 from hookcb.core.text import as_layer
-from hookcb.diagnosis.probes.batch import nonfinite_input
 from hookcb.diagnosis.reader import ADVICE, Way, way_of
 from hookcb.diagnosis.run import Observation
 from hookcb.hooks.modules import named_modules
@@ -88,7 +87,7 @@ def find_origin(
     start.autocasts = list(autocast or start.autocasts)
     report = search(learn, start, noticed, gradient)
     if report.where == BATCH:
-        return nonfinite_input(step, _n_bad(learn.xb))
+        return Observation("input.nonfinite", step=step, value=float(_n_bad(learn.xb)))
     is_behind = report.repeated and report.where != LOSS
     if is_external and not is_behind:
         report = replace(report, op=operation_in_loss(loss_node, graph.roots(learn.pred)))

@@ -247,7 +247,7 @@ class Odd:
         return Layer(f"l{i}", kind, "", i, {stat: self.series() for stat in OUTPUTS}, self.number())
 
     def evidence(self):
-        given = ("lr", "loss", "input_std", "input_rms", "waits", "batches", "memory")
+        given = ("lr", "loss", "waits", "batches", "memory")
         return Run(
             layers={x.name: x for x in map(self.layer, range(5))},
             params={x.name: x for x in map(self.param, range(8))},

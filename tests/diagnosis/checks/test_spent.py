@@ -10,8 +10,10 @@ from hookcb.diagnosis.checks.spent import (
     slow_layer,
     time_elsewhere,
 )
+from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.run import Layer, Passed, Run, Series, Skipped, Spent
 from hookcb.diagnosis.verdict import Finding
+from tests.diagnosis.checks.support import measured
 
 STEP = {"forward": 0.004, "backward": 0.004, "optimizer": 0.002}
 
@@ -152,11 +154,11 @@ def test_a_layer_of_unknown_work_is_not_ruled_out():
 
 def growing(sizes, seconds):
     n = len(seconds)
-    return Run(
-        sizes=Series(list(range(len(sizes))), [float(x) for x in sizes]),
+    run = Run(
         batches=Series(list(range(n)), list(seconds)),
         waits=Series(list(range(n)), [0.0] * n),
     )
+    return measured(run, Inputs, sizes=Series(list(range(len(sizes))), [float(x) for x in sizes]))
 
 
 def test_batches_that_grow_are_told_only_if_they_take_longer():
