@@ -8,6 +8,7 @@ from zlib import crc32
 
 from hookcb.core.ranks import Ranks, name_ranks
 from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.rules import median
 from hookcb.diagnosis.run import Observation, Run, Series
 from hookcb.diagnosis.verdict import Finding, Gap
@@ -78,13 +79,14 @@ def share_inputs(evidence: Run, ranks: Ranks) -> None:
 
     Their root mean squares stay those of this rank, as a rank may have inputs on another scale.
     """
-    steps, rms = evidence.input_std.steps, median(evidence.input_rms.values)
+    inputs = evidence.measured(Inputs)
+    steps, rms = inputs.std.steps, median(inputs.rms.values)
     if _differ([len(steps), sum(steps)], ranks):
         return
     log = math.log(rms) if rms > 0 else math.nan
-    total, *squares = ranks.sum([log, *(x * x for x in evidence.input_std.values)])
-    evidence.input_std = Series(steps, [math.sqrt(x / ranks.world) for x in squares])
-    evidence.rms_of_others = math.exp((total - log) / (ranks.world - 1))
+    total, *squares = ranks.sum([log, *(x * x for x in inputs.std.values)])
+    inputs.std = Series(steps, [math.sqrt(x / ranks.world) for x in squares])
+    inputs.rms_of_others = math.exp((total - log) / (ranks.world - 1))
 
 
 def _alike(by_rank: Sequence[Any]) -> list[int]:

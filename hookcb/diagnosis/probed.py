@@ -5,16 +5,13 @@ from typing import Any
 
 from hookcb.core.optim import is_adaptive
 from hookcb.diagnosis.measurements.loss import Loss
-from hookcb.diagnosis.measurements.origin import Origin
 from hookcb.diagnosis.measurements.steps import Steps
-from hookcb.diagnosis.measurements.targets import Targets
+from hookcb.diagnosis.measurements.tokens import Tokens
 from hookcb.diagnosis.probes.attention import MIN_BATCHES, observe_attention, observe_blind
-from hookcb.diagnosis.probes.batch import nonfinite_input, observe_inputs
 from hookcb.diagnosis.probes.dropout import observe_dropout_in_eval
 from hookcb.diagnosis.probes.samples import BatchHash, has_epochs, observe_order
 from hookcb.diagnosis.probes.suite import Probes
-from hookcb.diagnosis.probes.tokens import observe_tokens
-from hookcb.diagnosis.run import Observation, Run, Series
+from hookcb.diagnosis.run import Observation, Run
 
 Add = Callable[[Probes, Run], object]
 TOKENS = (  # in `Run.observed`
@@ -49,26 +46,6 @@ def add_probed(probes: Probes, evidence: Run) -> None:
     for part, observe in _late_observations(probes):
         evidence.observations += probes.guard.always(part, lambda observe=observe: list(observe())) or []
     evidence.notes += probes.notes
-
-
-def _add_inputs(probes: Probes, evidence: Run) -> None:
-    steps, rows = _inputs(probes)
-    evidence.input_std = Series.of(steps, [row[0] for row in rows])
-    evidence.input_rms = Series.of(steps, [row[1] for row in rows])
-    origin = evidence.measured(Origin)
-    found: list[Observation] = []
-    if origin.step is not None and (n := origin.found.n_inputs):
-        found.append(nonfinite_input(origin.step, n))
-    seen = {observation.code for observation in found}
-    found += [x for x in observe_inputs(steps, rows, origin.is_sought) if x.code not in seen]
-    evidence.observations += found
-    if any(row[-1] > 0 for row in rows):
-        evidence.observed.add("samples that differ")
-
-
-def _inputs(probes: Probes) -> tuple[list[int], list[list[float]]]:
-    """Steps of the inspected batches, and numbers of their inputs."""
-    return [info.step for info in probes.inputs.infos], probes.inputs.series("x").tolist()
 
 
 def _add_motion(probes: Probes, evidence: Run) -> None:
@@ -114,9 +91,6 @@ def _set(field: str, value: Callable[[Probes], Any]) -> Add:
 
 PARTS: Mapping[str, Add] = {  # what adds to an evidence, by the part that it reads
     "stuck": _set("stuck", lambda probes: probes.stuck.series()),
-    "sizes": _set("sizes", lambda probes: probes.sizes.series()),
-    "inputs": _add_inputs,
-    "columns": _set("input_columns", lambda probes: [x.sqrt().tolist() for x in probes.columns]),
     "params": _add_params,
     "motion": _add_motion,
     "hashes": _add_hashes,
@@ -127,26 +101,17 @@ PARTS: Mapping[str, Add] = {  # what adds to an evidence, by the part that it re
 
 def _late_observed(probes: Probes) -> Iterator[tuple[str, str, Callable[[], object]]]:
     """Part of `Run.observed` that depends on numbers on the device, or on enough of them, by probe."""
-    graph, tokens, ops = probes.graph, probes.tokens, probes.ops
+    graph, ops = probes.graph, probes.ops
     yield "graph", "graph", lambda: graph is not None and not graph.hidden_by
     yield "penalty", "penalty", lambda: graph is not None and graph.has_penalty
-    yield "targets", "targets", lambda: probes.run.measured(Targets).is_known
-    known = probes.run.measured(Targets).classes
-    yield "targets", "labels of a classifier", lambda: known(probes.graph_of_one) is not None
     yield "ops", "attention", lambda: any(len(shares) >= MIN_BATCHES for shares in ops.shares.values())
     yield "ops", "calls in eval mode", lambda: ops.has_evaluated
-    yield "tokens", "indices of embeddings", lambda: tokens.has_indices
     yield "tables", "sums in the graph", lambda: probes.tables.is_known
-    yield "tokens", "tokens beside targets", lambda: tokens.has_compared
-    yield "tokens", "tokens that are targets", tokens.relations
-    yield "tokens", "masks of the tokens", lambda: any(x.seeing for x in tokens.relations())
-    yield "tokens", "padding of the tokens", lambda: any(x.padding >= 0 for x in tokens.relations())
     yield "cleared", "cleared gradients", lambda: probes.cleared.has_found
     is_one = len(probes.optimizers) == 1
     yield "stale", "time before a backward", lambda: probes.stale.has_looked and is_one
     yield "lost_updates", "weights around a step", lambda: probes.lost_updates.has_looked
     yield "hashes", "order of two epochs", lambda: has_epochs(_epochs_hashed(probes))
-    yield "sequences", "order of samples and steps", lambda: probes.sequences.has_compared
     yield "outside", "graph of the output", lambda: probes.outside.is_known(probes.n_steps)
 
 
@@ -176,17 +141,10 @@ def _tell_outside(probes: Probes, evidence: Run) -> None:
 
 
 def _tell_tokens(probes: Probes, evidence: Run) -> None:
-    """Adds reasons why the tokens of a language model are not checked."""
-    tokens = probes.tokens
     has_looked = not probes.guard.has_failed("ops") and probes.ops.has_looked
-    if has_looked and not tokens.has_embeddings:
+    if has_looked and not evidence.measured(Tokens).has_embeddings:
         no_embedding = "the model has no embedding"
         evidence.absent |= {"embeddings": no_embedding, "tokens": no_embedding}
-    elif not tokens.is_open and not tokens.relations():
-        evidence.absent["tokens"] = "the targets of the loss are not the tokens that the model embeds"
-    elif not tokens.is_open:
-        unknown = "the embedding of the tokens has no padding_idx, so it is not known what is padding"
-        evidence.missing["padding of the tokens"] = unknown
 
 
 REASONS: Mapping[str, Add] = {  # likewise, reasons why something was not seen, unless the part has failed
@@ -204,9 +162,6 @@ def _late_observations(probes: Probes) -> Iterator[tuple[str, Callable[[], Itera
     yield "ops", lambda: observe_blind(probes.ops.blind)
     yield "ops", lambda: observe_dropout_in_eval(probes.ops.dropping, probes.ops.n_alike())
     yield "tables", lambda: probes.tables.observations()
-    yield "tokens", lambda: probes.tokens.observe_indices()
-    tokens = probes.tokens.relations
-    yield "tokens", lambda: observe_tokens(tokens(), probes.graph_of_one, probes.has_recurrent)
     yield "lost_updates", lambda: probes.lost_updates.observations()
     if len(probes.optimizers) == 1:  # several may clear each other's gradients unseen
         yield "stale", lambda: probes.stale.observations()
@@ -223,6 +178,4 @@ def _late_observations(probes: Probes) -> Iterator[tuple[str, Callable[[], Itera
         ),
     )
     yield "outside", lambda: probes.outside.observations(probes.n_steps)
-    yield "sequences", lambda: probes.sequences.observations()
-    yield "targets", lambda: probes.run.measured(Targets).observe_single_class(probes.graph_of_one)
     yield "hashes", lambda: observe_order(_epochs_hashed(probes), probes.loader)

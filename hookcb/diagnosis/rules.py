@@ -9,6 +9,7 @@ import torch
 
 from hookcb.core.text import join_names
 from hookcb.diagnosis.fault import Fault
+from hookcb.diagnosis.measurements.tokens import Tokens
 from hookcb.diagnosis.run import CONVERGED, WINDOW, Layer, Param, Run, Series, Span
 from hookcb.diagnosis.verdict import Finding, Severity
 
@@ -255,7 +256,7 @@ def ratio_to_constant(run: Run, loss: float) -> float:
 
 def batches_to_learn(run: Run) -> int:
     """Number of batches after which a model is compared with a constant."""
-    return MIN_BATCHES_OF_TOKENS if "tokens beside targets" in run.observed else MIN_BATCHES
+    return MIN_BATCHES_OF_TOKENS if run.measured(Tokens).has_compared else MIN_BATCHES
 
 
 def is_trivial(run: Run, n_batches: int = 0) -> bool:

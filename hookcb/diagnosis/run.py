@@ -195,16 +195,12 @@ class Run:
         perfect: loss of a perfect prediction, above 0 for soft or smoothed targets.
         validation: loss of the last validation, NaN if there was none.
         noise: standard deviation of `constant` over the `n_targets` batches whose targets were seen.
-        input_std, input_rms: standard deviation and RMS of the first float input, for each inspected batch.
-        rms_of_others: RMS of the inputs of the other ranks, their geometric mean, NaN if unknown.
-        input_columns: RMS of each column of a table, in the first inspected batches; else empty.
         batch_hashes: hashes of inputs and targets of the first batches of epochs, on several ranks; None if
             unknown.
         random_states: hashes of random states from which numbers were drawn in a forward, on several ranks.
         reduced: parameter whose gradient was read after the backward, and its norm, on several ranks.
         losses_of_ranks: some of the losses of each rank, if there are several, but no more than 64.
         world: number of ranks.
-        sizes: number of elements in the inputs of each inspected batch, 0 if unknown.
         stepped: index of the optimizer that made each recorded step, if known.
         observed: what could be inspected: "inputs", "labels", "loss", "attention", "backward", "steps" …
         n_steps: number of optimizer steps.
@@ -253,16 +249,11 @@ class Run:
     validation: float = math.nan
     noise: float = 0.0
     n_targets: int = 1
-    input_std: Series = field(default_factory=Series)
-    input_rms: Series = field(default_factory=Series)
-    rms_of_others: float = math.nan
-    input_columns: list[list[float]] = field(default_factory=list)
     batch_hashes: list[list[tuple[int | None, int | None]]] = field(default_factory=list)
     random_states: list[int] = field(default_factory=list)
     reduced: tuple[str, Series] = field(default_factory=lambda: ("", Series()))
     losses_of_ranks: list[Series] = field(default_factory=list)
     world: int = 1
-    sizes: Series = field(default_factory=Series)
     stepped: list[int] = field(default_factory=list)
     observed: set[str] = field(default_factory=set)
     n_steps: int = 0
@@ -308,6 +299,10 @@ class Run:
         self.notes += new
         self.partial |= {key: why for key, why in live.partial.items() if key not in self.partial}
         return bool(new)
+
+    def why_unseen(self, what: str) -> str:
+        """Why nothing is known of what faults need to see."""
+        return self.missing.get(what, f"too little was seen of the {what}")
 
     def about(self, layer: str, param: str) -> str:
         """Type and sizes of a layer, or of the one that has a parameter; "" if unknown."""

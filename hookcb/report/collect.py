@@ -25,6 +25,7 @@ from hookcb.diagnosis.frame import about
 from hookcb.diagnosis.gather import recorded
 from hookcb.diagnosis.led import Led
 from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.layer_times import LayerTimes
 from hookcb.diagnosis.reader import Way, also, way_of
 from hookcb.diagnosis.run import Run, Series
@@ -146,7 +147,7 @@ def _how_to_record(kind: type[Callback], way: Way) -> str:
 def _run(cbs: Iterable[Callback], evidence: Run) -> dict[str, Series]:
     """Series of the whole run, with what is not finite."""
     recorder, health = _first(cbs, Recorder), _first(cbs, GradientHealth)
-    found = {"loss": evidence.loss, "lr": evidence.lr, "input_rms": evidence.input_rms}
+    found = {"loss": evidence.loss, "lr": evidence.lr, "input_rms": evidence.measured(Inputs).rms}
     if recorder is not None and recorder.losses:
         steps = list(range(len(recorder.losses)))
         found |= {"loss": Series(steps, recorder.losses), "lr": Series(steps, recorder.lrs)}

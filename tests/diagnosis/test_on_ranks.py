@@ -10,6 +10,7 @@ from hookcb import Finding
 from hookcb.core.ranks import ALONE, Ranks
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.origin import Found, Origin
 from hookcb.diagnosis.on_ranks import (
     compare_batches,
@@ -18,7 +19,7 @@ from hookcb.diagnosis.on_ranks import (
     share_inputs,
     share_losses,
 )
-from hookcb.diagnosis.run import Observation, Run, Series
+from hookcb.diagnosis.run import Run, Series
 from hookcb.diagnosis.verdict import Gap
 
 
@@ -196,26 +197,29 @@ def test_ranks_that_draw_the_same_numbers_are_named():
 
 
 def scaled(*rms):
-    return Run(input_std=Series.of(range(len(rms)), rms), input_rms=Series.of(range(len(rms)), rms))
+    run = Run()
+    run.measured(Inputs).std, run.measured(Inputs).rms = (Series.of(range(len(rms)), rms) for _ in range(2))
+    return run
 
 
 def test_inputs_are_compared_with_those_of_the_others():
     evidences = scaled(1.0, 1.0), scaled(1.0, 1.0), scaled(100.0, 100.0)
     on_ranks(share_inputs, evidences)
-    assert [evidence.rms_of_others for evidence in evidences] == pytest.approx([10.0, 10.0, 1.0])
+    inputs = [evidence.measured(Inputs) for evidence in evidences]
+    assert [x.rms_of_others for x in inputs] == pytest.approx([10.0, 10.0, 1.0])
     merged = math.sqrt((1 + 1 + 1e4) / 3)
-    assert all(evidence.input_std.values == pytest.approx([merged] * 2) for evidence in evidences)
-    assert evidences[2].input_rms.values == [100.0, 100.0]
+    assert all(x.std.values == pytest.approx([merged] * 2) for x in inputs)
+    assert inputs[2].rms.values == [100.0, 100.0]
 
 
 def test_inputs_that_are_unknown_are_not_compared():
     evidences = scaled(1.0), scaled()
     on_ranks(share_inputs, evidences)
-    assert evidences[0].input_std.values == [1.0]
-    assert math.isnan(evidences[0].rms_of_others)
+    assert evidences[0].measured(Inputs).std.values == [1.0]
+    assert math.isnan(evidences[0].measured(Inputs).rms_of_others)
     evidences = scaled(), scaled()
     on_ranks(share_inputs, evidences)
-    assert math.isnan(evidences[0].rms_of_others)
+    assert math.isnan(evidences[0].measured(Inputs).rms_of_others)
 
 
 def found(*findings, gaps=()):
@@ -273,8 +277,10 @@ def test_the_verdict_is_the_same_on_all_ranks_and_orders_causes_of_different_ran
     late = evidence()
     origin = late.measured(Origin)
     origin.found, origin.step = Found("The loss is nan.", "head"), 5
-    early = Observation("input.nonfinite", step=5, text="The inputs contain NaN.")
-    verdicts, _ = on_ranks(judge, [late, evidence(early)])
+    early = evidence()
+    origin = early.measured(Origin)
+    origin.found, origin.step, origin.is_sought = Found(n_inputs=1), 5, True
+    verdicts, _ = on_ranks(judge, [late, early])
     assert verdicts[0] == verdicts[1]
     assert [(f.code, f.ranks, f.consequence_of) for f in verdicts[0].findings] == [
         ("input.nonfinite", (1,), ""),
@@ -285,10 +291,9 @@ def test_the_verdict_is_the_same_on_all_ranks_and_orders_causes_of_different_ran
 
 
 def test_nothing_that_a_rank_has_found_is_ruled_out():
-    faulty = evidence(Observation("input.nonfinite", step=5, text="The inputs contain NaN."))
-    faulty.observed = {"inputs"}
-    clean = evidence()
-    clean.observed = {"inputs"}
+    faulty, clean = evidence(), evidence()
+    faulty.measured(Inputs).origin = 5, 1.0
+    clean.measured(Inputs).nonfinite = Series([0], [0.0])
     assert "NaN in the inputs" in judge(clean, ALONE).ruled_out
     verdicts, _ = on_ranks(judge, [clean, faulty])
     assert "NaN in the inputs" not in verdicts[0].ruled_out

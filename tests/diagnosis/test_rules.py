@@ -10,6 +10,7 @@ import pytest
 from hookcb.activations.stats import LAYER_STATS
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.rules import falls_slowly, finding, persistent, persistent_max
 from hookcb.diagnosis.run import Layer, Param, Run, Series, Span
 from hookcb.diagnosis.verdict import Finding
@@ -77,6 +78,7 @@ def test_numbers_of_which_none_is_known_find_nothing_and_rule_nothing_out(n):
     }
     curves = dict.fromkeys(
         ("lr", "loss", "penalty", "stuck", "input_std", "input_rms", "sizes"),
+        ("lr", "loss", "penalty", "stuck", "waits", "batches", "memory"),
         unknown(n),
     )
     given = Run(
@@ -99,7 +101,6 @@ def test_numbers_of_which_none_is_known_find_nothing_and_rule_nothing_out(n):
         steps=dict.fromkeys(STEP_STATS, unknown(n)),
         loss_kind="mse",
         losses_of_ranks=[unknown(n)] * 2,
-        input_columns=[[math.nan] * 4] * 3,
         reduced=("0.weight", unknown(n)),
         observed={"attention"},
         n_steps=n,
@@ -108,6 +109,9 @@ def test_numbers_of_which_none_is_known_find_nothing_and_rule_nothing_out(n):
     vars(given.measured(Curves)).update(
         {name: unknown(n) for name in ("waits", "batches", "memory")}, losses={0: unknown(n), 1: unknown(n)}
     )
+    inputs = given.measured(Inputs)
+    inputs.std, inputs.rms, inputs.sizes = unknown(n), unknown(n), unknown(n)
+    inputs.columns = [[math.nan] * 4] * 3
     verdict = judge(given)
     assert verdict.findings == ()
     assert not [text for text in verdict.ruled_out if "nan" in text.split("(")[-1]]

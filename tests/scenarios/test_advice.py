@@ -21,6 +21,7 @@ from hookcb.diagnosis.faults.steps.large_updates import LargeUpdates
 from hookcb.diagnosis.faults.steps.small_updates import SmallUpdates
 from hookcb.diagnosis.faults.steps.weight_decay import DominatingDecay
 from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series
 from hookcb.diagnosis.verdict import Finding
 from tests.support import covering
@@ -217,7 +218,8 @@ def test_an_initialization_is_only_advised_where_another_was_seen():
     assert "nitialize" not in advice(only(Attenuated().findings, evidence(*fading(4.0))))
     grown = layer("body", 0, std=[5000.0] * N)
     for norm, is_large in ((4.0, False), (80.0, True)):
-        given = evidence(weight(weight_norm=[norm] * N), layers=[grown], input_std=series([1.0] * N))
+        given = evidence(weight(weight_norm=[norm] * N), layers=[grown])
+        given.measured(Inputs).std = series([1.0] * N)
         assert ("kaiming" in advice(only(ActivationScale, given))) == is_large
 
 

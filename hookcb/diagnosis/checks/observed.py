@@ -2,18 +2,13 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from hookcb.core.text import as_layer, join_names
-from hookcb.diagnosis.checks.loss import flat_loss
-from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.fault import EVERYTHING, Result, Site
 from hookcb.diagnosis.registry import check
-from hookcb.diagnosis.rules import MIN_BATCHES, falls_slowly, is_trivial, loss_left
+from hookcb.diagnosis.rules import MIN_BATCHES, is_trivial
 from hookcb.diagnosis.run import Absent, Observation, Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding, Severity
-
-EVERYTHING = ("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "update.*", "amp.*", "head.*")
-COPIED = 0.05  # share of the first loss
 
 
 def passed_on(
@@ -95,111 +90,6 @@ def _row(
 
     pass_on.__name__, pass_on.__doc__ = code.replace(".", "_"), doc
     check(code, site=site, needs=needs, exact=exact, leads_to=leads_to, subject=subject)(pass_on)
-
-
-_row("input.nonfinite", Site.INPUT, ("batch",), EVERYTHING, "error", "NaN in the inputs", requires="inputs",
-    doc="""
-    NaN or infinity in the inputs of a batch.
-
-    Formula: any element that is not finite, in an inspected batch or in one whose loss is not finite.
-    """)  # fmt: skip
-
-_row("input.constant", Site.INPUT, ("batch",), EVERYTHING, "error", "constant inputs",
-    requires="samples that differ", doc="""
-    All samples of a batch are identical, in each of at least three inspected batches.
-
-    Formula: no element differs from that of the first sample; batches of one sample are left out.
-    """)  # fmt: skip
-
-_row("label.out_of_range", Site.INPUT, ("batch",), EVERYTHING, "error", "labels out of range",
-    requires="loss or steps", doc="""
-    A class index below 0 or not below the number of classes, for which the loss raised an error.
-
-    Formula: largest index ≥ C or smallest < 0, in the batch for which torch's loss raised an error.
-
-    Source: torch.nn.CrossEntropyLoss, targets are in [0, C) or `ignore_index`.
-    """)  # fmt: skip
-
-
-_row("label.form", Site.INPUT, ("batch",), EVERYTHING, "error", "targets that the loss refuses",
-    requires="loss or steps", doc="""
-    Targets whose shape or type a loss of torch refuses, such as one-hot rows in place of class indices.
-
-    Exact: the error that torch's loss has raised.
-
-    Source: torch.nn.CrossEntropyLoss and torch.nn.BCEWithLogitsLoss, "Shape".
-    """)  # fmt: skip
-
-
-_row("label.scaled", Site.INPUT, ("batch",), ("head.*", "loss.*", "update.*", "unit.*"), "warning",
-    "labels that were scaled as the inputs", requires="targets", doc="""
-    Class indices that were divided by 255 together with the pixels.
-
-    Exact: all inputs and targets of the first batch are multiples of 1/255 in 0 to 1, with one target per
-    sample; the largest target is below 100/255, and not 0, while the largest input is above a half.
-    """)  # fmt: skip
-
-
-_row("label.single_class", Site.INPUT, ("batch", "graph"), ("loss.*", "grad.*", "update.too_small", "unit.*"),
-    "warning", "labels of a single class", requires="labels of a classifier", doc="""
-    All labels that a classifier is trained with are one class.
-
-    Exact: no label of the inspected batches differs from the others; 512 samples in 8 batches or more. Read
-    if the loss is a cross-entropy of the model's raw scores, or of their sigmoid or softmax, and there is one
-    optimizer.
-    """)  # fmt: skip
-
-
-@check("data.labels", site=Site.INPUT, needs=("loss",), exact=False, leads_to=("loss.flat", "loss.trivial"))
-def data_labels(evidence: Run) -> Iterator[Result]:
-    """The model can overfit a single batch but learns nothing: the labels do not follow from the inputs.
-
-    Formula: a flat loss and no other finding, and 60 steps of a copy of the model on one batch bring its loss
-    below half of its first value there, but no faster, by three standard deviations, than with the labels in
-    nine shuffled orders; orders are compared only for classes that occur several times in a batch. A note; a
-    warning if the loss falls by less than 5 % and is near guessing, as it does if labels are memorized.
-
-    Source: A. Karpathy, "A Recipe for Training Neural Networks", 2019, "overfit one batch"; Arpit et al., "A
-    Closer Look at Memorization in Deep Networks", 2017: real labels are fitted faster than random ones.
-    """
-    passed = "labels that do not follow from the inputs"
-    if any(observation.code == "data.labels" for observation in evidence.observations):
-        yield from passed_on(evidence, "data.labels", "info", passed)
-        return
-    for result in flat_loss(evidence):
-        if falls_slowly(evidence):
-            yield Skipped("the loss falls too little to tell learning from memorized labels")
-        elif isinstance(result, Passed):
-            yield Passed(passed)  # a loss that falls has something to learn from
-        elif isinstance(result, Skipped):
-            yield result
-        else:
-            yield Skipped("no copy of the model was trained on a single batch, or it could not overfit that")
-
-
-@check(
-    "label.copies_input",
-    site=Site.INPUT,
-    needs=("batches", "graph"),
-    exact=True,
-    leads_to=("loss.*", "update.*"),
-    subject="tokens",
-)
-def copied_inputs(evidence: Run) -> Iterator[Result]:
-    """Targets that are the tokens which the model embeds at the same position.
-
-    Exact: all targets of a cross-entropy, in three batches, at least 64. A note, as they are in an
-    autoencoder. A warning if no position attends to later ones, as in a model that predicts the next token,
-    and the loss has fallen below a twentieth, as it does if only the input must be copied.
-    """
-    code, passed = "label.copies_input", "targets that are not shifted"
-    has_copied = loss_left(evidence, evidence.first_loss) < COPIED
-    seen = [x for x in evidence.observations if x.code == code]
-    if seen and not (has_copied and not seen[0].severity):
-        seen = [replace(seen[0], severity="info")]
-    yield from (_finding(evidence, x, (), x.severity or "warning") for x in seen)  # type: ignore[arg-type]
-    if not seen:
-        yield from passed_on(evidence, code, "warning", passed, "tokens that are targets")
 
 
 _row("init.symmetric", Site.MODULES, ("model",), (*EVERYTHING, "param.not_stepped"), "error",
@@ -284,15 +174,6 @@ _row("model.linear_stack", Site.MODULES, ("model",), (), "info", "linear layers 
     is a low-rank factorization.
     """)  # fmt: skip
 
-_row("embed.single_index", Site.MODULES, ("batches",), (), "info", "embeddings that get a single index",
-    requires="indices of embeddings", subject="embeddings", doc="""
-    An embedding that gets the same index at all positions of all inspected batches.
-
-    Exact: smallest and largest index in three batches, of an embedding with as many rows as positions, eight
-    or more. A warning for an embedding with "pos" or "wpe" in its name, as positions then cannot be told
-    apart; else a note, as an id that all samples share may be intended.
-    """)  # fmt: skip
-
 
 @check(
     "embed.scale",
@@ -319,30 +200,12 @@ def embedding_scales(evidence: Run) -> Iterator[Result]:
         yield Passed(passed)
 
 
-_row("mask.future", Site.MODULES, ("batches", "graph"), ("loss.*", "update.*", "attn.*", "grad.*"), "error",
-    "masks that show the next token", requires="masks of the tokens", subject="tokens", doc="""
-    A model that predicts the next token, and attends to it.
-
-    Exact: in three batches, each target of a cross-entropy is the token that the model embeds one position
-    later, and in all layers with self-attention, attention weights to later positions are above 1e-6 at more
-    than half of the positions with a target. Not judged beside recurrent layers, as a model may encode a
-    whole sequence on purpose, to decode it again.
-    """)  # fmt: skip
-
 _row("mask.blind", Site.MODULES, ("batches",), ("attn.*", "loss.*", "grad.*", "update.*", "act.*"), "warning",
     "masks that hide all other positions", requires="attention", subject="attention", doc="""
     Self-attention in which each position sees one position at most.
 
     Exact: in three batches, all weights but one of each query are zero, and the key that is left is the same
     in all samples and heads. Attention that is sharp because its scores are large differs between samples.
-    """)  # fmt: skip
-
-_row("label.padding", Site.INPUT, ("batches", "graph"), ("loss.*",), "warning", "padding among the targets",
-    requires="padding of the tokens", subject="tokens", doc="""
-    Targets that are padding, and count in the loss of a language model.
-
-    Exact: share of the targets that are the embedding's `padding_idx` after another padding, in three
-    batches; the loss is a mean cross-entropy without weights, with another `ignore_index`. Limit: 5 %.
     """)  # fmt: skip
 
 _row("attn.collapse", Site.MODULES, ("batches",), ("grad.*", "loss.*", "update.too_small"), "warning",
@@ -389,17 +252,6 @@ _row("head.axis", Site.LOSS, ("batch", "graph"), EVERYTHING, "error", "classes o
     not meant.
 
     Source: torch.nn.CrossEntropyLoss, "Shape"; torch.Tensor.view, which keeps the order of the elements.
-    """)  # fmt: skip
-
-_row("layer.batch_first", Site.MODULES, ("batches",), EVERYTHING, "warning",
-    "samples taken for steps of a sequence", requires="order of samples and steps", subject="sequences",
-    doc="""
-    A recurrent or attention layer that takes the samples of a batch for the steps of a sequence.
-
-    Exact: shapes in three inspected batches, with one target for each sample: a layer of torch without
-    `batch_first` gets as many steps as there are samples, and another number of samples.
-
-    Source: torch.nn.LSTM and torch.nn.MultiheadAttention, `batch_first`.
     """)  # fmt: skip
 
 _row("head.degenerate", Site.LOSS, ("batch",), EVERYTHING, "error", "a softmax over one number",

@@ -13,7 +13,6 @@ from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.probed import add_probed
 from hookcb.diagnosis.probes.suite import Probes
-from hookcb.diagnosis.rules import falls_slowly
 from hookcb.diagnosis.run import Run
 
 
@@ -36,10 +35,6 @@ class Legacy(Measurement):
 
     def on_batch(self, run: Run) -> None:
         self._call("begin_batch", run)
-
-    def on_output(self, run: Run, name: str, m: Any, output: Any) -> None:
-        if self.probes is not None:
-            self.probes.see_output(name, m, output)
 
     def on_prediction(self, run: Run) -> None:
         self._call("record_pred", run)
@@ -73,10 +68,6 @@ class Legacy(Measurement):
 
     def on_end(self, run: Run) -> None:
         self._call("observe_end", run)
-
-    def on_doubt(self, run: Run, findings: Any) -> bool:
-        probes = self.probes
-        return probes is not None and probes.try_to_overfit(probes.run.loop, findings, falls_slowly(run))
 
     def tell(self, run: Run) -> None:
         if self.probes is not None:

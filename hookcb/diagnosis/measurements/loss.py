@@ -1,9 +1,11 @@
 """Loss: what the loss is, as its graph tells, and what guessing and the best constant would have."""
 
 import math
+from typing import Any
 
 from torch import Tensor
 
+from hookcb.core.batch import parts
 from hookcb.core.graph import COMPILED
 from hookcb.core.optim import detached_scalar
 from hookcb.diagnosis.fault import LOOKS, Measurement
@@ -11,7 +13,6 @@ from hookcb.diagnosis.measurements.curves import Curve
 from hookcb.diagnosis.measurements.external_batch import ExternalBatch
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
-from hookcb.diagnosis.probes.batch import guess_of
 from hookcb.diagnosis.probes.loss_graph import LossGraph, last_parameters, n_between, read_loss
 from hookcb.diagnosis.probes.penalty import penalty_of
 from hookcb.diagnosis.probes.plain_run import graph_of_original
@@ -74,7 +75,8 @@ class Loss(Measurement):
         if self.graph.hidden_by == COMPILED:
             batch = ExternalBatch(loop) if loop.is_external else loop
             try:
-                self.graph, guess = graph_of_original(batch, self.graph, self.autocasts)
+                self.graph, pred = graph_of_original(batch, self.graph, self.autocasts)
+                guess = guess_of(self.graph, pred, batch.yb)
                 self.guess = self.guess if math.isnan(guess) else guess
             except Exception as error:  # raised by the model; the input of the loss stays hidden
                 run.note(f"the model could not be run without torch.compile: {error!r:.80}")
@@ -90,8 +92,7 @@ class Loss(Measurement):
         if (graph := self.graph) is None:
             return
         self.kind, self.kinds = graph.sure_kind, graph.kinds
-        if run.measured(Steps).n_optimizers <= 1:
-            self.graph_of_one = graph
+        self.graph_of_one = graph if run.measured(Steps).n_optimizers <= 1 else LossGraph()
         self.penalty, targets = self._penalty.series(), run.measured(Targets)
         if len(self.penalty) or not graph.has_penalty:
             self.constant, self.perfect, self.noise = targets.losses(graph)
@@ -102,3 +103,41 @@ class Loss(Measurement):
     def freeze(self) -> None:
         self.graph = self.autocasts = None
         self.graph_of_one = self.graph_of_one._replace(class_weights=None)
+
+
+def scores_of(pred: Any) -> Tensor | None:
+    """First float tensor in the model's output."""
+    return next((x for _, x in parts(pred) if isinstance(x, Tensor) and x.is_floating_point()), None)
+
+
+def n_classes_of(scores: Tensor, labels: Tensor) -> int | None:
+    """Number of classes of scores, if these labels are indices of classes."""
+    if scores.ndim == labels.ndim + 1:
+        if scores.shape[:1] + scores.shape[2:] == labels.shape:
+            return scores.shape[1]
+        if scores.shape[:-1] == labels.shape:
+            return scores.shape[-1]
+    return None
+
+
+def guess_of(graph: LossGraph, pred: Any, yb: Any) -> float:
+    """Loss of guessing: ln C for cross-entropy, the mean square of the targets for MSE; else NaN."""
+    scores = scores_of(pred)
+    targets = next((y for _, y in parts(yb) if isinstance(y, Tensor)), None)
+    if scores is None or not graph.is_pure:
+        return math.nan
+    if graph.kind == "cross-entropy":
+        n = None if targets is None else n_classes_of(scores, targets)
+        n = n or (scores.shape[-1] if scores.ndim == 2 else None)
+        return graph.scale * math.log(n) if n else math.nan
+    if graph.kind == "binary cross-entropy":
+        if not graph.has_weights:
+            return graph.scale * math.log(2)
+        if targets is None or graph.class_weights is None:
+            return math.nan
+        weights = 1 + (graph.class_weights - 1) * targets  # of ones, and 1 for zeros
+        return graph.scale * math.log(2) * float(weights.mean())
+    if targets is not None and graph.kind == "mse" and targets.is_floating_point():
+        has_same_shape = targets.shape == scores.shape
+        return graph.scale * float(targets.float().square().mean()) if has_same_shape else math.nan
+    return math.nan

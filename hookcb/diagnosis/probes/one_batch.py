@@ -15,15 +15,11 @@ from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.fault import FAULTS
+from hookcb.diagnosis.faults.labels.scaled import ScaledLabels
+from hookcb.diagnosis.measurements.inputs import Inputs
+from hookcb.diagnosis.measurements.loss import guess_of
 from hookcb.diagnosis.measurements.origin import Found, Origin, find_origin
-from hookcb.diagnosis.probes.batch import (
-    column_squares,
-    guess_of,
-    input_numbers,
-    nonfinite_input,
-    observe_inputs,
-    observe_scaled_labels,
-)
+from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.first_batch import first_batch, preserve_loader, why_not_readable
 from hookcb.diagnosis.probes.head import is_comparison_known, observe_output
@@ -92,13 +88,11 @@ def _inspect(evidence: Run, learn: Any) -> None:
     # a fault at the end may have been there from the beginning, and then explains the others
     lasting = [replace(x, step=None) for x in found.observations if at_any_time(FAULTS[x.code].needs)]
     evidence.observations += lasting
-    evidence.parts[Origin] = found.measured(Origin)
     evidence.sources |= found.sources
     evidence.missing |= found.missing
     evidence.observed |= found.observed
     evidence.loss_kind, evidence.loss_kinds, evidence.guess = found.loss_kind, found.loss_kinds, found.guess
-    evidence.input_std, evidence.input_rms = found.input_std, found.input_rms
-    evidence.input_columns = found.input_columns
+    evidence.parts |= found.parts
     evidence.notes.append("one more batch after the training")
 
 
@@ -106,7 +100,6 @@ def _leave_out_later(found: Run) -> None:
     """Leaves out what this batch cannot say: how NaN began in an earlier step, of which there are records."""
     if (origin := found.measured(Origin)).found.is_from_weights:
         origin.found = Found()
-    found.observed.discard("inputs")
     found.missing["inputs"] = "the batch of the first NaN was not inspected; that needs Diagnose"
 
 
@@ -119,7 +112,8 @@ def _observe_model(found: Run, learn: Any) -> None:
 
 
 def _observe_batch(found: Run, learn: Any, step: int) -> None:
-    numbers, squares = input_numbers(learn.xb), column_squares(learn.xb)
+    inputs = found.measured(Inputs)
+    inputs.add(step, learn.xb)
     with _last_called(learn.model) as called:
         learn.pred = learn.predict()
     learn.loss = learn.get_loss()
@@ -127,17 +121,14 @@ def _observe_batch(found: Run, learn: Any, step: int) -> None:
     found.sources.add("batch")
     found.observed |= {"loss"} | ({"backward"} if is_finite else set())
     origin = found.measured(Origin)
-    origin.has_looked = is_finite
+    origin.has_looked, origin.is_sought = is_finite, not is_finite
+    inputs.tell(found)
+    inputs.freeze()
+    for one in (inputs.std, inputs.rms):
+        one.steps = [0] * len(one)
+    inputs.sizes = Series()
     if not is_finite:
         origin.found = find_origin(learn, "The loss or a gradient is not finite", True, step, None)
-        found.observations += [nonfinite_input(step, n)] if (n := origin.found.n_inputs) else []
-    if numbers is not None:
-        row = numbers.tolist()
-        found.observed |= {"inputs"} | ({"samples that differ"} if row[-1] > 0 else set())
-        found.observations += observe_inputs([step], [row], is_harmful=not is_finite)
-        found.input_std, found.input_rms = Series.of([0], row[:1]), Series.of([0], row[1:2])
-    if squares is not None:
-        found.input_columns = [squares.sqrt().tolist()]
     _observe_loss(found, learn, called[-1] if called else "")
 
 
@@ -149,11 +140,14 @@ def _observe_loss(found: Run, learn: Any, last: str) -> None:
     if not math.isnan(share := dropped_share(learn.loss.grad_fn)):
         found.observed.add("input of the loss")
         found.observations += observe_dropout(share, last, 0)
-    found.observations += observe_scaled_labels(learn.xb, learn.yb, 0)
+    found.measured(Targets).is_known = bool(learn.yb)
+    if learn.yb:
+        scaled = found.measured(ScaledLabels)
+        scaled.on_first_graph(Run(loop=learn))
+        scaled.seen = [replace(x, step=None, last_step=None) for x in scaled.seen]
     if (links := linear_links(learn.loss.grad_fn)) is not None:
         found.observed.add("path from layer to layer")
         found.observations += observe_linear_links(links, learn.model)
-    found.observed |= {"targets"} if learn.yb else set()
     is_known = is_comparison_known(graph, learn.loss.grad_fn, learn.pred, learn.yb)
     found.observed |= {"output beside its targets"} if is_known else set()
     found.observed |= {"penalty"} if graph.has_penalty else set()

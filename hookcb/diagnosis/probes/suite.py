@@ -3,36 +3,27 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import suppress
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookcb.core.batch import n_samples, parts
+from hookcb.core.batch import n_samples
 from hookcb.core.optim import detached_scalar
 from hookcb.core.shards import has_no_part
 from hookcb.diagnosis.frame import about
 from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.measurements.curves import Curve, Curves
 from hookcb.diagnosis.measurements.dead_units import MAX_DENSE, N_DENSE, DeadUnits
-from hookcb.diagnosis.measurements.layer_rows import MAX_RECORDS, LayerRows, float_output
+from hookcb.diagnosis.measurements.layer_rows import LayerRows
 from hookcb.diagnosis.measurements.layer_times import LayerTimes
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.origin import Origin
+from hookcb.diagnosis.measurements.sequence_axis import SequenceAxis
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
+from hookcb.diagnosis.measurements.tokens import Tokens
 from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks
-from hookcb.diagnosis.probes.batch import (
-    COLUMNS,
-    column_squares,
-    input_numbers,
-    observe_labels,
-    observe_refusal,
-    observe_scaled_labels,
-)
 from hookcb.diagnosis.probes.buffers import has_own_buffers, observe_buffers
 from hookcb.diagnosis.probes.class_axis import class_scores, observe_class_axis
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
@@ -44,10 +35,8 @@ from hookcb.diagnosis.probes.model import observe_frozen, observe_model, observe
 from hookcb.diagnosis.probes.motion import Motion
 from hookcb.diagnosis.probes.norm import NormProbe, observe_unseen_validation
 from hookcb.diagnosis.probes.outside import OutsideParameters
-from hookcb.diagnosis.probes.overfit import observe_memorized_labels
 from hookcb.diagnosis.probes.replicas import can_compare, observe_replicas
 from hookcb.diagnosis.probes.samples import BatchHashes, RandomStates
-from hookcb.diagnosis.probes.sequence_axis import SequenceAxis
 from hookcb.diagnosis.probes.step import (
     AddedBackwards,
     ClearedGradients,
@@ -55,15 +44,11 @@ from hookcb.diagnosis.probes.step import (
     StaleGradients,
     observe_accumulation,
 )
-from hookcb.diagnosis.probes.tokens import Tokens
 from hookcb.diagnosis.run import Observation, Run
-from hookcb.diagnosis.verdict import Finding
 from hookcb.hooks.modules import device_of, named_modules
 from hookcb.hooks.params import find_params
-from hookcb.records.store import StatStore
 
 PENALTY_EVERY = 8  # batches, as a penalty may change fast
-N_TABLES = 3  # batches whose columns are measured
 
 
 class Probes:
@@ -90,7 +75,6 @@ class Probes:
         self.is_dense, self.is_external = True, is_external
         self.observed: set[str] = set()  # see `Run.observed`
         self.sources = {"batches", "batch", "steps", "time"}
-        self.sequences, self.tokens = made("sequences", SequenceAxis), made("tokens", Tokens)
         self.lost_updates = made("lost_updates", LostUpdates, model)
         self.motion = made("motion", Motion, model)
         self.outside = made("outside", OutsideParameters, model)
@@ -99,8 +83,8 @@ class Probes:
         self.under_way: bool | None = None  # after the backward of a batch: whether that is inspected
         self.stale = made("stale", StaleGradients, model)
         self.cleared, self.added = made("cleared", ClearedGradients), made("added", AddedBackwards)
-        self.stuck, self.sizes = (made(x, Curve) for x in ("stuck", "sizes"))
-        seen = run.measured(LayerTimes).add_work, self.sequences, self.tokens
+        self.stuck = made("stuck", Curve)
+        seen = run.measured(LayerTimes).add_work, run.measured(SequenceAxis), run.measured(Tokens)
         self.ops = made("ops", OpHooks, model, self._acts, lambda: loop.in_loop_thread, *seen, guard)
         self.norms, self.tables = made("norms", NormProbe, model), made("tables", AddedTables)
         self._has_read_loss = False
@@ -108,9 +92,6 @@ class Probes:
         self._is_step_cancelled = False
         self.n_without: Counter[str] = Counter()
         self.params = guard.call("params", find_params, model) or []
-        self.inputs = made("inputs", StatStore, COLUMNS, MAX_RECORDS)
-        self.columns: list[Tensor] = []  # mean squares, on their device
-        self.has_recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
         # what only ranks compare; None for a process that trains alone
         is_replica, self.world = guard.call("replicas", can_compare, loop), loop.ranks.world
         self.hashes = made("hashes", BatchHashes) if is_replica else None
@@ -141,32 +122,13 @@ class Probes:
         self._is_forward = looking
         self.ops.step = loop.train_iter
         if looking or self._is_after_look:
-            call("tokens", self.tokens.begin_batch)
             self._is_after_look = looking
         if looking or self.has_modes:
             self.note_modes(loop, looking)
         if self.hashes is not None:
             call("hashes", self.hashes.add, loop.iter, loop.xb, loop.yb)
-        if looking:
-            call("sequences", self.sequences.begin_batch)
-            if self.random is not None:
-                call("random", self.random.begin_batch, device_of(loop.model))
-            call("sizes", self._add_size, loop)
-            call("inputs", self._add_inputs, loop)
-            call("columns", self._add_columns, loop)
-
-    def _add_size(self, loop: Any) -> None:
-        size = sum(x.numel() for _, x in parts(loop.xb) if isinstance(x, Tensor))
-        self.sizes.add(loop.train_iter, float(size))
-
-    def _add_inputs(self, loop: Any) -> None:
-        if (numbers := input_numbers(loop.xb)) is not None:
-            self.observed.add("inputs")
-            self.inputs.put("x", [self.inputs.begin(0, loop.train_iter)], numbers[None].float())
-
-    def _add_columns(self, loop: Any) -> None:
-        if len(self.columns) < N_TABLES and (squares := column_squares(loop.xb)) is not None:
-            self.columns.append(squares)
+        if looking and self.random is not None:
+            call("random", self.random.begin_batch, device_of(loop.model))
 
     def note_modes(self, loop: Any, looking: bool) -> None:
         """Notes the number of samples, and the modes of layers that depend on it."""
@@ -178,20 +140,9 @@ class Probes:
         """Whether the modes of layers are noted in each batch."""
         return self.norms.is_needed is True
 
-    def see_output(self, name: str, m: nn.Module, output: Any) -> None:
-        """Shows a layer's output in an inspected batch."""
-        if (x := float_output(name, output)) is None:
-            return
-        if torch.compiler.is_compiling():
-            self.sequences.see_output(name, m, x)
-        else:
-            self.guard.call("sequences", self.sequences.see_output, name, m, x)
-
     def record_pred(self, loop: Any, looking: bool) -> None:
         """Reads what the output tells in an inspected batch."""
         if looking:
-            guarded = partial(self.guard.call, "tokens")
-            self.guard.call("tokens", self.tokens.follow, loop.pred, guarded)
             self.guard.call("outside", self.outside.follow, loop.pred, loop.xb, self.n_steps)
 
     def record_loss(self, loop: Any, looking: bool) -> None:
@@ -206,12 +157,11 @@ class Probes:
         if looking:
             if self.random is not None:
                 call("random", self.random.end_loss, device_of(loop.model))
-            call("sequences", self.sequences.compare, loop.xb, yb)
             call("stuck", self._add_stuck_share, loop, node, yb)
         if self.is_external and self._follows_factor(loop, node):
             node.register_prehook(lambda grads: call("added", self._add_factor, grads))
         if is_first or looking:
-            self.observed |= {"loss", "labels"} if len(loop.yb) else {"loss"}
+            self.observed.add("loss")
 
     def _add_factor(self, grads: tuple[Tensor, ...]) -> None:
         """Records the gradient of a loss: what it is multiplied by before backward is called."""
@@ -233,7 +183,6 @@ class Probes:
             self.observe("output", observe_output, graph, node, loop.pred, yb, last, step)
             if call("output", is_comparison_known, graph, node, loop.pred, yb):
                 self.observed.add("output beside its targets")
-        self.observe("scaled_labels", observe_scaled_labels, loop.xb, yb, step)
         if (scores := call("class_axis", class_scores, node)) is not None:
             self.observed.add("axis of the classes")
             self.observe("class_axis", observe_class_axis, scores)
@@ -370,14 +319,6 @@ class Probes:
     def graph_of_one(self) -> LossGraph:
         return LossGraph() if self.graph is None or len(self.optimizers) > 1 else self.graph
 
-    def try_to_overfit(self, learn: Any, findings: tuple[Finding, ...], falls_slowly: bool) -> bool:
-        """Tries to overfit a batch at the end of the fit; True if that adds an observation."""
-        before = len(self.observations)
-        if not self.is_external:
-            probe = observe_memorized_labels
-            self.observe("overfit", probe, learn, findings, self.n_batches, falls_slowly)
-        return len(self.observations) > before
-
     def _observe_accumulation(self, loop: Any) -> Iterable[Observation]:
         """Compares backwards with steps, and with what the loss is multiplied by."""
         factors = {float(x) for x in self._factors} if loop.facts.n_losses_reported else {1.0}
@@ -405,10 +346,3 @@ class Probes:
         if not is_end and not isinstance(error, KeyboardInterrupt):
             self.guard.call("norms", self.norms.read_error, error, loop.train_iter)
             self.guard.call("outside", self.outside.read_error, error)
-            self.observe("error", self._observe_labels, loop, error)
-            self.observe("error", observe_refusal, loop.yb, error, loop.train_iter)
-
-    def _observe_labels(self, loop: Any, error: BaseException) -> Iterable[Observation]:
-        with suppress(RuntimeError):  # reading from a GPU that has failed
-            return list(observe_labels(loop.pred, loop.yb, error, loop.train_iter))
-        return []

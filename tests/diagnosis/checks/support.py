@@ -36,6 +36,13 @@ def evidence(*params, lr=0.1, loss=(), loss_kind="mse", **kwargs):
     return Run(params=named, lr=rates, loss=series(loss), loss_kind=loss_kind, **kwargs)
 
 
+def measured(run, kind, **numbers):
+    """The run, with these attributes of a measurement."""
+    for name, value in numbers.items():
+        setattr(run.measured(kind), name, value)
+    return run
+
+
 def only(check, given):
     (found,) = check().findings(given) if isinstance(check, type) else check(given)
     return found

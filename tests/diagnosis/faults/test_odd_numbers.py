@@ -10,6 +10,7 @@ from hookcb.diagnosis.fault import FAULTS, doc_of
 from hookcb.diagnosis.measurements.clock import RankTimes
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.dead_units import Dead, DeadUnits
+from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.run import Absent, Layer, Param, Passed, Run, Series, Skipped
 from hookcb.diagnosis.verdict import Finding
 from hookcb.profiling.steps.stragglers import Straggler
@@ -49,7 +50,7 @@ class Odd:
         return Layer(f"l{i}", kind, "", i, {stat: self.series() for stat in OUTPUTS}, self.number())
 
     def evidence(self):
-        given = ("lr", "loss", "input_std", "input_rms")
+        given = ("lr", "loss")
         run = Run(
             layers={x.name: x for x in map(self.layer, range(5))},
             params={x.name: x for x in map(self.param, range(8))},
@@ -61,6 +62,9 @@ class Odd:
             **{name: self.series() for name in given},
         )
         vars(run.measured(Curves)).update({name: self.series() for name in ("waits", "batches", "memory")})
+        vars(run.measured(Inputs)).update(
+            {name: self.series() for name in ("std", "rms", "sizes", "nonfinite")}
+        )
         run.measured(RankTimes).slowest = self.rank()
         dead = {name: Dead(self.number(), self.number(), 3, 40, 0, 16) for name in run.params}
         run.measured(DeadUnits).of = dead

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.advice import begins_large, init_advice, lower_rate
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.layer_rows import LayerRows
 from hookcb.diagnosis.rules import before, finite, format_factor, in_order, median, persistent, ratio, weights
 from hookcb.diagnosis.run import Layer, Passed, Run, Series, Skipped, Span
@@ -52,7 +53,7 @@ class ActivationScale(Fault):
             if span := persistent(shares, lambda x: MAX_SHARE_OF_DTYPE < x < math.inf, 2, 10):
                 yield self._near_overflow(layer, max(finite(sizes.values)), span)
                 return
-        base = median(before(run.input_std, until).values)
+        base = median(before(run.measured(Inputs).std, until).values)
         base = max(base, MIN_INPUT_STD) if base > 0 else stds[layers[0].name]
         worst = max(layers, key=lambda layer: stds[layer.name])
         grown = stds[worst.name] / base

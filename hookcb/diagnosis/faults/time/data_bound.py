@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from hookcb.core.threads import n_cores
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.spent import SpentTime
 from hookcb.diagnosis.rules import median, ratio
 from hookcb.diagnosis.run import Passed, Run, Skipped
@@ -39,7 +40,7 @@ class DataBound(Fault):
     Source: Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", 2021.
     """
 
-    uses = (Curves, SpentTime)
+    uses = (Curves, SpentTime, Inputs)
 
     def findings(self, run: Run) -> Iterator[Result]:
         curves, fetches = run.measured(Curves), run.measured(SpentTime).fetches
@@ -109,7 +110,7 @@ def _low(values: Iterable[float]) -> float:
 def _slow_batches(run: Run) -> tuple[float, float, float, str] | None:
     """Mean seconds of fetches and of batches, those of a slow fetch, and what to say, if some are slow."""
     curves = run.measured(Curves)
-    waits, inspected = dict(curves.waits), set(run.sizes.steps)
+    waits, inspected = dict(curves.waits), set(run.measured(Inputs).sizes.steps)
     pairs = [
         (waits[step], x)
         for step, x in list(curves.batches)[N_WARM_UP:]

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.rules import median, ratio
 from hookcb.diagnosis.run import Passed, Run, Skipped
 
@@ -23,11 +24,11 @@ class GrowingBatches(Fault):
     Source: the limit is a choice; a busy machine slows down a training without growing batches.
     """
 
-    uses = (Curves,)
+    uses = (Curves, Inputs)
     severity = "info"
 
     def findings(self, run: Run) -> Iterator[Result]:
-        sizes = run.sizes.values
+        sizes = run.measured(Inputs).sizes.values
         curves = run.measured(Curves)
         waits = dict(curves.waits)
         seconds = [x - waits.get(step, 0.0) for step, x in curves.batches]
@@ -44,7 +45,7 @@ class GrowingBatches(Fault):
             yield Passed(f"growing batches (×{min(grown, slower):.1f})", min(grown, slower), MIN_GROWTH)
             return
         yield self.finding(
-            when=run.sizes,
+            when=run.measured(Inputs).sizes,
             value=min(grown, slower),
             limit=MIN_GROWTH,
             message=f"Batches grow, from {before:,.0f} to {size:,.0f} elements, and take {slower:.1f} times "

@@ -5,7 +5,9 @@ import pytest
 from hookcb.diagnosis.faults.model.activation_scale import ActivationScale
 from hookcb.diagnosis.faults.model.collapsed_activations import CollapsedActivations
 from hookcb.diagnosis.faults.model.saturated_units import SaturatedUnits
+from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series, Skipped
+from tests.diagnosis.checks.support import measured
 
 
 def series(values, every=10):
@@ -19,7 +21,9 @@ def evidence(*layers, heads=(), **kwargs):
     params = [
         Param(f"{x.name}.w", x.name, "Linear", "", 0, (8, 8), x.place) for x in layers if x.name in heads
     ]
-    return Run(layers={x.name: x for x in layers}, params={p.name: p for p in params}, **kwargs)
+    input_std = kwargs.pop("input_std", Series())
+    run = Run(layers={x.name: x for x in layers}, params={p.name: p for p in params}, **kwargs)
+    return measured(run, Inputs, std=input_std)
 
 
 def layer(name, kind="Linear", largest=3.4e38, **stats):

@@ -1,14 +1,21 @@
 """Recurrent and attention layers that take samples for steps, in trainings of both kinds."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, watch
-from hookcb.diagnosis.probes.sequence_axis import SequenceAxis
+from hookcb.diagnosis.faults.inputs.batch_first import BatchFirst
+from hookcb.diagnosis.measurements.sequence_axis import SequenceAxis
+from hookcb.diagnosis.measurements.targets import Targets
+from hookcb.diagnosis.run import Run
+from hookcb.diagnosis.verdict import Finding
 
 N, T, D = 12, 5, 8
+GRU = nn.GRU(D, D)
 NAME = "samples taken for steps of a sequence"
 
 
@@ -98,14 +105,19 @@ def test_two_batches_are_too_few():
     assert NAME not in verdict.ruled_out
 
 
+def compared(run, axis, n, n_targets, t):
+    """Layers found after one more batch, whose targets tell the number of samples."""
+    xb, yb = (torch.zeros(n_targets, t, D),), (torch.zeros(n_targets),)
+    run.loop = SimpleNamespace(xb=xb, yb=yb, train_iter=0)
+    axis.on_batch(run)
+    axis.on_output(run, "gru", GRU, torch.zeros(n, t, D))
+    axis.on_loss(run)
+    run.measured(Targets).on_batch_end(run)
+    return [x.layer for x in BatchFirst().findings(run) if isinstance(x, Finding)]
+
+
 def test_one_batch_that_is_right_clears_the_layer():
-    axis, gru = SequenceAxis(), nn.GRU(D, D)
-    for n in (12, 12, 12, 12):
-        axis.begin_batch()
-        axis.see_output("gru", gru, torch.zeros(n, T, D))
-        axis.compare((torch.zeros(n, T, D),), (torch.zeros(n),))
-    assert [x.layer for x in axis.observations()] == ["gru"]
-    axis.begin_batch()
-    axis.see_output("gru", gru, torch.zeros(T, 9, D))
-    axis.compare((torch.zeros(9, T, D),), (torch.zeros(9),))
-    assert list(axis.observations()) == []
+    run = Run()
+    axis = run.measured(SequenceAxis)
+    assert [compared(run, axis, 12, 12, T) for _ in range(4)] == [[], [], ["gru"], ["gru"]]
+    assert compared(run, axis, T, 9, 9) == []

@@ -1,6 +1,7 @@
 """Tokens of language models, compared with the targets that the gradient of the scores tells."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, Learner, diagnose, watch
-from hookcb.diagnosis.probes.tokens import MIN_BATCHES, UNKNOWN, Tokens, _targets_like
+from hookcb.diagnosis.measurements.tokens import MIN_BATCHES, UNKNOWN, Tokens, _targets_like
+from hookcb.diagnosis.run import Run
 from tests.support import covering, each
 
 N, T, V, D = 8, 12, 16, 16
@@ -283,21 +285,23 @@ def test_gradients_of_another_shape_tell_nothing():
 def test_what_was_embedded_is_forgotten_with_its_batch():
     tokens = Tokens()
     tokens.add_indices("emb", V, sentences(), -1)
-    tokens.begin_batch()
-    tokens.follow(torch.randn(N, T, V, requires_grad=True) * 1, lambda f, *args: f(*args))
+    run = Run(loop=SimpleNamespace(pred=torch.randn(N, T, V, requires_grad=True) * 1))
+    tokens.on_batch(run)
+    tokens.on_prediction(run)
+    run.loop.pred.sum().backward()
     assert tokens.n_batches == 0
-    assert tokens.relations() == []
 
 
 def test_no_more_batches_are_compared_than_needed():
     tokens = Tokens()
     for i in range(2 * MIN_BATCHES):
-        tokens.begin_batch()
+        tokens.on_batch(Run())
         tokens.add_indices("emb", V, sentences(T, seed=i), -1)
         scores = torch.randn(N, T, V, requires_grad=True) * 1
-        tokens.follow(scores, lambda f, *args: f(*args))
+        tokens.on_prediction(Run(loop=SimpleNamespace(pred=scores)))
         cross_entropy(scores, sentences(T, seed=i)).backward()
     assert tokens.n_batches == MIN_BATCHES
-    (relation, _) = tokens.relations()  # the same along both dimensions
+    tokens.tell(Run())
+    (relation, _) = tokens.relations  # the same along both dimensions
     assert (relation.is_next, relation.n_targets) == (False, MIN_BATCHES * N * T)
     assert math.isclose(relation.n_padding, 0)

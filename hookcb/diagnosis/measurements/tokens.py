@@ -1,28 +1,23 @@
 """Tokens of a language model: those it embeds, those it attends to, and those that are its targets."""
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hookcb.core.batch import parts
-from hookcb.core.text import as_layer
-from hookcb.diagnosis.probes.loss_graph import LossGraph
-from hookcb.diagnosis.run import Observation
+from hookcb.diagnosis.fault import Measurement
+from hookcb.diagnosis.run import Run
 from hookcb.hooks.hook import Hook
 
 MIN_BATCHES = 3  # and no more are compared
 MIN_LENGTH = 4  # tokens of a sequence
 MIN_TARGETS = 64  # in all batches
 MIN_WEIGHT = 1e-6  # of attention; a mask of -1e4 leaves 0
-MAX_SEEING = 0.5  # share of the positions that attend to later ones
-MAX_PADDING = 0.05  # share of the targets
 MIN_ROWS = 8  # of a table of positions
 
 UNKNOWN = -1  # index of a target that does not count
-POSITIONS = ("pos", "wpe")  # in the name of a table of positions
 
 
 class Embedded(NamedTuple):
@@ -79,7 +74,7 @@ class Relation(NamedTuple):
     seeing: dict[str, float]
 
 
-class Tokens:
+class Tokens(Measurement):
     """Compares the indices that a model embeds with the targets of its loss, in the first inspected batches.
 
     It reads the indices that embeddings get rather than the input of the model, which may shift its input
@@ -89,6 +84,11 @@ class Tokens:
     Attributes:
         n_batches: number of batches that were compared.
         has_embeddings: whether an embedding was called.
+        has_compared: whether each embedded token may have a target of its own, as in a language model or a
+            tagger.
+        relations: embedded tokens that are the targets, in all batches that were compared.
+        indices: number of calls, and smallest and largest index in them, of embeddings that were called in
+            enough batches, by layer.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,10 @@ class Tokens:
         self._counts: dict[tuple[int, int], list[Counts]] = {}  # by order of the call in its batch, and `dim`
         self._hook: Hook | None = None  # on the scores of the current batch
         self._ends: dict[str, list[Tensor]] = {}  # smallest and largest index of each call, by layer
-        self.n_batches, self.has_embeddings = 0, False
+        self.n_batches, self.has_embeddings, self.has_compared = 0, False, False
+        self.relations: list[Relation] = []
+        self.indices: dict[str, tuple[int, int, int]] = {}
+        self._failure: Exception | None = None  # in the backward
 
     @property
     def is_under_way(self) -> bool:
@@ -109,18 +112,16 @@ class Tokens:
         """Whether more batches are compared."""
         return self.n_batches < MIN_BATCHES
 
-    @property
-    def has_indices(self) -> bool:
-        """Whether the indices of an embedding were recorded in enough batches."""
-        return any(len(ends) >= MIN_BATCHES for ends in self._ends.values())
+    def on_batch(self, run: Run) -> None:
+        self._forget()
 
-    @property
-    def has_compared(self) -> bool:
-        """Whether each embedded token may have a target of its own, as in a language model or a tagger."""
-        return bool(self._counts)
+    on_batch_end = on_batch
 
-    def begin_batch(self) -> None:
-        """Forgets the last batch."""
+    def on_cancel(self, run: Run, level: str) -> None:
+        if level == "batch":
+            self._forget()
+
+    def _forget(self) -> None:
         self._embedded, self._views = [], []
         if self._hook is not None:
             self._hook.remove()
@@ -150,17 +151,19 @@ class Tokens:
             sees = ((weights > MIN_WEIGHT) & is_later).any(-1)
             self._views.append(View(layer, length, places, sees.flatten(0, -2)))
 
-    def follow(self, pred: Any, guarded: Callable[..., object]) -> None:
-        """Compares the targets with the tokens when the gradient of the model's scores is known.
-
-        Args:
-            pred: output of the model.
-            guarded: calls a function with arguments; an error in it is not raised.
-        """
-        outputs = (x for _, x in parts(pred) if isinstance(x, Tensor) and x.is_floating_point())
+    def on_prediction(self, run: Run) -> None:
+        """Has the targets compared with the tokens when the gradient of the model's scores is known."""
+        outputs = (x for _, x in parts(run.loop.pred) if isinstance(x, Tensor) and x.is_floating_point())
         scores = next((x for x in outputs if x.grad_fn is not None and x.ndim in (2, 3)), None)
         if self._embedded and self._hook is None and scores is not None:
-            self._hook = Hook(scores, lambda _, grad: guarded(self.compare, grad), pre=True)
+            self._hook = Hook(scores, lambda _, grad: self._take(grad), pre=True)
+
+    def _take(self, grad: Tensor) -> None:
+        if self._failure is None:
+            try:
+                self.compare(grad)
+            except Exception as error:  # the user's backward must go on, whatever it is
+                self._failure = error
 
     def compare(self, grad: Tensor) -> None:
         """Compares the targets of the batch with all that was embedded in it.
@@ -175,6 +178,7 @@ class Tokens:
             for dim in (1, 0):
                 if (y := _targets_like(seen.indices, grad, dim)) is not None:
                     self._counts.setdefault((i, dim), []).append(self._count(seen, y, dim))
+                    self.has_compared = True
 
     def _count(self, seen: Embedded, y: Tensor, dim: int) -> Counts:
         x, is_target = seen.indices, y != UNKNOWN
@@ -192,8 +196,26 @@ class Tokens:
                 seeing[view.layer] = torch.minimum(before, share)
         return Counts(seen.layer, seen.padding, numbers, seeing)
 
-    def relations(self) -> list[Relation]:
-        """Embedded tokens that are the targets, in all batches that were compared."""
+    def tell(self, run: Run) -> None:
+        self.relations = self._relations()
+        self.indices = {
+            layer: _range_of(ends) for layer, ends in self._ends.items() if len(ends) >= MIN_BATCHES
+        }
+        if not self.is_open and not self.relations:
+            run.absent["tokens"] = "the targets of the loss are not the tokens that the model embeds"
+        elif not self.is_open:
+            unknown = "the embedding of the tokens has no padding_idx, so it is not known what is padding"
+            run.missing["padding of the tokens"] = unknown
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self, run: Run) -> None:
+        self._forget()
+
+    def freeze(self) -> None:
+        self._counts, self._ends, self._failure = {}, {}, None
+
+    def _relations(self) -> list[Relation]:
         found = []
         for counts in self._counts.values():
             numbers = torch.stack([x.numbers for x in counts]).sum(0).tolist()
@@ -206,23 +228,10 @@ class Tokens:
             found.append(Relation(not n_not_next, first.layer, first.padding, n, n_padding, seeing))
         return found
 
-    def observe_indices(self) -> Iterator[Observation]:
-        """Embeddings that got a single index."""
-        for layer, ends in self._ends.items():
-            low, high = torch.stack(ends)[:, 0].min(), torch.stack(ends)[:, 1].max()
-            if len(ends) >= MIN_BATCHES and low == high:
-                is_position = any(part in layer.lower() for part in POSITIONS)
-                yield Observation(
-                    "embed.single_index",
-                    layer,
-                    value=float(low),
-                    text=f"Embedding {as_layer(layer) or 'of the model'} gets index {int(low)} at all "
-                    f"positions of all {len(ends)} inspected batches"
-                    + (", so the model cannot tell positions apart." if is_position else "."),
-                    causes=("positions or ids that are all 0, as torch.zeros gives them",),
-                    next_steps=("For positions, pass torch.arange(T); it is fine for an id that all share",),
-                    severity="warning" if is_position else "info",
-                )
+
+def _range_of(ends: list[Tensor]) -> tuple[int, int, int]:
+    both = torch.stack(ends)
+    return len(ends), int(both[:, 0].min()), int(both[:, 1].max())
 
 
 def _targets_like(x: Tensor, grad: Tensor, dim: int) -> Tensor | None:
@@ -258,77 +267,3 @@ def _share_seeing(view: View, has_next: Tensor) -> Tensor:
     sees = view.sees.reshape(len(has_next), -1, len(view.places)).any(1)
     counted = has_next[:, view.places.clamp(max=has_next.shape[1] - 1)] & is_inside
     return (sees & counted).sum() / counted.sum().clamp(min=1)
-
-
-def observe_tokens(relations: list[Relation], graph: LossGraph, has_recurrent: bool) -> Iterator[Observation]:
-    """Faults of a language model: targets that are not shifted, a future that is visible, counted padding.
-
-    Args:
-        relations: tokens that are also the targets.
-        graph: what the loss is.
-        has_recurrent: whether the model has recurrent layers; it may encode a whole sequence, on purpose, to
-            decode it again.
-    """
-    if graph.sure_kind != "cross-entropy":
-        return
-    following = [x for x in relations if x.is_next]
-    for relation in following[:1]:
-        if _all_seeing(following) and not has_recurrent:
-            yield _visible_future(relation)
-    if relations and not following:
-        yield _copied_input(relations[0])
-    for relation in (following or relations)[:1]:
-        share = relation.n_padding / relation.n_targets
-        if relation.padding >= 0 and share > MAX_PADDING:
-            yield _counted_padding(relation, share)
-
-
-def _all_seeing(following: list[Relation]) -> bool:
-    """Whether all self-attention of the tokens sees the next ones."""
-    shares = [share for x in following for share in x.seeing.values()]
-    return bool(shares) and min(shares) > MAX_SEEING
-
-
-def _visible_future(relation: Relation) -> Observation:
-    first = next(iter(relation.seeing))
-    share = min(relation.seeing.values())
-    return Observation(
-        "mask.future",
-        first,
-        value=share,
-        text=f"Each target is the next token, and {share:.0%} of the positions attend to later tokens (limit "
-        f"{MAX_SEEING:.0%}), in all {len(relation.seeing)} layers with self-attention: the model sees the "
-        "answer.",
-        causes=("no causal mask, or one that is inverted, transposed or never passed on",),
-        next_steps=(
-            "Mask later positions: is_causal=True in scaled_dot_product_attention, or a mask that is "
-            "-inf above the diagonal",
-        ),
-    )
-
-
-def _copied_input(relation: Relation) -> Observation:
-    is_causal = bool(relation.seeing) and not any(relation.seeing.values())
-    return Observation(
-        "label.copies_input",
-        relation.layer,
-        value=1.0,
-        text=f"All {relation.n_targets:,} targets of the inspected batches are the tokens that the model "
-        "embeds at the same position.",
-        causes=("targets that are not shifted by one, in a model that predicts the next token",),
-        next_steps=("Use x[:, :-1] as inputs and x[:, 1:] as targets; for an autoencoder this is fine",),
-        severity="" if is_causal else "info",
-    )
-
-
-def _counted_padding(relation: Relation, share: float) -> Observation:
-    return Observation(
-        "label.padding",
-        relation.layer,
-        value=share,
-        text=f"{share:.0%} of the targets are padding that follows padding (index {relation.padding}, the "
-        f"padding_idx of {as_layer(relation.layer) or 'the embedding'}), and the loss counts them (limit "
-        f"{MAX_PADDING:.0%}): it looks better than it is on real tokens.",
-        causes=("a loss without ignore_index",),
-        next_steps=(f"Pass ignore_index={relation.padding} to the loss",),
-    )

@@ -5,16 +5,18 @@ import torch
 from torch import nn
 
 from hookcb import Diagnose, Learner, diagnose
-from hookcb.diagnosis.checks.inputs import input_scale
+from hookcb.diagnosis.faults.inputs.scale import InputScale
+from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.run import Passed
-from tests.diagnosis.checks.support import evidence, only, series, weight
+from tests.diagnosis.checks.support import evidence, measured, only, series, weight
 
 NAN = float("nan")
 
 
 def found(columns, rms=1.0, updates=0.5, **kwargs):
-    given = {"input_columns": [columns] * 3, "input_rms": series([rms] * 3)} | kwargs
-    return only(input_scale, evidence(weight(update_ratio=[updates] * 5), **given))
+    given = evidence(weight(update_ratio=[updates] * 5), **kwargs)
+    measured(given, Inputs, columns=[columns] * 3, rms=series([rms] * 3))
+    return only(InputScale().findings, given)
 
 
 def test_one_column_that_stands_out_is_named():
