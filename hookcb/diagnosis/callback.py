@@ -25,7 +25,6 @@ from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.led import Led, LedHealth, LedStats, LedTimer
 from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.legacy import Legacy
-from hookcb.diagnosis.measurements.spent import SpentTime
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.on_ranks import compare_batches, keep_losses, share_inputs, share_losses
 from hookcb.diagnosis.probes.one_batch import add_preflight
@@ -122,7 +121,7 @@ class Diagnose(Callback):
         self._next_check, self._has_reacted = FIRST_CHECK, False
         self._is_new_step, self.is_wanted = True, False
         self._dispatcher = dispatcher = Dispatcher(
-            Run(loop=self.learn), [Legacy, SpentTime, *FAULTS.values()], self.budget
+            Run(loop=self.learn), [Legacy, *FAULTS.values()], self.budget
         )
         dispatcher.run.of_rank = name_own_rank()  # the group may be gone at the end
         self._frame = dispatcher.guarded("frame", Frame.of, self.model, []) or Frame()
