@@ -58,7 +58,6 @@ class Odd:
             loss_kind=self.random.choice(("", "cross-entropy", "nll", "mse")),
             guess=self.number(),
             n_steps=self.random.choice((0, 1, 100)),
-            n_skipped=self.random.choice((0, 50)),
             **{name: self.series() for name in given},
         )
         vars(run.measured(Curves)).update({name: self.series() for name in ("waits", "batches", "memory")})

@@ -2,13 +2,15 @@
 
 from hookcb.diagnosis.faults.time.growing_batches import GrowingBatches
 from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.run import Run, Series, Skipped
 from tests.diagnosis.faults.time.support import only, places
 
 
 def growing(sizes, seconds):
     n = len(seconds)
-    run = Run(sizes=Series(list(range(len(sizes))), [float(x) for x in sizes]))
+    run = Run()
+    run.measured(Inputs).sizes = Series(list(range(len(sizes))), [float(x) for x in sizes])
     curves = run.measured(Curves)
     curves.batches = Series(list(range(n)), list(seconds))
     curves.waits = Series(list(range(n)), [0.0] * n)
