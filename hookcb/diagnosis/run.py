@@ -243,12 +243,6 @@ class Run:
         input_std, input_rms: standard deviation and RMS of the first float input, for each inspected batch.
         rms_of_others: RMS of the inputs of the other ranks, their geometric mean, NaN if unknown.
         input_columns: RMS of each column of a table, in the first inspected batches; else empty.
-        batch_hashes: hashes of inputs and targets of the first batches of epochs, on several ranks; None if
-            unknown.
-        random_states: hashes of random states from which numbers were drawn in a forward, on several ranks.
-        reduced: parameter whose gradient was read after the backward, and its norm, on several ranks.
-        losses_of_ranks: some of the losses of each rank, if there are several, but no more than 64.
-        world: number of ranks.
         waits: seconds spent fetching batches since the previous batch, 0 if no fetch was seen.
         batches: seconds from the end of the previous batch to the end of this one.
         spent: what the time of a mean batch is spent on.
@@ -313,11 +307,6 @@ class Run:
     input_rms: Series = field(default_factory=Series)
     rms_of_others: float = math.nan
     input_columns: list[list[float]] = field(default_factory=list)
-    batch_hashes: list[list[tuple[int | None, int | None]]] = field(default_factory=list)
-    random_states: list[int] = field(default_factory=list)
-    reduced: tuple[str, Series] = field(default_factory=lambda: ("", Series()))
-    losses_of_ranks: list[Series] = field(default_factory=list)
-    world: int = 1
     waits: Series = field(default_factory=Series)
     batches: Series = field(default_factory=Series)
     spent: Spent = field(default_factory=Spent)

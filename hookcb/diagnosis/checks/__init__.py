@@ -12,7 +12,6 @@ from hookcb.diagnosis.checks import (  # noqa: F401
     exploding,
     dead_units,
     layers,
-    ranks,
     loss,
     guessing,
     step_size,

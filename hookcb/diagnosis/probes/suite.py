@@ -32,7 +32,6 @@ from hookcb.diagnosis.probes.batch import (
     observe_refusal,
     observe_scaled_labels,
 )
-from hookcb.diagnosis.probes.buffers import has_own_buffers, observe_buffers
 from hookcb.diagnosis.probes.class_axis import class_scores, observe_class_axis
 from hookcb.diagnosis.probes.clipping import Clipping, divided_by
 from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, DeadUnits
@@ -48,8 +47,6 @@ from hookcb.diagnosis.probes.nan import ExternalBatch, find_origin
 from hookcb.diagnosis.probes.norm import NormProbe, observe_unseen_validation
 from hookcb.diagnosis.probes.outside import OutsideParameters
 from hookcb.diagnosis.probes.overfit import observe_memorized_labels
-from hookcb.diagnosis.probes.replicas import can_compare, observe_replicas
-from hookcb.diagnosis.probes.samples import BatchHashes, RandomStates
 from hookcb.diagnosis.probes.sequence_axis import SequenceAxis
 from hookcb.diagnosis.probes.step import (
     AddedBackwards,
@@ -61,7 +58,7 @@ from hookcb.diagnosis.probes.step import (
 from hookcb.diagnosis.probes.tokens import Tokens
 from hookcb.diagnosis.run import Observation, Run
 from hookcb.diagnosis.verdict import Finding
-from hookcb.hooks.modules import device_of, named_modules
+from hookcb.hooks.modules import named_modules
 from hookcb.hooks.params import find_params
 from hookcb.records.store import StatStore
 
@@ -123,12 +120,6 @@ class Probes:
         self.columns: list[Tensor] = []  # mean squares, on their device
         self.has_origin = False  # whether the origin of a NaN or infinity was looked for
         self.has_recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
-        # what only ranks compare; None for a process that trains alone
-        is_replica, self.world = guard.call("replicas", can_compare, loop), loop.ranks.world
-        self.hashes = made("hashes", BatchHashes) if is_replica else None
-        self.random = made("random", RandomStates) if is_replica else None
-        self.reduced = made("reduced", Curve) if is_replica else None
-        self.loader: Any = None  # of the last epoch that has ended
         self.observe("model", observe_model, model)
         if not guard.has_failed("model"):
             self.sources.add("model")
@@ -162,12 +153,8 @@ class Probes:
                 clock.split.leaves_out = looking or self.layer_times.is_timing is True
         if looking or self.is_dense or self.has_modes:
             self.note_modes(loop, looking)
-        if self.hashes is not None:
-            call("hashes", self.hashes.add, loop.iter, loop.xb, loop.yb)
         if looking:
             call("sequences", self.sequences.begin_batch)
-            if self.random is not None:
-                call("random", self.random.begin_batch, device_of(loop.model))
             call("sizes", self._add_size, loop)
             call("inputs", self._add_inputs, loop)
             call("columns", self._add_columns, loop)
@@ -233,8 +220,6 @@ class Probes:
             self._has_read_loss = True
             self._read_graph(loop, node, yb)
         if looking:
-            if self.random is not None:
-                call("random", self.random.end_loss, device_of(loop.model))
             call("sequences", self.sequences.compare, loop.xb, yb)
             call("backward_times", self.backward_times.follow, node)
             call("stuck", self._add_stuck_share, loop, node, yb)
@@ -317,8 +302,6 @@ class Probes:
             self.guard.call("cleared", self.cleared.after_backward, self.first_param)
         if self.has_origin or (loop.scaler is not None and loop.scaler.is_enabled()):
             return
-        if looking and self.reduced is not None:
-            self.guard.call("reduced", self._add_norm, self.reduced, loop.train_iter)
         try:
             grad = None if self.first_param is None else self.first_param.grad
             is_bad = grad is not None and grad.is_cpu and not math.isfinite(grad.detach().sum().item())
@@ -327,10 +310,6 @@ class Probes:
         else:
             if is_bad:
                 self._find_origin(loop, "A gradient is not finite", gradient=True)
-
-    def _add_norm(self, curve: Curve, step: int) -> None:
-        if self.first_param is not None and self.first_param.grad is not None:
-            curve.add(step, detached_scalar(self.first_param.grad.norm()))
 
     def drop_batch(self, loop: Any, looking: bool) -> None:
         """Discards the current batch, which was cancelled and gives no gradients."""
@@ -419,16 +398,6 @@ class Probes:
     @property
     def n_backward(self) -> int:
         return self.run.measured(Steps).n_backward
-
-    def end_epoch(self, loop: Any, looking: bool) -> None:
-        """Compares replicas; time until the next batch does not count as waiting for data."""
-        self.observe("replicas", observe_replicas, loop)
-        self.observe("buffers", observe_buffers, loop)
-        if self.guard.call("replicas", can_compare, loop):
-            self.observed.add("replicas at the end of an epoch")
-            self.loader = loop.dl  # read at the end of the fit, when the epoch of its sampler is known
-        if self.guard.call("buffers", has_own_buffers, loop):
-            self.observed.add("buffers of each replica")
 
     # ---- the end
 
