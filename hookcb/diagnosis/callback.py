@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -26,9 +25,8 @@ from hookcb.diagnosis.led import Led, LedHealth, LedStats, LedTimer
 from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.legacy import Legacy
 from hookcb.diagnosis.measurements.steps import Steps
-from hookcb.diagnosis.on_ranks import compare_batches, keep_losses, share_inputs, share_losses
 from hookcb.diagnosis.probes.one_batch import add_preflight
-from hookcb.diagnosis.probes.replicas import can_compare
+from hookcb.diagnosis.ranks import of_all
 from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import Finding, Status, Verdict
 from hookcb.gradients.callback import GradientHealth
@@ -235,14 +233,14 @@ class Diagnose(Callback):
         ranks = self.learn.ranks if error is None else ALONE  # after an error, others may not come
         run = Run()
         try:
-            run = self.evidence()
-            verdict = self._judge(replace(run), ranks)
-            if error is None and any(ranks.max([dispatcher.doubt(run, verdict.findings)])):
-                verdict = self._judge(replace(run := self.evidence()), ranks)
+            own = run = self.evidence()
+            verdict, run = self._judge(own, ranks)
+            if error is None and any(ranks.max([dispatcher.doubt(own, verdict.findings)])):
+                verdict, run = self._judge(self.evidence(), ranks)
         finally:
             self._end(run)
         if run.add_failures(dispatcher.run):  # of what has just failed
-            verdict = self._judge(run, ALONE)
+            verdict, _ = self._judge(run, ALONE)
         self.verdict = verdict
         for cb in self.learn.cbs:
             if isinstance(cb, TakesVerdict):
@@ -287,23 +285,19 @@ class Diagnose(Callback):
         with suppress(ModelGoneError):  # a watched model may have been freed
             self._frame = Frame.of(self.model, run.measured(Steps).optimizers.values())
 
-    def _judge(self, run: Run, ranks: Ranks) -> Verdict:
-        """Verdict on what was recorded; several ranks call this together, and share their losses."""
-        told = tuple(self._told.values())
-        if ranks.world == 1:
+    def _judge(self, run: Run, ranks: Ranks) -> tuple[Verdict, Run]:
+        """Verdict on what was recorded, and the run of all ranks, which call this together."""
+        told, dispatcher = tuple(self._told.values()), self._dispatcher
+        if ranks.world == 1 or dispatcher is None:
             try:
-                return judge(run, told=told)
+                return judge(run, told=told), run
             except Exception as error:  # a verdict that says why there is none is better than none
                 run.note(describe_failure("the verdict", error))
-                return self._no_verdict(run)
+                return self._no_verdict(run), run
         # a rank with labels of its own kind may learn nothing, though all together do
         own = [finding for finding in judge(run).findings if finding.code == "loss.trivial"]
-        run.notes.append(f"{ranks.world} ranks")
-        keep_losses(run, ranks)
-        share_losses(run, ranks)
-        share_inputs(run, ranks)
-        compare_batches(run, ranks, can_compare(self.learn))
-        return judge(run, ranks, own, told)
+        merged = of_all(run, ranks, dispatcher)
+        return judge(merged, ranks, own, told), merged
 
     def _no_verdict(self, run: Run) -> Verdict:
         """Verdict if none can be made: what was told, and why there is no more."""
@@ -341,13 +335,13 @@ class Diagnose(Callback):
 
     def judge(self) -> Verdict:
         """Verdict on the evidence so far in this fit, or of the last one."""
-        return self._judge(self.evidence(), ALONE) if self.verdict is None else self.verdict
+        return self._judge(self.evidence(), ALONE)[0] if self.verdict is None else self.verdict
 
     def react(self) -> None:
         """Acts on a sick training as `on_sick` says; warns or calls the function once per fit."""
         if self.on_sick == "ignore" or (self._has_reacted and self.on_sick != "stop"):
             return
-        verdict = self._judge(self.evidence(), self.learn.ranks)
+        verdict, _ = self._judge(self.evidence(), self.learn.ranks)
         if verdict.status != "sick" or verdict.primary is None:
             return
         is_first, self._has_reacted = not self._has_reacted, True

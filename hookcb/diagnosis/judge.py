@@ -10,7 +10,7 @@ import hookcb.diagnosis.faults  # noqa: F401  # likewise
 from hookcb.core.ranks import ALONE, Ranks
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.fault import FAULTS, Fault, Result, key_of, parts_for
-from hookcb.diagnosis.on_ranks import findings_of_all
+from hookcb.diagnosis.ranks import findings_of_all
 from hookcb.diagnosis.reader import why_unseen
 from hookcb.diagnosis.run import Absent, Passed, Run, Skipped
 from hookcb.diagnosis.verdict import UNFINISHED, Finding, Gap, Status, Verdict

@@ -9,7 +9,6 @@ from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.tokens import Tokens
 from hookcb.diagnosis.probes.attention import MIN_BATCHES, observe_attention, observe_blind
 from hookcb.diagnosis.probes.dropout import observe_dropout_in_eval
-from hookcb.diagnosis.probes.samples import BatchHash, has_epochs, observe_order
 from hookcb.diagnosis.probes.suite import Probes
 from hookcb.diagnosis.run import Observation, Run
 
@@ -28,7 +27,6 @@ def add_probed(probes: Probes, evidence: Run) -> None:
     What a probe that has failed has recorded before is part of it, if it can be read.
     """
     evidence.sources |= probes.sources
-    evidence.world = probes.world
     steps, loss = evidence.measured(Steps), evidence.measured(Loss)
     evidence.loss_kind, evidence.loss_kinds, evidence.guess = loss.kind, loss.kinds, loss.guess
     evidence.is_loss_of_others, evidence.n_in_loss = loss.is_of_others, loss.n_operations
@@ -65,25 +63,6 @@ def _add_params(probes: Probes, evidence: Run) -> None:
     evidence.stepped = [places[key] for key in steps.stepped]
 
 
-def _add_hashes(probes: Probes, evidence: Run) -> None:
-    evidence.missing["order of two epochs"] = "fewer than two epochs of four batches were trained"
-    evidence.batch_hashes = list(map(list, _epochs_hashed(probes)))
-
-
-def _add_random(probes: Probes, evidence: Run) -> None:
-    evidence.random_states = [] if probes.random is None else probes.random.drawn()
-
-
-def _add_reduced(probes: Probes, evidence: Run) -> None:
-    if probes.reduced is not None:
-        names = (name for name, p, _ in probes.params if p is probes.first_param)
-        evidence.reduced = next(names, ""), probes.reduced.series()
-
-
-def _epochs_hashed(probes: Probes) -> list[list[BatchHash]]:
-    return [] if probes.hashes is None else probes.hashes.epochs()
-
-
 def _set(field: str, value: Callable[[Probes], Any]) -> Add:
     """A function that sets a field of an evidence."""
     return lambda probes, evidence: setattr(evidence, field, value(probes))
@@ -93,9 +72,6 @@ PARTS: Mapping[str, Add] = {  # what adds to an evidence, by the part that it re
     "stuck": _set("stuck", lambda probes: probes.stuck.series()),
     "params": _add_params,
     "motion": _add_motion,
-    "hashes": _add_hashes,
-    "random": _add_random,
-    "reduced": _add_reduced,
 }
 
 
@@ -111,7 +87,6 @@ def _late_observed(probes: Probes) -> Iterator[tuple[str, str, Callable[[], obje
     is_one = len(probes.optimizers) == 1
     yield "stale", "time before a backward", lambda: probes.stale.has_looked and is_one
     yield "lost_updates", "weights around a step", lambda: probes.lost_updates.has_looked
-    yield "hashes", "order of two epochs", lambda: has_epochs(_epochs_hashed(probes))
     yield "outside", "graph of the output", lambda: probes.outside.is_known(probes.n_steps)
 
 
@@ -178,4 +153,3 @@ def _late_observations(probes: Probes) -> Iterator[tuple[str, Callable[[], Itera
         ),
     )
     yield "outside", lambda: probes.outside.observations(probes.n_steps)
-    yield "hashes", lambda: observe_order(_epochs_hashed(probes), probes.loader)

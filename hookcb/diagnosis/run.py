@@ -195,12 +195,6 @@ class Run:
         perfect: loss of a perfect prediction, above 0 for soft or smoothed targets.
         validation: loss of the last validation, NaN if there was none.
         noise: standard deviation of `constant` over the `n_targets` batches whose targets were seen.
-        batch_hashes: hashes of inputs and targets of the first batches of epochs, on several ranks; None if
-            unknown.
-        random_states: hashes of random states from which numbers were drawn in a forward, on several ranks.
-        reduced: parameter whose gradient was read after the backward, and its norm, on several ranks.
-        losses_of_ranks: some of the losses of each rank, if there are several, but no more than 64.
-        world: number of ranks.
         stepped: index of the optimizer that made each recorded step, if known.
         observed: what could be inspected: "inputs", "labels", "loss", "attention", "backward", "steps" …
         n_steps: number of optimizer steps.
@@ -249,11 +243,6 @@ class Run:
     validation: float = math.nan
     noise: float = 0.0
     n_targets: int = 1
-    batch_hashes: list[list[tuple[int | None, int | None]]] = field(default_factory=list)
-    random_states: list[int] = field(default_factory=list)
-    reduced: tuple[str, Series] = field(default_factory=lambda: ("", Series()))
-    losses_of_ranks: list[Series] = field(default_factory=list)
-    world: int = 1
     stepped: list[int] = field(default_factory=list)
     observed: set[str] = field(default_factory=set)
     n_steps: int = 0

@@ -27,6 +27,7 @@ from hookcb.diagnosis.led import Led
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.layer_times import LayerTimes
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.reader import Way, also, way_of
 from hookcb.diagnosis.run import Run, Series
 from hookcb.diagnosis.verdict import Verdict
@@ -322,12 +323,11 @@ def _ranks(loop: Any, cbs: Iterable[Callback], evidence: Run) -> RanksCompared |
     times = None if timer is None else timer.records.ranks
     if loop.ranks.world == 1 and times is None:
         return None
+    losses = evidence.measured(Loss).of_ranks
     if times is None:
         sentences = ["Ranks were not compared; StepTimer() compares them."]
-        return RanksCompared(
-            loop.ranks.world, loop.ranks.rank, loss=evidence.losses_of_ranks, sentences=sentences
-        )
-    found = RanksCompared(len(times.hosts), times.rank, list(times.hosts), evidence.losses_of_ranks)
+        return RanksCompared(loop.ranks.world, loop.ranks.rank, loss=losses, sentences=sentences)
+    found = RanksCompared(len(times.hosts), times.rank, list(times.hosts), losses)
     steps = [n - 1 for n, _ in times.latest]
     by_rank = zip(*(own for _, own in times.latest), strict=True)
     found.phases = {OWN: [Series(steps, list(seconds)) for seconds in by_rank]}

@@ -100,8 +100,6 @@ def test_numbers_of_which_none_is_known_find_nothing_and_rule_nothing_out(n):
         params=params,
         steps=dict.fromkeys(STEP_STATS, unknown(n)),
         loss_kind="mse",
-        losses_of_ranks=[unknown(n)] * 2,
-        reduced=("0.weight", unknown(n)),
         observed={"attention"},
         n_steps=n,
         **curves,

@@ -1,6 +1,8 @@
 """Inputs: scale, gaps and differences of the inputs of inspected batches."""
 
 import math
+from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -58,6 +60,19 @@ class Inputs(Measurement):
             rows = self._numbers.series("x").tolist()
             columns = [Series.of(steps, [row[i] for row in rows]) for i in range(len(COLUMNS))]
             self.std, self.rms, self.nonfinite, self.differs = columns
+
+    def state(self, run: Run) -> tuple[list[int], list[float], float]:
+        middle = median([x for x in self.rms.values if math.isfinite(x)] or [math.nan])
+        return self.std.steps, self.std.values, math.log(middle) if middle > 0 else math.nan
+
+    def merge(self, run: Run, of_ranks: Sequence[tuple[list[int], list[float], float]], rank: int) -> None:
+        """Sets `std` to that on all ranks, as activations are merged; `rms` may differ by rank."""
+        steps, stds, logs = zip(*of_ranks, strict=True)
+        if any((len(own), sum(own)) != (len(steps[0]), sum(steps[0])) for own in steps):
+            return
+        means = [sum(x * x for x in of_step) / len(of_ranks) for of_step in zip(*stds, strict=True)]
+        self.std = Series(steps[rank], list(map(math.sqrt, means)))
+        self.rms_of_others = math.exp((sum(logs) - logs[rank]) / (len(of_ranks) - 1))
 
     def freeze(self) -> None:
         self._numbers, self._squares = None, []

@@ -57,9 +57,6 @@ class Legacy(Measurement):
     def on_batch_end(self, run: Run) -> None:
         self._call("end_batch", run)
 
-    def on_epoch(self, run: Run) -> None:
-        self._call("end_epoch", run)
-
     def on_cancel(self, run: Run, level: str) -> None:
         self._call("cancel_step" if level == "step" else "drop_batch", run)
 

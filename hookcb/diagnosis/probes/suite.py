@@ -18,13 +18,11 @@ from hookcb.diagnosis.measurements.dead_units import MAX_DENSE, N_DENSE, DeadUni
 from hookcb.diagnosis.measurements.layer_rows import LayerRows
 from hookcb.diagnosis.measurements.layer_times import LayerTimes
 from hookcb.diagnosis.measurements.loss import Loss
-from hookcb.diagnosis.measurements.origin import Origin
 from hookcb.diagnosis.measurements.sequence_axis import SequenceAxis
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.measurements.tokens import Tokens
 from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks
-from hookcb.diagnosis.probes.buffers import has_own_buffers, observe_buffers
 from hookcb.diagnosis.probes.class_axis import class_scores, observe_class_axis
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.embeddings import AddedTables
@@ -35,8 +33,6 @@ from hookcb.diagnosis.probes.model import observe_frozen, observe_model, observe
 from hookcb.diagnosis.probes.motion import Motion
 from hookcb.diagnosis.probes.norm import NormProbe, observe_unseen_validation
 from hookcb.diagnosis.probes.outside import OutsideParameters
-from hookcb.diagnosis.probes.replicas import can_compare, observe_replicas
-from hookcb.diagnosis.probes.samples import BatchHashes, RandomStates
 from hookcb.diagnosis.probes.step import (
     AddedBackwards,
     ClearedGradients,
@@ -45,7 +41,7 @@ from hookcb.diagnosis.probes.step import (
     observe_accumulation,
 )
 from hookcb.diagnosis.run import Observation, Run
-from hookcb.hooks.modules import device_of, named_modules
+from hookcb.hooks.modules import named_modules
 from hookcb.hooks.params import find_params
 
 PENALTY_EVERY = 8  # batches, as a penalty may change fast
@@ -92,12 +88,6 @@ class Probes:
         self._is_step_cancelled = False
         self.n_without: Counter[str] = Counter()
         self.params = guard.call("params", find_params, model) or []
-        # what only ranks compare; None for a process that trains alone
-        is_replica, self.world = guard.call("replicas", can_compare, loop), loop.ranks.world
-        self.hashes = made("hashes", BatchHashes) if is_replica else None
-        self.random = made("random", RandomStates) if is_replica else None
-        self.reduced = made("reduced", Curve) if is_replica else None
-        self.loader: Any = None  # of the last epoch that has ended
         self.observe("model", observe_model, model)
         if not guard.has_failed("model"):
             self.sources.add("model")
@@ -118,17 +108,13 @@ class Probes:
 
     def begin_batch(self, loop: Any, looking: bool) -> None:
         """Measures inputs and modes at the beginning of a batch."""
-        self.under_way, call = None, self.guard.call
+        self.under_way = None
         self._is_forward = looking
         self.ops.step = loop.train_iter
         if looking or self._is_after_look:
             self._is_after_look = looking
         if looking or self.has_modes:
             self.note_modes(loop, looking)
-        if self.hashes is not None:
-            call("hashes", self.hashes.add, loop.iter, loop.xb, loop.yb)
-        if looking and self.random is not None:
-            call("random", self.random.begin_batch, device_of(loop.model))
 
     def note_modes(self, loop: Any, looking: bool) -> None:
         """Notes the number of samples, and the modes of layers that depend on it."""
@@ -155,8 +141,6 @@ class Probes:
             self._has_read_loss = True
             self._read_graph(loop, node, yb)
         if looking:
-            if self.random is not None:
-                call("random", self.random.end_loss, device_of(loop.model))
             call("stuck", self._add_stuck_share, loop, node, yb)
         if self.is_external and self._follows_factor(loop, node):
             node.register_prehook(lambda grads: call("added", self._add_factor, grads))
@@ -216,13 +200,6 @@ class Probes:
             self.guard.call("added", self.added.after_backward, self.first_param)
         if self.n_steps < N_DENSE:
             self.guard.call("cleared", self.cleared.after_backward, self.first_param)
-        is_scaled = loop.scaler is not None and loop.scaler.is_enabled()
-        if looking and self.reduced is not None and not (is_scaled or self.run.measured(Origin).is_sought):
-            self.guard.call("reduced", self._add_norm, self.reduced, loop.train_iter)
-
-    def _add_norm(self, curve: Curve, step: int) -> None:
-        if self.first_param is not None and self.first_param.grad is not None:
-            curve.add(step, detached_scalar(self.first_param.grad.norm()))
 
     def drop_batch(self, loop: Any, looking: bool) -> None:
         """Discards the current batch, which was cancelled and gives no gradients."""
@@ -298,16 +275,6 @@ class Probes:
     @property
     def n_backward(self) -> int:
         return self.run.measured(Steps).n_backward
-
-    def end_epoch(self, loop: Any, looking: bool) -> None:
-        """Compares replicas; time until the next batch does not count as waiting for data."""
-        self.observe("replicas", observe_replicas, loop)
-        self.observe("buffers", observe_buffers, loop)
-        if self.guard.call("replicas", can_compare, loop):
-            self.observed.add("replicas at the end of an epoch")
-            self.loader = loop.dl  # read at the end of the fit, when the epoch of its sampler is known
-        if self.guard.call("buffers", has_own_buffers, loop):
-            self.observed.add("buffers of each replica")
 
     # ---- the end
 

@@ -7,6 +7,7 @@ import pytest
 from hookcb.diagnosis.faults.inputs.constant import MIN_BATCHES, ConstantInputs
 from hookcb.diagnosis.faults.inputs.nonfinite import NonfiniteInputs
 from hookcb.diagnosis.measurements.inputs import Inputs
+from hookcb.diagnosis.measurements.origin import Found, Origin
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
 
@@ -18,7 +19,7 @@ def results(differs, bad=(), is_harmful=False):
     run = Run(sources={"batches", "batch"})
     inputs, steps = run.measured(Inputs), [10 * i for i in range(len(differs))]
     inputs.nonfinite = inputs.nonfinite.of(steps, [float(dict(bad).get(i, 0)) for i in range(len(differs))])
-    inputs.differs, inputs.are_harmful = inputs.differs.of(steps, differs), is_harmful
+    inputs.differs, run.measured(Origin).is_sought = inputs.differs.of(steps, differs), is_harmful
     return [x for fault in (NonfiniteInputs(), ConstantInputs()) for x in fault.findings(run)]
 
 
@@ -36,7 +37,8 @@ def test_missing_numbers_are_a_note_unless_something_comes_of_them():
 
 def test_the_batch_in_which_a_nan_began_is_told_though_it_was_not_inspected():
     run = Run(sources={"batches", "batch"})
-    run.measured(Inputs).origin = 7, 2.0
+    origin = run.measured(Origin)
+    origin.found, origin.step, origin.is_sought = Found(n_inputs=2), 7, True
     (found,) = NonfiniteInputs().findings(run)
     assert (found.severity, found.step, found.value) == ("error", 7, 2.0)
 

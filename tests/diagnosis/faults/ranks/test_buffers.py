@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.diagnosis.probes.support import replicas
+from tests.diagnosis.faults.ranks.support import replicas
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def test_buffers_that_are_alike_or_sent_or_not_saved_are_fine(ranks, what):
 
 def test_a_buffer_that_differs_names_its_rank(ranks):
     assert ranks[0]["a buffer"] == ranks[1]["a buffer"]
-    assert ranks[0]["a buffer"] == [["replica.buffers", "scale", 1.0, "", [1]]]
+    assert ranks[0]["a buffer"] == [["replica.buffers", "scale", 1.0, "warning", [1]]]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One of two processes; writes what it saw of their replicas to a file. Run by test_replicas.py."""
+"""One of two processes; writes what it saw of their replicas to a file. Run by test_diverged.py."""
 
 import json
 import os
@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from hookcb.core.ranks import ranks_of
-from hookcb.diagnosis.probes.buffers import observe_buffers
-from hookcb.diagnosis.probes.replicas import observe_replicas
+from hookcb.diagnosis.faults.ranks.buffers import OwnBuffers
+from hookcb.diagnosis.faults.ranks.diverged import DivergedReplicas
+from hookcb.diagnosis.run import Run
 
 
 def replica():
@@ -23,12 +24,18 @@ def replica():
     return nn.parallel.DistributedDataParallel(net)
 
 
-def look(model, lr=0.1, observe=observe_replicas):
+def seen(kind, loop):
+    fault = kind()
+    fault.on_epoch(Run(loop=loop))
+    return fault.seen
+
+
+def look(model, lr=0.1):
     ranks = ranks_of(model)
     ranks.join("look")
     opt = torch.optim.SGD(model.parameters(), lr=lr)
     loop = SimpleNamespace(model=model, ranks=ranks, opt=opt, train_iter=7)
-    return [(s.code, s.step, s.value, s.param, s.text) for s in observe(loop)]
+    return [(s.code, s.step, s.value, s.param, s.message) for s in seen(DivergedReplicas, loop)]
 
 
 def train(model, rank, n=3):
@@ -114,8 +121,8 @@ def buffers(rank, sends=False, change=None):
         change(model.module)
     loop = SimpleNamespace(model=model, ranks=ranks_of(model), train_iter=7)
     loop.ranks.join("look")
-    seen = observe_buffers(loop)
-    return [(x.code, x.layer or x.param, round(x.value, 2), x.severity, x.ranks) for x in seen]
+    found = seen(OwnBuffers, loop)
+    return [(x.code, x.layer or x.param, round(x.value, 2), x.severity, x.ranks) for x in found]
 
 
 def no_replica(rank):

@@ -1,17 +1,19 @@
-"""Compares the parameters of DistributedDataParallel replicas."""
+"""Hashes of tensors, by which it is seen whether ranks or batches have the same."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hookcb.core.ranks import Ranks, name_ranks
-from hookcb.diagnosis.run import Observation
+from hookcb.activations.stats import has_stats
+from hookcb.core.batch import parts
+from hookcb.core.ranks import Ranks
 from hookcb.hooks.modules import plain_name
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 CHUNK = 1 << 20  # elements that are read at a time
+N_ELEMENTS = 4_096  # of a tensor of a batch that are hashed
 FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that each bit changes the product
 SHIFT = 29  # brings the upper bits, which depend on most of an element, to the lower ones
 HALF = 0xFFFFFFFF  # of 64 bits; a float64 holds that exactly
@@ -22,38 +24,6 @@ def can_compare(loop: Any) -> bool:
     ranks = loop.ranks
     is_replica = isinstance(loop.model, nn.parallel.DistributedDataParallel)
     return bool(ranks.world > 1 and is_replica)
-
-
-def observe_replicas(loop: Any) -> Iterator[Observation]:
-    """Compares all parameters and learning rates between ranks, by hashes; called on all of them."""
-    if not can_compare(loop):
-        return
-    names, own = hashes((name, p) for name, p in loop.model.named_parameters() if is_shared(loop.model, name))
-    for group in loop.opt.param_groups if loop.opt is not None else ():
-        names.append("")
-        own.append(float(group["lr"]))
-    found = ranks_apart(own, loop.ranks)
-    if found is None:
-        return
-    name, apart = names[found[0]], found[1]
-    what = f"Parameter {name}" if name else "The learning rate"
-    yield Observation(
-        "replica.diverged",
-        param=name,
-        step=loop.train_iter,
-        value=float(len(apart)),
-        text=f"{what} differs on {name_ranks(apart)} from that of {others_of(apart)}; replicas must be "
-        "identical.",
-        causes=("parameters that are changed outside the optimizer, or on one rank only",)
-        if name
-        else ("a schedule that follows a number of its rank only",),
-        next_steps=(
-            "Look for code that runs on one rank only, and for parameters that DDP does not manage"
-            if name
-            else "Have the schedule follow numbers that are the same on all ranks, such as means over them",
-        ),
-        ranks=tuple(apart),
-    )
 
 
 def ranks_apart(own: Sequence[float], ranks: Ranks) -> tuple[int, list[int]] | None:
@@ -110,3 +80,25 @@ def hash_bits(x: Tensor) -> Tensor:
         part ^= part >> SHIFT  # else small numbers in another order would often have the same sum
         total += (part * FACTOR).sum()
     return total
+
+
+def hash_of(item: Any) -> Tensor | None:
+    """Hash of all real tensors in a batch, those on the device of the first."""
+    tensors = [x.detach() for _, x in parts(item) if isinstance(x, Tensor) and has_stats(x) and x.numel()]
+    total: Tensor | None = None
+    for x in tensors:
+        if x.element_size() in INTEGERS and (total is None or x.device == total.device):
+            own = hash_bits(_sampled(x))
+            total = own if total is None else total * 31 + own
+    return total
+
+
+def _sampled(x: Tensor) -> Tensor:
+    """At most `N_ELEMENTS` elements, evenly spread."""
+    x = x.reshape(-1)
+    return x[:: max(1, -(-len(x) // N_ELEMENTS))]
+
+
+def alike(by_rank: Sequence[Any]) -> tuple[int, ...]:
+    """Ranks that have what another one has, too."""
+    return tuple(rank for rank, x in enumerate(by_rank) if by_rank.count(x) > 1)

@@ -6,8 +6,9 @@ import pytest
 from torch import nn
 
 from hookcb.core.ranks import ALONE
-from hookcb.diagnosis.probes.replicas import observe_replicas
-from tests.diagnosis.probes.support import replicas
+from hookcb.diagnosis.faults.ranks.diverged import DivergedReplicas
+from hookcb.diagnosis.run import Run, Skipped
+from tests.diagnosis.faults.ranks.support import replicas
 
 
 @pytest.fixture(scope="module")
@@ -42,5 +43,7 @@ def test_replicas_that_went_to_nan_together_have_not_diverged(ranks):
 
 
 def test_without_other_processes_there_is_nothing_to_compare():
-    loop = SimpleNamespace(model=nn.Linear(3, 2), ranks=ALONE)
-    assert list(observe_replicas(loop)) == []
+    fault, run = DivergedReplicas(), Run(loop=SimpleNamespace(model=nn.Linear(3, 2), ranks=ALONE))
+    fault.on_epoch(run)
+    (result,) = fault.findings(run)
+    assert result == Skipped("too little was seen of the replicas at the end of an epoch")

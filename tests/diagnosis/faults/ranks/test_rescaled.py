@@ -2,7 +2,7 @@
 
 import pytest
 
-from hookcb.diagnosis.checks.ranks import MIN_STEPS, rescaled_gradients
+from hookcb.diagnosis.faults.ranks.rescaled import MIN_STEPS, RescaledGradients
 from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped
 
 AFTER = [1.0, 0.7, 2.0, 0.3, 0.9]
@@ -11,12 +11,14 @@ AFTER = [1.0, 0.7, 2.0, 0.3, 0.9]
 def gradients(given, after=AFTER, world=4, is_adaptive=False):
     stats = {"clipped_norm": Series.of(range(len(given)), given)}
     param = Param("0.bias", "0", "Linear", "", 0, (4,), stats=stats, is_adaptive=is_adaptive)
-    reduced = Series.of(range(len(after)), after)
-    return Run(params={"0.bias": param}, reduced=("0.bias", reduced), world=world)
+    run = Run(params={"0.bias": param})
+    fault = run.measured(RescaledGradients)
+    fault.name, fault.norms, fault.world = "0.bias", Series.of(range(len(after)), after), world
+    return run
 
 
 def only(evidence):
-    (found,) = rescaled_gradients(evidence)
+    (found,) = evidence.measured(RescaledGradients).findings(evidence)
     return found
 
 
