@@ -25,6 +25,7 @@ from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.led import Led, LedHealth, LedStats, LedTimer
 from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.legacy import Legacy
+from hookcb.diagnosis.measurements.outside import OutsideParameters
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.on_ranks import compare_batches, keep_losses, share_inputs, share_losses
 from hookcb.diagnosis.probes.one_batch import add_preflight
@@ -176,15 +177,11 @@ class Diagnose(Callback):
     def before_step(self) -> None:
         if (dispatcher := self._dispatcher) is None:
             return
-        if dispatcher.run.looking and dispatcher.guarded("events", self._has_new_params, dispatcher.run):
+        dispatcher.emit("on_step")
+        if dispatcher.run.looking and dispatcher.run.measured(OutsideParameters).has_joined:
             for cb in self._led:
                 if isinstance(cb, LedHealth):
                     cb.look_again()
-        dispatcher.emit("on_step")
-
-    def _has_new_params(self, run: Run) -> bool:
-        probes = run.measured(Legacy).probes
-        return probes is not None and probes.find_new_params(run.loop)
 
     def after_step(self) -> None:
         self._is_new_step = True

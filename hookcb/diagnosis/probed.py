@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from hookcb.core.optim import is_adaptive
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.steps import Steps
@@ -85,19 +84,9 @@ def _add_dead(probes: Probes, evidence: Run) -> None:
             param.n_units = dead.n_units
 
 
-def _add_motion(probes: Probes, evidence: Run) -> None:
-    """Adds which parameters have moved."""
-    for name, moved in probes.motion.moved().items():
-        if name in evidence.params:
-            evidence.params[name].has_moved = moved
-
-
-def _add_params(probes: Probes, evidence: Run) -> None:
-    """Adds which parameters had a gradient, and which optimizers have stepped."""
+def _add_stepped(probes: Probes, evidence: Run) -> None:
+    """Adds which optimizers have stepped."""
     steps = evidence.measured(Steps)
-    for name, n in probes.n_without.items():
-        if name in evidence.params:
-            evidence.params[name].n_without = n
     places = steps.places()
     evidence.stepped = [places[key] for key in steps.stepped]
 
@@ -139,9 +128,8 @@ PARTS: Mapping[str, Add] = {  # what adds to an evidence, by the part that it re
     "backward_times": _set("backward_seconds", lambda probes: probes.backward_times.seconds()),
     "inputs": _add_inputs,
     "columns": _set("input_columns", lambda probes: [x.sqrt().tolist() for x in probes.columns]),
-    "params": _add_params,
+    "stepped": _add_stepped,
     "dead": _add_dead,
-    "motion": _add_motion,
     "hashes": _add_hashes,
     "random": _add_random,
     "reduced": _add_reduced,
@@ -164,13 +152,8 @@ def _late_observed(probes: Probes) -> Iterator[tuple[str, str, Callable[[], obje
     yield "tokens", "tokens that are targets", tokens.relations
     yield "tokens", "masks of the tokens", lambda: any(x.seeing for x in tokens.relations())
     yield "tokens", "padding of the tokens", lambda: any(x.padding >= 0 for x in tokens.relations())
-    yield "cleared", "cleared gradients", lambda: probes.cleared.has_found
-    is_one = len(probes.optimizers) == 1
-    yield "stale", "time before a backward", lambda: probes.stale.has_looked and is_one
-    yield "lost_updates", "weights around a step", lambda: probes.lost_updates.has_looked
     yield "hashes", "order of two epochs", lambda: has_epochs(_epochs_hashed(probes))
     yield "sequences", "order of samples and steps", lambda: probes.sequences.has_compared
-    yield "outside", "graph of the output", lambda: probes.outside.is_known(probes.n_steps)
 
 
 def _tell_attention(probes: Probes, evidence: Run) -> None:
@@ -180,22 +163,6 @@ def _tell_attention(probes: Probes, evidence: Run) -> None:
     elif probes.ops.has_looked and not probes.ops.shares:
         evidence.absent["attention"] = "the model has no attention operations"
         evidence.missing["masks of the tokens"] = "no attention was seen, so masks were not checked"
-
-
-def _tell_accumulation(probes: Probes, evidence: Run) -> None:
-    if not probes.is_external:
-        evidence.absent["accumulation"] = "GradientAccumulation divides the loss itself"
-    elif probes.added.counts == {1}:
-        evidence.absent["accumulation"] = "each step has the gradients of one backward"
-    elif any(map(is_adaptive, probes.optimizers.values())):
-        evidence.absent["accumulation"] = "the optimizer divides by the size of gradients"
-    evidence.missing["divisor of the loss"] = "it is not known by what number the loss is divided"
-
-
-def _tell_outside(probes: Probes, evidence: Run) -> None:
-    if probes.outside.hidden_by:
-        hidden = f"{probes.outside.hidden_by} hides a part of the graph of the output"
-        evidence.missing["graph of the output"] = hidden
 
 
 def _tell_tokens(probes: Probes, evidence: Run) -> None:
@@ -214,15 +181,12 @@ def _tell_tokens(probes: Probes, evidence: Run) -> None:
 
 REASONS: Mapping[str, Add] = {  # likewise, reasons why something was not seen, unless the part has failed
     "ops": _tell_attention,
-    "added": _tell_accumulation,
-    "outside": _tell_outside,
     "tokens": _tell_tokens,
 }
 
 
 def _late_observations(probes: Probes) -> Iterator[tuple[str, Callable[[], Iterable[Observation]]]]:
     """Observations that are made at the end, by part."""
-    yield "norms", lambda: probes.norms.observations(probes.n_batches)
     yield "ops", lambda: observe_attention(probes.ops.shares)
     yield "ops", lambda: observe_blind(probes.ops.blind)
     yield "ops", lambda: observe_dropout_in_eval(probes.ops.dropping, probes.ops.n_alike())
@@ -230,22 +194,6 @@ def _late_observations(probes: Probes) -> Iterator[tuple[str, Callable[[], Itera
     yield "tokens", lambda: probes.tokens.observe_indices()
     tokens = probes.tokens.relations
     yield "tokens", lambda: observe_tokens(tokens(), probes.graph_of_one, probes.has_recurrent)
-    yield "lost_updates", lambda: probes.lost_updates.observations()
-    if len(probes.optimizers) == 1:  # several may clear each other's gradients unseen
-        yield "stale", lambda: probes.stale.observations()
-    yield "cleared", lambda: probes.cleared.observations()
-    if probes.observed.isdisjoint(("backward", "backward beside the model")):
-        yield (
-            "motion",
-            lambda: probes.motion.observe_no_backward(probes.n_steps - probes.run.measured(Steps).n_alone),
-        )
-    yield (
-        "motion",
-        lambda: probes.motion.observations(
-            probes.n_steps, probes.n_backward, probes.run.measured(Steps).n_given
-        ),
-    )
-    yield "outside", lambda: probes.outside.observations(probes.n_steps)
     yield "sequences", lambda: probes.sequences.observations()
     yield "targets", lambda: probes.run.measured(Targets).observe_single_class(probes.graph_of_one)
     yield "hashes", lambda: observe_order(_epochs_hashed(probes), probes.loader)

@@ -5,7 +5,6 @@ They register when they are imported, and are judged in the order of these impor
 
 # isort: off
 from hookcb.diagnosis.checks import (  # noqa: F401
-    parameters,
     inputs,
     gan,
     attenuated,
@@ -22,5 +21,4 @@ from hookcb.diagnosis.checks import (  # noqa: F401
     spent,
     nonfinite,
     observed,
-    frozen,
 )

@@ -69,9 +69,6 @@ class Legacy(Measurement):
     def on_error(self, run: Run, error: BaseException) -> None:
         self._call("observe_error", run, error)
 
-    def on_end(self, run: Run) -> None:
-        self._call("observe_end", run)
-
     def on_doubt(self, run: Run, findings: Any) -> bool:
         probes = self.probes
         return probes is not None and probes.try_to_overfit(probes.run.loop, findings, falls_slowly(run))

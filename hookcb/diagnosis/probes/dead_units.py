@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.core.torch_private import Convolution, parameters_of
-from hookcb.diagnosis.probes.model import MIN_UNITS, is_of_torch, own_weight
+from hookcb.diagnosis.frame import is_of_torch, own_weight
+from hookcb.diagnosis.rules import MIN_UNITS
 from hookcb.hooks.modules import named_modules
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
