@@ -16,7 +16,7 @@ from hookcb.core.console import attempt, show, warn
 from hookcb.core.events import CancelFitException, Event
 from hookcb.core.ranks import ALONE, Ranks, name_own_rank
 from hookcb.diagnosis.dispatcher import Dispatcher
-from hookcb.diagnosis.failures import describe_failure, note_end
+from hookcb.diagnosis.failures import describe_failure, is_failure, note_end
 from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather, note_unseen, recorded
@@ -24,6 +24,7 @@ from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.led import Led, LedHealth, LedStats, LedTimer
 from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.legacy import Legacy
+from hookcb.diagnosis.measurements.outside import OutsideParameters
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.probes.one_batch import add_preflight
 from hookcb.diagnosis.ranks import of_all
@@ -174,15 +175,11 @@ class Diagnose(Callback):
     def before_step(self) -> None:
         if (dispatcher := self._dispatcher) is None:
             return
-        if dispatcher.run.looking and dispatcher.guarded("events", self._has_new_params, dispatcher.run):
+        dispatcher.emit("on_step")
+        if dispatcher.run.looking and dispatcher.run.measured(OutsideParameters).has_joined:
             for cb in self._led:
                 if isinstance(cb, LedHealth):
                     cb.look_again()
-        dispatcher.emit("on_step")
-
-    def _has_new_params(self, run: Run) -> bool:
-        probes = run.measured(Legacy).probes
-        return probes is not None and probes.find_new_params(run.loop)
 
     def after_step(self) -> None:
         self._is_new_step = True
@@ -226,7 +223,7 @@ class Diagnose(Callback):
         if (dispatcher := self._dispatcher) is None:
             return
         error = self.learn.fit_error
-        if error is not None:
+        if error is not None and is_failure(error):
             dispatcher.guarded("events", note_end, dispatcher.run, error)
             dispatcher.emit("on_error", error)
         dispatcher.emit("on_end")

@@ -18,7 +18,7 @@ T = TypeVar("T")
 Calls = dict[str, tuple[tuple[Part, Callable[..., object]], ...]]
 
 GONE = "the model was freed before its watch was closed, so its final state was not inspected"
-SOURCES = ("batches", "batch", "steps", "time")  # of each run with a diagnosis
+SOURCES = ("batches", "batch", "model", "steps", "time")  # of each run with a diagnosis
 # what is not ruled out if a callback that records for the diagnosis fails, or what is common to all parts
 COSTS = {"events": ("batches", "batch", "steps"), "frame": ("gradients", "optimizers")}
 

@@ -53,7 +53,7 @@ def gather(cbs: Iterable[Callback], frame: Frame, evidence: Run, dispatcher: Dis
         for kind in (ActivationStats, GradientHealth, Recorder, StepTimer):
             if isinstance(cb, kind):
                 found.setdefault(kind, cb)
-    evidence.params, evidence.frozen, evidence.foreign = frame.params, frame.frozen, frame.foreign
+    evidence.params, evidence.parts[Frame] = frame.params, frame
     evidence.absent |= frame.absent
     evidence.partial |= frame.partial
     if frame.n_optimizers:

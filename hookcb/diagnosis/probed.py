@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from hookcb.core.optim import is_adaptive
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.tokens import Tokens
@@ -46,19 +45,9 @@ def add_probed(probes: Probes, evidence: Run) -> None:
     evidence.notes += probes.notes
 
 
-def _add_motion(probes: Probes, evidence: Run) -> None:
-    """Adds which parameters have moved."""
-    for name, moved in probes.motion.moved().items():
-        if name in evidence.params:
-            evidence.params[name].has_moved = moved
-
-
-def _add_params(probes: Probes, evidence: Run) -> None:
-    """Adds which parameters had a gradient, and which optimizers have stepped."""
+def _add_stepped(probes: Probes, evidence: Run) -> None:
+    """Adds which optimizers have stepped."""
     steps = evidence.measured(Steps)
-    for name, n in probes.n_without.items():
-        if name in evidence.params:
-            evidence.params[name].n_without = n
     places = steps.places()
     evidence.stepped = [places[key] for key in steps.stepped]
 
@@ -70,8 +59,7 @@ def _set(field: str, value: Callable[[Probes], Any]) -> Add:
 
 PARTS: Mapping[str, Add] = {  # what adds to an evidence, by the part that it reads
     "stuck": _set("stuck", lambda probes: probes.stuck.series()),
-    "params": _add_params,
-    "motion": _add_motion,
+    "stepped": _add_stepped,
 }
 
 
@@ -83,11 +71,6 @@ def _late_observed(probes: Probes) -> Iterator[tuple[str, str, Callable[[], obje
     yield "ops", "attention", lambda: any(len(shares) >= MIN_BATCHES for shares in ops.shares.values())
     yield "ops", "calls in eval mode", lambda: ops.has_evaluated
     yield "tables", "sums in the graph", lambda: probes.tables.is_known
-    yield "cleared", "cleared gradients", lambda: probes.cleared.has_found
-    is_one = len(probes.optimizers) == 1
-    yield "stale", "time before a backward", lambda: probes.stale.has_looked and is_one
-    yield "lost_updates", "weights around a step", lambda: probes.lost_updates.has_looked
-    yield "outside", "graph of the output", lambda: probes.outside.is_known(probes.n_steps)
 
 
 def _tell_attention(probes: Probes, evidence: Run) -> None:
@@ -99,22 +82,6 @@ def _tell_attention(probes: Probes, evidence: Run) -> None:
         evidence.missing["masks of the tokens"] = "no attention was seen, so masks were not checked"
 
 
-def _tell_accumulation(probes: Probes, evidence: Run) -> None:
-    if not probes.is_external:
-        evidence.absent["accumulation"] = "GradientAccumulation divides the loss itself"
-    elif probes.added.counts == {1}:
-        evidence.absent["accumulation"] = "each step has the gradients of one backward"
-    elif any(map(is_adaptive, probes.optimizers.values())):
-        evidence.absent["accumulation"] = "the optimizer divides by the size of gradients"
-    evidence.missing["divisor of the loss"] = "it is not known by what number the loss is divided"
-
-
-def _tell_outside(probes: Probes, evidence: Run) -> None:
-    if probes.outside.hidden_by:
-        hidden = f"{probes.outside.hidden_by} hides a part of the graph of the output"
-        evidence.missing["graph of the output"] = hidden
-
-
 def _tell_tokens(probes: Probes, evidence: Run) -> None:
     has_looked = not probes.guard.has_failed("ops") and probes.ops.has_looked
     if has_looked and not evidence.measured(Tokens).has_embeddings:
@@ -124,32 +91,13 @@ def _tell_tokens(probes: Probes, evidence: Run) -> None:
 
 REASONS: Mapping[str, Add] = {  # likewise, reasons why something was not seen, unless the part has failed
     "ops": _tell_attention,
-    "added": _tell_accumulation,
-    "outside": _tell_outside,
     "tokens": _tell_tokens,
 }
 
 
 def _late_observations(probes: Probes) -> Iterator[tuple[str, Callable[[], Iterable[Observation]]]]:
     """Observations that are made at the end, by part."""
-    yield "norms", lambda: probes.norms.observations(probes.n_batches)
     yield "ops", lambda: observe_attention(probes.ops.shares)
     yield "ops", lambda: observe_blind(probes.ops.blind)
     yield "ops", lambda: observe_dropout_in_eval(probes.ops.dropping, probes.ops.n_alike())
     yield "tables", lambda: probes.tables.observations()
-    yield "lost_updates", lambda: probes.lost_updates.observations()
-    if len(probes.optimizers) == 1:  # several may clear each other's gradients unseen
-        yield "stale", lambda: probes.stale.observations()
-    yield "cleared", lambda: probes.cleared.observations()
-    if probes.observed.isdisjoint(("backward", "backward beside the model")):
-        yield (
-            "motion",
-            lambda: probes.motion.observe_no_backward(probes.n_steps - probes.run.measured(Steps).n_alone),
-        )
-    yield (
-        "motion",
-        lambda: probes.motion.observations(
-            probes.n_steps, probes.n_backward, probes.run.measured(Steps).n_given
-        ),
-    )
-    yield "outside", lambda: probes.outside.observations(probes.n_steps)

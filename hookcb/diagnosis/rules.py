@@ -14,6 +14,7 @@ from hookcb.diagnosis.run import CONVERGED, WINDOW, Layer, Param, Run, Series, S
 from hookcb.diagnosis.verdict import Finding, Severity
 
 LATEST = 5  # records in a median: a single batch says little
+MIN_UNITS = 4  # of a layer, and inputs of each, to compare them
 MAX_POINTS = 80  # of a robust slope, which uses all pairs
 SIGMA = 1.4826  # standard deviation / median absolute deviation of normally distributed numbers
 MAX_SATURATED = 0.5  # share of units at the flat ends of tanh or sigmoid

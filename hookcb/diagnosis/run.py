@@ -176,7 +176,6 @@ class Run:
         looks: rule by which later batches were chosen, "" if the budget had no effect.
         layers: layers by name, in the order of execution.
         params: parameters by name, in the order of the model.
-        frozen, foreign: see `Frame`.
         steps: series over the inspected steps: `total_norm` before clipping, `clipped_total_norm`,
             `clip_coef`, `lr`, and `scale` and `skipped` (0 or 1) of a GradScaler.
         lr: largest learning rate of all groups, for each batch.
@@ -226,8 +225,6 @@ class Run:
     looks: str = ""
     layers: dict[str, Layer] = field(default_factory=dict)
     params: dict[str, Param] = field(default_factory=dict)
-    frozen: dict[str, int] = field(default_factory=dict)
-    foreign: set[tuple[int, ...]] = field(default_factory=set)
     steps: dict[str, Series] = field(default_factory=dict)
     lr: Series = field(default_factory=Series)
     loss: Series = field(default_factory=Series)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hookcb import Callback, CancelFitException, Diagnose, GradientAccumulation, Learner, watch
+from hookcb.diagnosis.fault import findings_of
 from hookcb.diagnosis.measurements.curves import Curves
 from tests.support import each
 
@@ -118,8 +119,7 @@ def test_another_optimizer_is_noticed():
 def test_layers_that_change_their_mode_are_noticed():
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
     to_eval = at(131, "before_batch", lambda learn: learn.model.eval())
-    observations = evidence_of(to_eval, model=model).observations
-    assert [x.step for x in observations if x.code == "mode.mismatch"] == [131]
+    assert [x.step for x in findings_of("mode.mismatch", evidence_of(to_eval, model=model))] == [131]
 
 
 def test_a_verdict_on_the_way_knows_all_batches_so_far():

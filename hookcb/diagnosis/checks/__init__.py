@@ -5,10 +5,7 @@ They register when they are imported, and are judged in the order of these impor
 
 # isort: off
 from hookcb.diagnosis.checks import (  # noqa: F401
-    parameters,
     loss,
     guessing,
-    optimizer,
     observed,
-    frozen,
 )

@@ -92,58 +92,6 @@ def _row(
     check(code, site=site, needs=needs, exact=exact, leads_to=leads_to, subject=subject)(pass_on)
 
 
-_row("init.symmetric", Site.MODULES, ("model",), (*EVERYTHING, "param.not_stepped"), "error",
-    "symmetric initialization", doc="""
-    Units of a hidden layer that begin equal up to sign: they get equal gradients and act as one unit.
-
-    Formula: ≥ 99 % of pairs of rows of the weight are equal up to sign, fan-in and fan-out ≥ 4, in a linear
-    or convolutional layer that is trained and is not the last.
-
-    Source: Goodfellow, Bengio & Courville, Deep Learning, 2016, section 8.4.
-    """)  # fmt: skip
-
-_row("mode.mismatch", Site.MODULES, ("batches", "model"), EVERYTHING, "error", "train and eval modes",
-    requires="batches", subject="modes", doc="""
-    A batch norm that is trained in eval mode, or that normalizes with a single sample.
-
-    Formula: in a training batch, `training` is False and one of its parameters has `requires_grad`; or there
-    is one value per channel, an error, or one sample in nine of ten batches, a warning. A batch norm with
-    frozen parameters may be in eval mode, as in fine-tuning. A note if a watched loop calls a model with
-    dropout or batch norm in train mode without gradients, at least three times, and never in eval mode.
-
-    Source: torch.nn.BatchNorm2d.
-    """)  # fmt: skip
-
-_row("param.unregistered", Site.MODULES, ("batches",), ("param.not_in_optimizer", "loss.*", "update.*"),
-    "error", "parameters that the model does not have", requires="graph of the output", doc="""
-    Parameters that the forward uses and that are not in `model.parameters()`, so no optimizer gets them.
-
-    Exact: an nn.Parameter in the autograd graph of the output, up to the inputs, which is neither the model's
-    nor in any optimizer, and has not changed in twenty steps, as in a layer in a plain list; or three graphs,
-    each with other such parameters than the one before, as of a layer that is created in forward; or one from
-    which an attribute of the model was computed, if torch's error of a second backward ended the training.
-
-    Source: torch.nn.Module, "Submodules assigned in this way will be registered"; torch.nn.ModuleList.
-    """)  # fmt: skip
-
-_row("param.frozen", Site.MODULES, ("batches",), EVERYTHING, "error", "a model that is frozen as a whole",
-    requires="backward", doc="""
-    A model without a parameter that requires a gradient, whose loss has a graph, say, to the inputs.
-
-    Exact: `requires_grad` of all parameters is False after the backwards and at the end.
-    """)  # fmt: skip
-
-
-_row("dropout.extreme", Site.MODULES, ("model",),
-    ("loss.flat", "loss.trivial", "unit.dead", "loss.init", "act.scale"), "warning",
-    "extreme dropout", subject="dropout", exact=False, doc="""
-    A dropout layer that drops nine in ten elements or more.
-
-    Formula: p ≥ 0.9.
-
-    Source: Srivastava et al., "Dropout", 2014, who drop 0.5 of the hidden units and 0.2 of the inputs.
-    """)  # fmt: skip
-
 _row("dropout.scores", Site.LOSS, ("batch", "graph"), ("loss.*", "update.*", "head.range"), "warning",
     "dropout before the loss", requires="input of the loss", doc="""
     A dropout after the last layer, whose output the loss gets.
@@ -216,17 +164,6 @@ _row("attn.collapse", Site.MODULES, ("batches",), ("grad.*", "loss.*", "update.t
     of at least three inspected batches; T ≥ 4 keys.
 
     Source: Zhai et al., Stabilizing Transformer Training by Preventing Attention Entropy Collapse, 2023.
-    """)  # fmt: skip
-
-_row("gate.shut", Site.MODULES, ("batches", "model"),
-    ("grad.*", "loss.*", "act.collapse", "update.too_small"), "error", "closed gates", subject="gates",
-    exact=False, doc="""
-    A gate of an LSTM or GRU that its bias keeps closed.
-
-    Formula: median over units of sigmoid(bias) below 0.03; above 0.97 for the update gate of a GRU. A large
-    positive bias of the forget gate, which keeps it open, is usual.
-
-    Source: Jozefowicz et al., An Empirical Exploration of Recurrent Network Architectures, 2015.
     """)  # fmt: skip
 
 
@@ -317,42 +254,4 @@ _row("loss.detached", Site.LOSS, ("batch",), ("param.*", "loss.flat", "loss.triv
     A loss that does not depend on any parameter.
 
     Formula: it has no `grad_fn`.
-    """)  # fmt: skip
-
-_row("grad.stale", Site.GRADIENTS, ("batches", "steps"), EVERYTHING, "error",
-    "gradients left over from the step before", requires="time before a backward", doc="""
-    Gradients that are never zeroed, so each step adds to those of the step before.
-
-    Formula: between any two steps of an optimizer, no backward began with gradients that were zero or None.
-    A note if no optimizer has them and the loop moves their weights, but not along the gradients (a cosine of
-    -0.1 to 0.9), as those of a target network: nothing uses these gradients.
-    """)  # fmt: skip
-
-_row("accum.divisor", Site.GRADIENTS, ("batches", "steps"), (), "info",
-    "accumulated losses that are not divided", requires="divisor of the loss", subject="accumulation", doc="""
-    Losses of several backwards that are summed to one step: a note, as they may be losses of their own.
-
-    Exact: each step of the only optimizer adds up the same number of backwards, two or more, and gradients
-    are neither cleared nor changed, as by clipping, between them and before the step; backward is called on a
-    mean over samples that is not divided. Read from the graph of a watched loop's loss; if that was reported,
-    from its gradient. Not for optimizers like Adam, which undo the factor.
-    """)  # fmt: skip
-
-_row("param.duplicated", Site.OPTIMIZER, ("batch", "optimizers"), ("update.*", "loss.*"), "error",
-    "parameters twice in the optimizer", requires="groups of the optimizer", doc="""
-    A parameter that is in the optimizers' groups more than once, so each step updates it several times.
-
-    Formula: number of occurrences of a parameter in the groups of all optimizers > 1.
-    """)  # fmt: skip
-
-_row("update.lost_to_rounding", Site.OPTIMIZER, ("steps",),
-    ("param.not_stepped", "loss.flat", "loss.trivial", "update.too_small"), "error",
-    "updates lost to rounding",
-    requires="weights around a step", subject="low precision", doc="""
-    Low-precision weights whose updates are smaller than the spacing of their numbers, so rounding drops them.
-
-    Formula: share of weights with a gradient that are bit-identical after a step > 0.5, in each of at least
-    three inspected steps.
-
-    Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.1.
     """)  # fmt: skip

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from hookcb.core.batch import n_samples
 from hookcb.core.torch_private import Convolution, parameters_of
 from hookcb.diagnosis.fault import Measurement
-from hookcb.diagnosis.probes.model import MIN_UNITS, is_of_torch, own_weight
+from hookcb.diagnosis.frame import is_of_torch, own_weight
+from hookcb.diagnosis.rules import MIN_UNITS
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.modules import named_modules
 

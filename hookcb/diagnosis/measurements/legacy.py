@@ -36,9 +36,6 @@ class Legacy(Measurement):
     def on_batch(self, run: Run) -> None:
         self._call("begin_batch", run)
 
-    def on_prediction(self, run: Run) -> None:
-        self._call("record_pred", run)
-
     def on_loss(self, run: Run) -> None:
         self._call("record_loss", run)
 
@@ -48,23 +45,11 @@ class Legacy(Measurement):
     def on_gradients(self, run: Run) -> None:
         self._call("end_backward", run)
 
-    def on_step(self, run: Run) -> None:
-        self._call("begin_step", run)
-
     def on_between(self, run: Run) -> None:
         self._call("end_step", run)
 
     def on_batch_end(self, run: Run) -> None:
         self._call("end_batch", run)
-
-    def on_cancel(self, run: Run, level: str) -> None:
-        self._call("cancel_step" if level == "step" else "drop_batch", run)
-
-    def on_error(self, run: Run, error: BaseException) -> None:
-        self._call("observe_error", run, error)
-
-    def on_end(self, run: Run) -> None:
-        self._call("observe_end", run)
 
     def tell(self, run: Run) -> None:
         if self.probes is not None:

@@ -14,18 +14,22 @@ from hookcb.core.batch import split_batch
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.core.restore import preserve_state
-from hookcb.diagnosis.fault import FAULTS
+from hookcb.diagnosis.fault import FAULTS, Fault
 from hookcb.diagnosis.faults.labels.scaled import ScaledLabels
+from hookcb.diagnosis.faults.model.extreme_dropout import ExtremeDropout
+from hookcb.diagnosis.faults.model.symmetric import Symmetric
+from hookcb.diagnosis.faults.steps.duplicated import Duplicated
 from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.loss import guess_of
 from hookcb.diagnosis.measurements.origin import Found, Origin, find_origin
+from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.first_batch import first_batch, preserve_loader, why_not_readable
 from hookcb.diagnosis.probes.head import is_comparison_known, observe_output
 from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
 from hookcb.diagnosis.probes.loss_graph import read_loss
-from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
+from hookcb.diagnosis.probes.model import observe_model
 from hookcb.diagnosis.run import Run, Series
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import device_of, has_uninitialized, is_leaf, named_modules
@@ -73,7 +77,7 @@ def _why_not(learn: Any, cbs: list[Callback]) -> str:
 
 
 def _inspect(evidence: Run, learn: Any) -> None:
-    found, loader = Run(), learn.dls.train
+    found, loader = Run(loop=learn), learn.dls.train
     modules = [m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)]
     with preserve_loader(loader), learn.restored(), preserve_state(*modules):
         batch = copy.deepcopy(first_batch(loader))  # models may change their input in place
@@ -88,6 +92,10 @@ def _inspect(evidence: Run, learn: Any) -> None:
     # a fault at the end may have been there from the beginning, and then explains the others
     lasting = [replace(x, step=None) for x in found.observations if at_any_time(FAULTS[x.code].needs)]
     evidence.observations += lasting
+    for kind, part in found.parts.items():
+        if isinstance(part, Fault) and at_any_time(part.needs):
+            part.seen = [replace(x, step=None, last_step=None) for x in part.seen]
+            evidence.parts[kind] = part
     evidence.sources |= found.sources
     evidence.missing |= found.missing
     evidence.observed |= found.observed
@@ -106,9 +114,11 @@ def _leave_out_later(found: Run) -> None:
 def _observe_model(found: Run, learn: Any) -> None:
     found.observations += observe_model(learn.model)
     found.sources.add("model")
+    found.measured(Symmetric).on_model(found)
+    found.measured(ExtremeDropout).on_model(found)
     if learn.opt is not None:
-        found.observations += observe_optimizers(learn.model, [learn.opt])
-        found.observed.add("groups of the optimizer")
+        found.measured(Steps).optimizers = {id(learn.opt): learn.opt}
+        found.measured(Duplicated).on_end(found)
 
 
 def _observe_batch(found: Run, learn: Any, step: int) -> None:

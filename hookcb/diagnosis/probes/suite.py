@@ -1,20 +1,16 @@
 """Probes: everything that Diagnose measures itself, in one place."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from hookcb.core.batch import n_samples
 from hookcb.core.optim import detached_scalar
-from hookcb.core.shards import has_no_part
 from hookcb.diagnosis.frame import about
 from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.measurements.curves import Curve, Curves
-from hookcb.diagnosis.measurements.dead_units import MAX_DENSE, N_DENSE, DeadUnits
 from hookcb.diagnosis.measurements.layer_rows import LayerRows
 from hookcb.diagnosis.measurements.layer_times import LayerTimes
 from hookcb.diagnosis.measurements.loss import Loss
@@ -22,24 +18,14 @@ from hookcb.diagnosis.measurements.sequence_axis import SequenceAxis
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.measurements.tokens import Tokens
-from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks
+from hookcb.diagnosis.probes.attention import OpHooks
 from hookcb.diagnosis.probes.class_axis import class_scores, observe_class_axis
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.embeddings import AddedTables
 from hookcb.diagnosis.probes.head import is_comparison_known, observe_output, stuck_share
 from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
 from hookcb.diagnosis.probes.loss_graph import LossGraph
-from hookcb.diagnosis.probes.model import observe_frozen, observe_model, observe_optimizers
-from hookcb.diagnosis.probes.motion import Motion
-from hookcb.diagnosis.probes.norm import NormProbe, observe_unseen_validation
-from hookcb.diagnosis.probes.outside import OutsideParameters
-from hookcb.diagnosis.probes.step import (
-    AddedBackwards,
-    ClearedGradients,
-    LostUpdates,
-    StaleGradients,
-    observe_accumulation,
-)
+from hookcb.diagnosis.probes.model import observe_model
 from hookcb.diagnosis.run import Observation, Run
 from hookcb.hooks.modules import named_modules
 from hookcb.hooks.params import find_params
@@ -71,26 +57,17 @@ class Probes:
         self.is_dense, self.is_external = True, is_external
         self.observed: set[str] = set()  # see `Run.observed`
         self.sources = {"batches", "batch", "steps", "time"}
-        self.lost_updates = made("lost_updates", LostUpdates, model)
-        self.motion = made("motion", Motion, model)
-        self.outside = made("outside", OutsideParameters, model)
-        self._factors: list[float | Tensor] = []  # gradients of the first losses that were reported
         self._is_after_look = False  # whether the batch before was inspected
         self.under_way: bool | None = None  # after the backward of a batch: whether that is inspected
-        self.stale = made("stale", StaleGradients, model)
-        self.cleared, self.added = made("cleared", ClearedGradients), made("added", AddedBackwards)
         self.stuck = made("stuck", Curve)
         seen = run.measured(LayerTimes).add_work, run.measured(SequenceAxis), run.measured(Tokens)
         self.ops = made("ops", OpHooks, model, self._acts, lambda: loop.in_loop_thread, *seen, guard)
-        self.norms, self.tables = made("norms", NormProbe, model), made("tables", AddedTables)
+        self.tables = made("tables", AddedTables)
         self._has_read_loss = False
         self.n_batches = self.n_looked = self.n_steps = 0
         self._is_step_cancelled = False
-        self.n_without: Counter[str] = Counter()
         self.params = guard.call("params", find_params, model) or []
         self.observe("model", observe_model, model)
-        if not guard.has_failed("model"):
-            self.sources.add("model")
 
     def _acts(self) -> bool:
         loop: Any = self.run.loop
@@ -111,25 +88,6 @@ class Probes:
         self.under_way = None
         self._is_forward = looking
         self.ops.step = loop.train_iter
-        if looking or self._is_after_look:
-            self._is_after_look = looking
-        if looking or self.has_modes:
-            self.note_modes(loop, looking)
-
-    def note_modes(self, loop: Any, looking: bool) -> None:
-        """Notes the number of samples, and the modes of layers that depend on it."""
-        n = self.guard.call("norms", n_samples, (*loop.yb, loop.xb))
-        self.guard.call("norms", self.norms.begin_batch, loop.train_iter, n)
-
-    @property
-    def has_modes(self) -> bool:
-        """Whether the modes of layers are noted in each batch."""
-        return self.norms.is_needed is True
-
-    def record_pred(self, loop: Any, looking: bool) -> None:
-        """Reads what the output tells in an inspected batch."""
-        if looking:
-            self.guard.call("outside", self.outside.follow, loop.pred, loop.xb, self.n_steps)
 
     def record_loss(self, loop: Any, looking: bool) -> None:
         """Records the loss, and reads its graph once."""
@@ -142,19 +100,8 @@ class Probes:
             self._read_graph(loop, node, yb)
         if looking:
             call("stuck", self._add_stuck_share, loop, node, yb)
-        if self.is_external and self._follows_factor(loop, node):
-            node.register_prehook(lambda grads: call("added", self._add_factor, grads))
         if is_first or looking:
             self.observed.add("loss")
-
-    def _add_factor(self, grads: tuple[Tensor, ...]) -> None:
-        """Records the gradient of a loss: what it is multiplied by before backward is called."""
-        self._factors.append(detached_scalar(grads[0]))
-
-    def _follows_factor(self, loop: Any, node: Any) -> bool:
-        """Whether the gradient that will reach a reported loss tells by what it is divided."""
-        is_reported = loop.facts.n_losses_reported > 0
-        return is_reported and node is not None and len(self._factors) < MIN_BATCHES
 
     def _add_stuck_share(self, loop: Any, node: Any, yb: Any) -> None:
         graph = self.graph
@@ -185,78 +132,23 @@ class Probes:
         return self.run.measured(LayerRows).last
 
     def begin_backward(self, loop: Any, looking: bool) -> None:
-        """Reads the gradients that are left from earlier steps."""
+        """Ends the time of the forward."""
         self._is_forward = False  # a later forward is a recomputation by activation checkpointing
-        if self.is_external:
-            self.guard.call("added", self.added.before_backward, self.first_param)
-        if self.n_steps < N_DENSE:
-            self.guard.call("stale", self.stale.before_backward)
 
     def end_backward(self, loop: Any, looking: bool) -> None:
         """Reads gradients when the backward has ended."""
         self.observed.add("backward")
         self.under_way = looking
-        if self.is_external:
-            self.guard.call("added", self.added.after_backward, self.first_param)
-        if self.n_steps < N_DENSE:
-            self.guard.call("cleared", self.cleared.after_backward, self.first_param)
-
-    def drop_batch(self, loop: Any, looking: bool) -> None:
-        """Discards the current batch, which was cancelled and gives no gradients."""
-
-    def cancel_step(self, loop: Any, looking: bool) -> None:
-        """Records that the current step is not made; its gradients may stay for the next one."""
-        self.guard.call("lost_updates", self.lost_updates.drop_step)
-        self._is_step_cancelled = True
-
-    def find_new_params(self, loop: Any) -> bool:
-        """Looks for parameters that the model has got in its training; True if it has."""
-        if not self.guard.call("outside", self.outside.has_joined):
-            return False
-        self.params = self.guard.call("params", find_params, loop.model) or self.params
-        self.guard.call("motion", self.motion.begin, loop.model)
-        return True
-
-    def begin_step(self, loop: Any, looking: bool) -> None:
-        """Reads the gradients and weights before a step."""
-        call = self.guard.call
-        if self.is_external:
-            call("added", self.added.before_step, self.first_param)
-        if self.n_steps < N_DENSE:
-            call("cleared", self.cleared.before_step)
-            call("stale", self.stale.before_step, loop.opt)
-        if looking or self.is_dense:
-            call("params", self._count_without)
-        if looking:
-            call("lost_updates", self.lost_updates.before_step)
-
-    def _count_without(self) -> None:
-        """Counts the parameters that require a gradient and have none."""
-        without = ((name, p) for name, p, _ in self.params if p.requires_grad and p.grad is None)
-        self.n_without.update(name for name, p in without if not has_no_part(p))
 
     def end_step(self, loop: Any, looking: bool) -> None:
         """Records a step that was made or cancelled."""
         self.n_steps += 1
-        if self.is_dense:
-            has_few = self.run.measured(DeadUnits).has_few
-            self.is_dense = self.n_steps < N_DENSE or (self.n_steps < MAX_DENSE and has_few)
-        if self.is_external:
-            self.guard.call("added", self.added.end_step)
-            if loop.facts.n_beside:
-                self.observed.add("backward beside the model")
         self.observed.add("steps")
-        if looking:
-            self.guard.call("lost_updates", self.lost_updates.after_step, loop.train_iter)
-        is_made, self._is_step_cancelled = not self._is_step_cancelled, False
-        if loop.opt is not None and is_made and self.n_steps <= N_DENSE:
-            self.guard.call("stale", self.stale.after_step, loop.opt)
 
     def end_batch(self, loop: Any, looking: bool) -> None:
         """Records memory at the end of a batch."""
         self.under_way, self._is_forward = None, False
         self.n_batches += 1
-        self.observed.add("batches")
         self.n_looked += looking
 
     @property
@@ -285,31 +177,3 @@ class Probes:
     @property
     def graph_of_one(self) -> LossGraph:
         return LossGraph() if self.graph is None or len(self.optimizers) > 1 else self.graph
-
-    def _observe_accumulation(self, loop: Any) -> Iterable[Observation]:
-        """Compares backwards with steps, and with what the loss is multiplied by."""
-        factors = {float(x) for x in self._factors} if loop.facts.n_losses_reported else {1.0}
-        scale = self.graph_of_one.scale * (factors.pop() if len(factors) == 1 else math.nan)
-        is_scaled = loop.scaler is not None and loop.scaler.is_enabled()
-        if is_scaled or math.isnan(scale) or self.n_steps < MIN_BATCHES:
-            return ()
-        self.observed.add("divisor of the loss")
-        return observe_accumulation(self.added.counts, scale)
-
-    def observe_end(self, loop: Any, looking: bool) -> None:
-        """Inspects the optimizers at the end of a training."""
-        self.observe("optimizers", observe_optimizers, loop.model, self.optimizers.values())
-        if self.first_param is None:
-            self.observe("optimizers", observe_frozen, loop.model, self.optimizers.values(), self.n_backward)
-        if self.is_external:
-            self.observe("validation", observe_unseen_validation, loop)
-            self.observe("added", self._observe_accumulation, loop)
-        if self.optimizers:
-            self.observed.add("groups of the optimizer")
-
-    def observe_error(self, loop: Any, looking: bool, error: BaseException) -> None:
-        """Inspects the exception that has ended a training."""
-        is_end = isinstance(error, SystemExit) and not error.code  # as of sys.exit(main())
-        if not is_end and not isinstance(error, KeyboardInterrupt):
-            self.guard.call("norms", self.norms.read_error, error, loop.train_iter)
-            self.guard.call("outside", self.outside.read_error, error)

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from hookcb.diagnosis.probes.norm import NormProbe
+from hookcb.diagnosis.faults.model.modes import Modes
+from hookcb.diagnosis.verdict import Finding
+from tests.diagnosis.faults.support import followed, told
 
 
 def net():
@@ -13,18 +15,31 @@ def net():
     )
 
 
-def observations(probe, n_batches=10):
-    return list(probe.observations(n_batches))
+def findings(run):
+    """One for each place; of one severity, the verdict tells them as one."""
+    found = list(run.measured(Modes)._found())
+    told_ = [x for x in told(run, Modes) if isinstance(x, Finding)]
+    assert [x.severity for x in told_] == list(dict.fromkeys(x.severity for x in found))
+    return found
 
 
 def seen(model, n=10, size=8, at=None):
-    """Observations in n batches; `at` may change the model before a batch."""
-    probe = NormProbe(model)
+    """Findings in n batches; `at` may change the model before a batch."""
+    modes, run = followed(Modes, model)
     for step in range(n):
         if at is not None:
             at(step)
-        probe.begin_batch(step, size if isinstance(size, int) else size[step])
-    return observations(probe, n)
+        begin(modes, run, step, size if isinstance(size, int) else size[step])
+        modes.on_batch_end(run)
+        run.n_batches += 1
+    return findings(run)
+
+
+def begin(modes, run, step, size):
+    """Begins a batch of so many samples, None if that is unknown."""
+    run.loop.train_iter = step
+    run.loop.xb, run.loop.yb = () if size is None else (torch.ones(size, 2),), ()
+    modes.on_batch(run)
 
 
 def test_batch_norms_in_training_mode_are_fine():
@@ -143,7 +158,7 @@ def test_single_samples_are_fine_without_a_batch_norm():
 
 
 def test_without_a_batch_nothing_is_said():
-    assert observations(NormProbe(net()), 0) == []
+    assert seen(net(), 0) == []
 
 
 # ---- a batch norm that refuses
@@ -158,24 +173,29 @@ def refused(model, x):
 def test_the_batch_norm_that_has_raised_is_told_as_an_error():
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4)))
     model[1][0].eval()
-    probe = NormProbe(model)
-    probe.read_error(refused(model, torch.ones(1, 4)), 7)
-    (found,) = observations(probe)
+    modes, run = followed(Modes, model)
+    run.loop.train_iter = 7
+    modes.on_error(run, refused(model, torch.ones(1, 4)))
+    (found,) = findings(run)
     assert (found.code, found.severity, found.layer, found.step) == ("mode.mismatch", "error", "1.1", 7)
 
 
 def test_it_is_told_once_even_where_batches_have_one_sample():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    probe = NormProbe(model)
-    probe.begin_batch(0, 1)
-    probe.read_error(refused(model, torch.ones(1, 4)), 0)
-    assert [s.severity for s in observations(probe, 1)] == ["error"]
+    modes, run = followed(Modes, model)
+    begin(modes, run, 0, 1)
+    modes.on_error(run, refused(model, torch.ones(1, 4)))
+    modes.on_batch_end(run)
+    assert [s.severity for s in findings(run)] == ["error"]
 
 
 def test_other_errors_and_norms_of_other_models_are_not_its_business():
-    probe, other = NormProbe(net()), nn.BatchNorm1d(4)
-    probe.read_error(refused(other, torch.ones(1, 4)), 0)
-    probe.read_error(refused(nn.InstanceNorm1d(4), torch.ones(2, 4, 1)), 0)
-    probe.read_error(ValueError("Expected input batch_size (3) to match target batch_size (4)."), 0)
-    probe.read_error(RuntimeError("Expected more than 1 value per channel"), 0)
-    assert observations(probe) == []
+    modes, run = followed(Modes, net())
+    for error in (
+        refused(nn.BatchNorm1d(4), torch.ones(1, 4)),
+        refused(nn.InstanceNorm1d(4), torch.ones(2, 4, 1)),
+        ValueError("Expected input batch_size (3) to match target batch_size (4)."),
+        RuntimeError("Expected more than 1 value per channel"),
+    ):
+        modes.on_error(run, error)
+    assert findings(run) == []

@@ -1,4 +1,4 @@
-"""OutsideParameters: parameters that the forward uses, and that the model does not have."""
+"""OutsideParameters: parameters that the forward uses, and that the model did not have at the beginning."""
 
 import gc
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from hookcb.core import graph
 from hookcb.core.batch import parts
 from hookcb.core.shards import is_shard
-from hookcb.core.text import join_names
 from hookcb.core.torch_private import version_of
-from hookcb.diagnosis.run import Observation
+from hookcb.diagnosis.fault import Measurement
+from hookcb.diagnosis.run import Run
 from hookcb.hooks.modules import named_modules
 from hookcb.hooks.optimizer_steps import params_of
 from hookcb.hooks.params import find_params
@@ -26,12 +26,10 @@ N_EACH = 4  # graphs that are all read, and later one in so many
 MAX_ITEMS, MAX_DEPTH = 1_000, 3  # of lists and dicts in which a parameter is looked for
 OF_MODULE = frozenset(vars(nn.Module()))
 TWICE = "Trying to backward through the graph a second time"  # begin of torch's message
-CONTAINER = "layers in a plain list or dict, or in an object that is not an nn.Module"
-OPERATION = "an operation on an nn.Parameter before it was assigned, as in nn.Parameter(x).to(device)"
 
 
 @dataclass(slots=True)
-class _Outside:
+class Outside:
     """A parameter outside the model, as it was when it was found.
 
     Attributes:
@@ -57,44 +55,41 @@ class _Outside:
         return p is not None and version_of(p) == self.version and p.data_ptr() == self.address
 
 
-class OutsideParameters:
+class OutsideParameters(Measurement):
     """Finds parameters in the graph of the output that were not the model's when its training began.
 
     The graph is read in the first inspected batches and in one of four later on, up to the inputs, which
-    another model may have computed. Nothing is kept alive.
-
-    Args:
-        model: the model; nothing is read if its parameters are divided over ranks.
+    another model may have computed. Nothing is kept alive, and nothing is read if the parameters of the model
+    are divided over ranks.
 
     Attributes:
+        has_joined: whether the model has got parameters, as is seen before an inspected step, when its latest
+            call is over.
         hidden_by: what hides a part of the graph, "" if nothing does.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = ref(model)
-        self._own: dict[int, ReferenceType[Tensor]] = {id(p): ref(p) for p in model.parameters()}
-        self._is_on = not any(map(is_shard, model.parameters()))
+    def __init__(self) -> None:
+        self.has_joined, self.hidden_by = False, ""
+        self._own: dict[int, ReferenceType[Tensor]] = {}
+        self._is_on = True
         self._n_looks = self._n_graphs = 0
-        self._found: dict[int, _Outside] = {}  # not in the model, by id
-        self._latest: list[_Outside] = []
-        self._joined: list[_Outside] = []  # those of the latest graph that the model had in its call
+        self._found: dict[int, Outside] = {}  # not in the model, by id
+        self._latest: list[Outside] = []
+        self._joined: list[Outside] = []  # those of the latest graph that the model had in its call
         self._n_anew, self._has_stayed = 0, False
         self._is_error_twice = False
-        self.hidden_by = ""
 
-    def follow(self, output: Any, inputs: Any, n_steps: int) -> None:
-        """Reads the graph of an output.
+    def on_model(self, run: Run) -> None:
+        self._own = {id(p): ref(p) for p in run.loop.model.parameters()}
+        self._is_on = not any(map(is_shard, run.loop.model.parameters()))
 
-        Args:
-            output: output of the model, also nested in tuples, lists and mappings.
-            inputs: its inputs, likewise.
-            n_steps: number of steps so far.
-        """
+    def on_prediction(self, run: Run) -> None:
+        self.has_joined = False
         self._n_looks += 1
         if not self._is_on or (self._n_looks > N_EACH and self._n_looks % N_EACH):
             return
-        given = [x for _, x in parts(inputs) if isinstance(x, Tensor)]
-        outputs, known, outside = graph.roots(output), set(map(id, given)), dict[int, Tensor]()
+        given = [x for _, x in parts(run.loop.xb) if isinstance(x, Tensor)]
+        outputs, known, outside = graph.roots(run.loop.pred), set(map(id, given)), dict[int, Tensor]()
         for node in graph.walk(outputs, graph.roots(given), graph.MAX_NODES):
             if (name := graph.name(node)) in graph.HIDING and name != graph.COMPILED:
                 self.hidden_by = graph.HIDING[name]
@@ -102,8 +97,8 @@ class OutsideParameters:
             if isinstance(p, nn.Parameter) and not (self._is_own(p) or id(p) in known):
                 outside[id(p)] = p
         self._n_graphs += bool(outputs)
-        if outside and (model := self._model()) is not None:
-            self._add(model, outside, n_steps)
+        if outside:
+            self._add(run.loop.model, outside, run.n_steps)
 
     def _is_own(self, p: Tensor) -> bool:
         return (own := self._own.get(id(p))) is not None and own() is p
@@ -120,30 +115,26 @@ class OutsideParameters:
         for i, p in sorted(outside.items(), key=lambda item: order.get(item[0], len(order))):
             path, is_computed = places.get(i, ("", False))
             state = tuple(p.shape), version_of(p), p.data_ptr(), n_steps
-            seen = _Outside(ref(p), *state, names.get(i, path), is_computed)
+            seen = Outside(ref(p), *state, names.get(i, path), is_computed)
             self._latest.append(seen)
             if i in names:
                 self._joined.append(seen)
             elif (known := self._found.get(i)) is None or not known.is_(p):
                 self._found[i] = seen
 
-    def has_joined(self) -> bool:
-        """Whether the model has got parameters since it began, now that its latest call is over.
-
-        Those that it had during the call only are torch.func.functional_call's, which the caller may train.
-        """
-        joined, self._joined = self._joined, []
-        if not joined or (model := self._model()) is None:
-            return False
-        own = {id(p) for p in model.parameters()}
-        if not all(id(x.parameter()) in own for x in joined):
+    def on_step(self, run: Run) -> None:
+        """Adds what has joined; what was there in the call only is torch.func.functional_call's."""
+        self.has_joined, joined, self._joined = False, self._joined, []
+        if not joined:
+            return
+        own = {id(p) for p in run.loop.model.parameters()}
+        if not all(id(x.parameter()) in own for x in joined):  # the caller may train these
             self._is_on, self.hidden_by = False, "torch.func.functional_call"
-            return False
+            return
         self._own |= {id(x.parameter()): x.parameter for x in joined}
-        return True
+        self.has_joined = True
 
-    def read_error(self, error: BaseException) -> None:
-        """Notes the exception that has ended the training."""
+    def on_error(self, run: Run, error: BaseException) -> None:
         self._is_error_twice = isinstance(error, RuntimeError) and str(error).startswith(TWICE)
 
     def is_known(self, n_steps: int) -> bool:
@@ -151,25 +142,30 @@ class OutsideParameters:
         is_open = any(x.is_unchanged and n_steps - x.n_steps < MIN_STEPS for x in self._found.values())
         return self._n_graphs > 0 and not self.hidden_by and not is_open
 
-    def observations(self, n_steps: int) -> Iterator[Observation]:
-        """Parameters that are made anew in each forward, or that no step changes."""
-        if not self._is_on:
-            return
-        if self._n_anew >= MIN_GRAPHS and not self._has_stayed:
-            yield _made_anew(self._latest)
-            return
-        still = [x for x in self._found.values() if x.is_unchanged]
-        computed = [x for x in still if x.is_computed]
-        if self._is_error_twice and computed:
-            yield _computed_once(computed)
-            return
-        still = [x for x in still if n_steps - x.n_steps >= MIN_STEPS]
+    def made_anew(self) -> list[Outside]:
+        """Those of the latest graph, if each graph has others than the one before."""
+        is_anew = self._is_on and self._n_anew >= MIN_GRAPHS and not self._has_stayed
+        return self._latest if is_anew else []
+
+    def freed(self) -> list[Outside]:
+        """Those from which an attribute was computed, if a second backward through it ended the training."""
+        still = self._still() if self._is_error_twice else []
+        return [x for x in still if x.is_computed]
+
+    def untrained(self, n_steps: int) -> list[Outside]:
+        """Those that no step changes, and that no optimizer has."""
+        still = [x for x in self._still() if n_steps - x.n_steps >= MIN_STEPS]
         if still:
             trained = _in_optimizers()
             self._found = {i: x for i, x in self._found.items() if id(x.parameter()) not in trained}
             still = [x for x in still if id(x.parameter()) not in trained]
-        if still:
-            yield _unregistered(still, n_steps)
+        return still
+
+    def _still(self) -> list[Outside]:
+        return [x for x in self._found.values() if x.is_unchanged] if self._is_on else []
+
+    def freeze(self) -> None:
+        self._own, self._found, self._latest, self._joined = {}, {}, [], []
 
 
 def _in_optimizers() -> set[int]:
@@ -200,61 +196,3 @@ def _inside(
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in islice(pairs, MAX_ITEMS):
             yield from _inside(item, f"{path}[{key!r}]", wanted, depth - 1)
-
-
-def _named(found: list[_Outside]) -> str:
-    """Names of the parameters, or their shapes."""
-    if all(x.name for x in found):
-        return join_names([x.name for x in found], 4)
-    shapes = ["×".join(map(str, x.shape)) or "()" for x in found]
-    return f"of shape{'s' * (len(found) != 1)} {join_names(shapes, 4)}"
-
-
-def _observation(found: list[_Outside], text: str, cause: str, next_step: str) -> Observation:
-    return Observation(
-        "param.unregistered",
-        found[0].name.rpartition(".")[0],
-        found[0].name,
-        value=float(len(found)),
-        text=text,
-        causes=(cause,),
-        next_steps=(next_step,),
-    )
-
-
-def _made_anew(found: list[_Outside]) -> Observation:
-    n = len(found)
-    return _observation(
-        found,
-        f"The forward makes {n} parameter{'s' * (n != 1)} anew in each call, so that training "
-        f"changes nothing in {'it' if n == 1 else 'them'}: {_named(found)}.",
-        "a layer or nn.Parameter that is created in forward",
-        "Create it in __init__, and only use it in forward",
-    )
-
-
-def _computed_once(found: list[_Outside]) -> Observation:
-    return _observation(
-        found,
-        f"Tensors of the model were computed from an nn.Parameter when it was built, and the first backward "
-        f"has freed their graph: {_named(found)}.",
-        OPERATION,
-        "Assign the nn.Parameter itself, and compute from it in forward",
-    )
-
-
-def _unregistered(found: list[_Outside], n_steps: int) -> Observation:
-    n, is_computed = len(found), any(x.is_computed for x in found)
-    step = (
-        "Assign the nn.Parameter itself, and move the model as a whole"
-        if is_computed
-        else "Put the layers into an nn.ModuleList or nn.ModuleDict before the optimizer is created"
-    )
-    return _observation(
-        found,
-        f"{n} parameter{'s' * (n != 1)} that the forward uses {'is' if n == 1 else 'are'} not in "
-        f"model.parameters(), and no optimizer has changed {'it' if n == 1 else 'them'} in {n_steps} steps: "
-        f"{_named(found)}.",
-        OPERATION if is_computed else CONTAINER,
-        f"{step}; what is meant to stay, freeze with requires_grad_(False)",
-    )

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from hookcb.diagnosis.checks.frozen import frozen_between
+from hookcb.diagnosis.faults.model.frozen_between import FrozenBetween
+from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.run import Run, Skipped
-from tests.diagnosis.checks.test_parameters import net, trained
+from tests.diagnosis.faults.support import small_net, trained
 
 
 def frozen_in(model, *names):
@@ -26,7 +27,7 @@ def deep(*hidden):
 def test_a_frozen_layer_between_trained_ones_is_noted_once():
     assert frozen_in(deep(), "4") == [("info", "4")]
     assert frozen_in(deep(), "4", "8") == [("info", "4")]
-    assert frozen_in(net(), "2") == [("info", "2")]
+    assert frozen_in(small_net(), "2") == [("info", "2")]
 
 
 @pytest.mark.parametrize(
@@ -54,5 +55,6 @@ def test_a_frozen_network_inside_and_norms_and_parts_of_a_layer_are_not():
 
 
 def test_without_gradients_or_calls_nothing_is_said_of_frozen_layers():
-    given = Run(frozen={"b": 64})
-    assert [type(x) for x in frozen_between(given)] == [Skipped]
+    given = Run()
+    given.measured(Frame).frozen = {"b": 64}
+    assert [type(x) for x in FrozenBetween().findings(given)] == [Skipped]

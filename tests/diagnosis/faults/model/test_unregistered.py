@@ -10,7 +10,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hookcb import Diagnose, Learner, watch
-from hookcb.diagnosis.probes.outside import MIN_STEPS, OutsideParameters
+from hookcb.diagnosis.faults.model.unregistered import Unregistered
+from hookcb.diagnosis.measurements.outside import MIN_STEPS, OutsideParameters
+from hookcb.diagnosis.run import Passed
+from tests.diagnosis.faults.support import followed, told
 
 D, N = 12, 16
 
@@ -291,23 +294,30 @@ def test_a_few_steps_do_not_tell_whether_it_is_trained():
     assert not has_looked(verdict)
 
 
+def follow(outside, run, model, i):
+    run.loop.xb, run.n_steps = (batch(i)[0],), i
+    run.loop.pred = model(batch(i)[0])
+    outside.on_prediction(run)
+
+
 def test_nothing_is_kept_alive():
     layer = nn.Linear(D, D)
     model = Listed(layers=[layer])
-    outside = OutsideParameters(model)
-    outside.follow(model(batch(0)[0]), batch(0)[0], 0)
+    outside, run = followed(OutsideParameters, model)
+    follow(outside, run, model, 0)
     assert not outside.is_known(0)
     alive = [weakref.ref(p) for p in (*model.parameters(), *layer.parameters())]
-    del model, layer
+    del model, layer, run.loop.model, run.loop.pred
     gc.collect()
     assert not any(ref() is not None for ref in alive)
-    assert list(outside.observations(100)) == []
-    assert not outside.has_joined()
+    assert [type(x) for x in told(run, Unregistered, n_steps=100)] == [Passed]
+    outside.on_step(run)
+    assert not outside.has_joined
 
 
 def test_graphs_are_read_seldom_after_the_first(monkeypatch):
     model, n_read = Net(), 0
-    outside = OutsideParameters(model)
+    outside, run = followed(OutsideParameters, model)
 
     def count(*args):
         nonlocal n_read
@@ -315,6 +325,7 @@ def test_graphs_are_read_seldom_after_the_first(monkeypatch):
         return iter(())
 
     monkeypatch.setattr("hookcb.core.graph.walk", count)
+    monkeypatch.setattr("hookcb.diagnosis.measurements.outside.nodes_behind", count)
     for i in range(40):
-        outside.follow(model(batch(i)[0]), batch(i)[0], i)
+        follow(outside, run, model, i)
     assert n_read == 4 + 9
