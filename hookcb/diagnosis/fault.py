@@ -37,6 +37,9 @@ HANDLERS = (
     "on_end",  # the training has ended
     "on_doubt",  # it has been judged: (run, findings); True if this has found something more
 )
+EVERYTHING = (  # codes of what a fault at the beginning of a training may lead to
+    *("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "update.*", "amp.*", "head.*"),
+)
 RARE = (  # those at which the cadence does not matter
     *("on_model", "on_first_graph", "on_validation", "on_epoch", "on_cancel", "on_error", "on_end"),
     "on_doubt",

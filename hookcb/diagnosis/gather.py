@@ -12,6 +12,7 @@ from hookcb.core.callback import Callback
 from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.dispatcher import Dispatcher
 from hookcb.diagnosis.frame import Frame
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.reader import way_of
 from hookcb.diagnosis.run import Layer, Run, Series
 from hookcb.gradients.callback import GradientHealth
@@ -73,7 +74,8 @@ def gather(cbs: Iterable[Callback], frame: Frame, evidence: Run, dispatcher: Dis
 
 def _add_validation(evidence: Run, recorder: Recorder) -> None:
     validations = [float(row["valid_loss"]) for row in recorder.rows if "valid_loss" in row]
-    evidence.validation = validations[-1] if validations else math.nan
+    if validations:
+        evidence.measured(Loss).validation = validations[-1]
 
 
 def _add_ranks(evidence: Run, timer: StepTimer | None) -> None:

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
 from hookcb.core.ranks import Ranks, name_ranks
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.rules import median
 from hookcb.diagnosis.run import Observation, Run, Series
 from hookcb.diagnosis.verdict import Finding, Gap
@@ -22,17 +24,18 @@ def share_losses(evidence: Run, ranks: Ranks) -> None:
 
     The loss of the best constant is averaged too; it is unknown if ranks have very different targets.
     """
-    series = [evidence.loss, evidence.penalty, *evidence.losses.values()]
+    # a copy, as the measurement goes on
+    evidence.parts = evidence.parts | {Loss: (loss := copy(evidence.measured(Loss)))}
+    series = [evidence.loss, loss.penalty, *evidence.losses.values()]
     shape = [len(series), sum(map(len, series)), *map(len, series[:2])]
     if _differ(shape, ranks):
         evidence.notes.append("ranks have recorded different batches, so each rank judges its own losses")
         return
     merged = iter(ranks.sum([x for one in series for x in one.values]))
     means = [Series(one.steps, [next(merged) / ranks.world for _ in one.steps]) for one in series]
-    evidence.loss, evidence.penalty, *losses = means
+    evidence.loss, loss.penalty, *losses = means
     evidence.losses = dict(zip(evidence.losses, losses, strict=True))
-    evidence.guess = _agreed(evidence.guess, ranks)
-    evidence.constant = _agreed(evidence.constant, ranks)
+    loss.guess, loss.constant = _agreed(loss.guess, ranks), _agreed(loss.constant, ranks)
 
 
 def keep_losses(evidence: Run, ranks: Ranks) -> None:

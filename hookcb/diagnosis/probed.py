@@ -5,7 +5,6 @@ from typing import Any
 
 from hookcb.core.optim import is_adaptive
 from hookcb.diagnosis.measurements.curves import Curves
-from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.probes.attention import MIN_BATCHES, observe_attention, observe_blind
@@ -32,11 +31,7 @@ def add_probed(probes: Probes, evidence: Run) -> None:
     """
     evidence.sources |= probes.sources
     evidence.world = probes.world
-    steps, curves, loss = evidence.measured(Steps), evidence.measured(Curves), evidence.measured(Loss)
-    evidence.loss_kind, evidence.loss_kinds, evidence.guess = loss.kind, loss.kinds, loss.guess
-    evidence.is_loss_of_others, evidence.n_in_loss = loss.is_of_others, loss.n_operations
-    evidence.constant, evidence.perfect, evidence.noise = loss.constant, loss.perfect, loss.noise
-    evidence.n_targets, evidence.penalty = loss.n_targets, loss.penalty
+    steps, curves = evidence.measured(Steps), evidence.measured(Curves)
     evidence.is_by_hand, evidence.losses = steps.is_by_hand, curves.losses
     evidence.waits, evidence.batches, evidence.memory = curves.waits, curves.batches, curves.memory
     evidence.observed, evidence.observations = set(probes.observed), list(probes.observations)
@@ -132,7 +127,6 @@ def _set(field: str, value: Callable[[Probes], Any]) -> Add:
 
 
 PARTS: Mapping[str, Add] = {  # what adds to an evidence, by the part that it reads
-    "stuck": _set("stuck", lambda probes: probes.stuck.series()),
     "clipping": _add_clipping,
     "sizes": _set("sizes", lambda probes: probes.sizes.series()),
     "layer_times": _add_layer_times,
@@ -150,9 +144,7 @@ PARTS: Mapping[str, Add] = {  # what adds to an evidence, by the part that it re
 
 def _late_observed(probes: Probes) -> Iterator[tuple[str, str, Callable[[], object]]]:
     """Part of `Run.observed` that depends on numbers on the device, or on enough of them, by probe."""
-    graph, tokens, ops = probes.graph, probes.tokens, probes.ops
-    yield "graph", "graph", lambda: graph is not None and not graph.hidden_by
-    yield "penalty", "penalty", lambda: graph is not None and graph.has_penalty
+    tokens, ops = probes.tokens, probes.ops
     yield "targets", "targets", lambda: probes.run.measured(Targets).is_known
     known = probes.run.measured(Targets).classes
     yield "targets", "labels of a classifier", lambda: known(probes.graph_of_one) is not None

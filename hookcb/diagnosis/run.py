@@ -225,21 +225,7 @@ class Run:
             `clip_coef`, `lr`, and `scale` and `skipped` (0 or 1) of a GradScaler.
         lr: largest learning rate of all groups, for each batch.
         loss: loss of each batch.
-        penalty: part of the loss that is a penalty on parameters, for each inspected and every eighth batch.
-        stuck: share of the squared error from outputs that a ReLU holds at 0, below their targets, for each
-            inspected batch.
         losses: loss before each step of an optimizer, by index of the optimizer.
-        loss_kind: "cross-entropy", "binary cross-entropy", "mse", "nll" …, "" if unknown.
-        loss_kinds: kinds of the losses that it adds up, () if one of them is unknown.
-        is_loss_of_others: whether the last layer before the loss is not the model's, as of a discriminator.
-        n_in_loss: number of operations from the model's output to the loss, 0 if unknown.
-        guess: loss of guessing: ln C for cross-entropy over C classes, the mean square of the targets for
-            MSE; NaN if unknown.
-        constant: loss of the best constant prediction for the targets seen: their entropy or variance; NaN
-            if unknown.
-        perfect: loss of a perfect prediction, above 0 for soft or smoothed targets.
-        validation: loss of the last validation, NaN if there was none.
-        noise: standard deviation of `constant` over the `n_targets` batches whose targets were seen.
         input_std, input_rms: standard deviation and RMS of the first float input, for each inspected batch.
         rms_of_others: RMS of the inputs of the other ranks, their geometric mean, NaN if unknown.
         input_columns: RMS of each column of a table, in the first inspected batches; else empty.
@@ -296,19 +282,7 @@ class Run:
     steps: dict[str, Series] = field(default_factory=dict)
     lr: Series = field(default_factory=Series)
     loss: Series = field(default_factory=Series)
-    penalty: Series = field(default_factory=Series)
-    stuck: Series = field(default_factory=Series)
     losses: dict[int, Series] = field(default_factory=dict)
-    loss_kind: str = ""
-    loss_kinds: tuple[str, ...] = ()
-    is_loss_of_others: bool = False
-    n_in_loss: int = 0
-    guess: float = math.nan
-    constant: float = math.nan
-    perfect: float = 0.0
-    validation: float = math.nan
-    noise: float = 0.0
-    n_targets: int = 1
     input_std: Series = field(default_factory=Series)
     input_rms: Series = field(default_factory=Series)
     rms_of_others: float = math.nan

@@ -9,6 +9,7 @@ import pytest
 from hookcb import Finding
 from hookcb.core.ranks import ALONE, Ranks
 from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.on_ranks import (
     compare_batches,
     findings_of_all,
@@ -18,6 +19,7 @@ from hookcb.diagnosis.on_ranks import (
 )
 from hookcb.diagnosis.run import Observation, Run, Series
 from hookcb.diagnosis.verdict import Gap
+from tests.diagnosis.checks.support import measured
 
 
 class Meeting:
@@ -116,7 +118,8 @@ def test_ranks_with_other_batches_keep_their_losses():
     ],
 )
 def test_the_loss_of_a_constant_is_known_only_if_ranks_agree(numbers, agreed):
-    one, other = shared(*(losses(1.0, constant=x, guess=x) for x in numbers))
+    ranks = shared(*(measured(losses(1.0), Loss, constant=x, guess=x) for x in numbers))
+    (one, other) = (run.measured(Loss) for run in ranks)
     for number in (one.constant, one.guess, other.constant, other.guess):
         assert number == pytest.approx(agreed, nan_ok=True)
 

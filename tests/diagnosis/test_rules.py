@@ -8,11 +8,14 @@ from operator import lt
 import pytest
 
 from hookcb.activations.stats import LAYER_STATS
+from hookcb.diagnosis.faults.head.stuck import StuckHead
 from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.rules import falls_slowly, finding, persistent, persistent_max
 from hookcb.diagnosis.run import Layer, Param, Run, Series, Span
 from hookcb.diagnosis.verdict import Finding
 from hookcb.gradients.stats import GRAD_STATS, STEP_STATS
+from tests.diagnosis.checks.support import measured, series
 
 LAYER = Layer("net.0", "Linear", "Linear 8→4", 0)
 PARAM = Param("net.0.weight", "net.0", "Linear", "Linear 8→4", 0, (4, 8))
@@ -75,7 +78,7 @@ def test_numbers_of_which_none_is_known_find_nothing_and_rule_nothing_out(n):
         f"{i}": Layer(f"{i}", kind, kind, i, dict.fromkeys(every, unknown(n))) for i, kind in enumerate(kinds)
     }
     curves = dict.fromkeys(
-        ("lr", "loss", "penalty", "stuck", "input_std", "input_rms", "waits", "batches", "sizes", "memory"),
+        ("lr", "loss", "input_std", "input_rms", "waits", "batches", "sizes", "memory"),
         unknown(n),
     )
     given = Run(
@@ -96,7 +99,6 @@ def test_numbers_of_which_none_is_known_find_nothing_and_rule_nothing_out(n):
         layers=layers,
         params=params,
         steps=dict.fromkeys(STEP_STATS, unknown(n)),
-        loss_kind="mse",
         losses={0: unknown(n), 1: unknown(n)},
         losses_of_ranks=[unknown(n)] * 2,
         input_columns=[[math.nan] * 4] * 3,
@@ -105,6 +107,8 @@ def test_numbers_of_which_none_is_known_find_nothing_and_rule_nothing_out(n):
         n_steps=n,
         **curves,
     )
+    measured(given, Loss, kind="mse", penalty=unknown(n))
+    measured(given, StuckHead, shares=unknown(n))
     verdict = judge(given)
     assert verdict.findings == ()
     assert not [text for text in verdict.ruled_out if "nan" in text.split("(")[-1]]
@@ -125,7 +129,7 @@ def test_persistent_max_is_what_persistent_compares(seed):
 def loss(values, guess):
     random_ = random.Random(0)
     noisy = [x + random_.gauss(0, 0.01) for x in values]
-    return Run(loss=Series.of(range(len(values)), noisy), loss_kind="cross-entropy", guess=guess)
+    return measured(Run(loss=series(noisy)), Loss, kind="cross-entropy", guess=guess)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,6 @@ from hookcb.diagnosis.checks import (  # noqa: F401
     dead_units,
     layers,
     ranks,
-    loss,
-    guessing,
     step_size,
     weight_decay,
     optimizer,

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.registry import check
 from hookcb.diagnosis.rules import (
     MAX_FIRST_UPDATE,
@@ -142,8 +143,8 @@ def _harm(evidence: Run, is_one_column: bool) -> str:
     saturated = [layer.series("saturated").values[:N_FIRST] for layer in layers]
     if largest > MAX_FIRST_UPDATE:
         return f"a step changes weights by {format_factor(largest)} times their size"
-    if first > MAX_FIRST_LOSS * evidence.guess:
-        return f"the first loss is {first:.3g}, while guessing gives {evidence.guess:.3g}"
+    if first > MAX_FIRST_LOSS * evidence.measured(Loss).guess:
+        return f"the first loss is {first:.3g}, while guessing gives {evidence.measured(Loss).guess:.3g}"
     if any(p.kind in RECURRENT and p.place == 0 for p in params):
         return "they saturate the gates of a recurrent layer"
     if any(median(values) > MAX_SATURATED for values in saturated):

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator
 
 from hookcb.core.text import as_layer, join_names
-from hookcb.diagnosis.checks.observed import EVERYTHING, passed_on
-from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.checks.observed import passed_on
+from hookcb.diagnosis.fault import EVERYTHING, Result, Site
 from hookcb.diagnosis.reader import why_unseen
 from hookcb.diagnosis.registry import check
 from hookcb.diagnosis.rules import finding

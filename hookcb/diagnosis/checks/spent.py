@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from hookcb.core.time_split import DATA, EPOCH, GARBAGE, VALIDATION
 from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.registry import check
 from hookcb.diagnosis.rules import finding, median, ratio
 from hookcb.diagnosis.run import Passed, Run, Skipped
@@ -68,8 +69,8 @@ def time_elsewhere(evidence: Run) -> Iterator[Result]:
     places += [(name, aside[phase], MAX_OTHER) for phase, name in NAMES.items()]
     places.append(("the optimizer's step", spent.phases.get("optimizer", 0.0), MAX_OWN))
     of_loss, loss = spent.phases.get("loss", 0.0), "the loss function"
-    if evidence.n_in_loss >= MANY_OPERATIONS:
-        loss = f"the loss function, of {evidence.n_in_loss:,} operations"
+    if evidence.measured(Loss).n_operations >= MANY_OPERATIONS:
+        loss = f"the loss function, of {evidence.measured(Loss).n_operations:,} operations"
         if 2 * max(spent.lines.values(), default=0.0) < of_loss:  # else one of these lines calls it
             places.append((loss, of_loss, MAX_LOSS))
     elif not spent.has_lines:  # else it is in one of them

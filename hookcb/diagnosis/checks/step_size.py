@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from hookcb.diagnosis.advice import MIN_FACTOR, lower_rate, multiplier
 from hookcb.diagnosis.checks.dead_units import dead_units
 from hookcb.diagnosis.checks.layers import collapsed_activations
-from hookcb.diagnosis.checks.loss import flat_loss
 from hookcb.diagnosis.fault import Result, Site
+from hookcb.diagnosis.fault import findings_of as found_by
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.registry import check
 from hookcb.diagnosis.rules import (
     LATEST,
@@ -224,7 +225,7 @@ def small_updates(evidence: Run) -> Iterator[Result]:
     if size >= limit or left < LEARNED:
         yield Passed(f"learning rate too low (update ratio {size:.1e})", size, limit)
         return
-    if evidence.first_loss < TRAINED * evidence.constant:
+    if evidence.first_loss < TRAINED * evidence.measured(Loss).constant:
         yield Skipped("the model was trained before, and may have little left to learn")
         return
     causes, advice = _why_small(evidence, size)
@@ -245,7 +246,7 @@ def small_updates(evidence: Run) -> Iterator[Result]:
 
 def _has_barely_moved(evidence: Run, size: float) -> bool:
     """Whether steps of this size cannot have moved the weights far, and the loss has not fallen."""
-    is_flat = any(f.severity == "warning" for f in findings_of(flat_loss, evidence))
+    is_flat = any(f.severity == "warning" for f in found_by("loss.flat", evidence))
     return is_flat and size * evidence.n_steps < MAX_SMALL_SUM
 
 

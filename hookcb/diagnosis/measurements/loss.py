@@ -1,24 +1,32 @@
 """Loss: what the loss is, as its graph tells, and what guessing and the best constant would have."""
 
 import math
+from typing import Any
 
 from torch import Tensor
 
+from hookcb.core.batch import parts
 from hookcb.core.graph import COMPILED
 from hookcb.core.optim import detached_scalar
-from hookcb.diagnosis.fault import LOOKS, Measurement
+from hookcb.diagnosis.fault import EVERY, LOOKS, Measurement
 from hookcb.diagnosis.measurements.curves import Curve
+from hookcb.diagnosis.measurements.loss_graph import LossGraph, last_parameters, n_between, read_loss
+from hookcb.diagnosis.measurements.penalty import penalty_of
+from hookcb.diagnosis.measurements.plain_run import graph_of_original
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
-from hookcb.diagnosis.probes.batch import guess_of
-from hookcb.diagnosis.probes.loss_graph import LossGraph, last_parameters, n_between, read_loss
 from hookcb.diagnosis.probes.nan import ExternalBatch
-from hookcb.diagnosis.probes.penalty import penalty_of
-from hookcb.diagnosis.probes.plain_run import graph_of_original
 from hookcb.diagnosis.run import Run, Series
 from hookcb.nans.replay import Autocast, autocasts
 
 PENALTY_EVERY = 8  # batches, as a penalty may change fast
+ENTROPIES = ("cross-entropy", "binary cross-entropy", "nll")
+NEVER_NEGATIVE = (*ENTROPIES, "mse", "mae", "huber", "smooth l1")
+PREDICTIONS = {
+    "cross-entropy": "always predicting the shares of the classes",
+    "binary cross-entropy": "always predicting the share of ones",
+    "mse": "always predicting the mean of the targets",
+}
 
 
 class Loss(Measurement):
@@ -28,6 +36,8 @@ class Loss(Measurement):
         graph: what was read; None if no loss was seen.
         graph_of_one: the same, an unknown one if several optimizers may have losses of their own.
         autocasts: state of autocast in the forward of the last inspected batch, if known.
+        is_seen: whether there was a loss.
+        is_open: whether nothing hides what it is computed from.
         kind: "cross-entropy", "binary cross-entropy", "mse", "nll" …, "" if unknown.
         kinds: kinds of the losses that it adds up, () if one of them is unknown.
         is_of_others: whether the last layer before the loss is not the model's, as of a discriminator.
@@ -38,6 +48,8 @@ class Loss(Measurement):
             if unknown.
         perfect: loss of a perfect prediction, above 0 for soft or smoothed targets.
         noise: standard deviation of `constant` over the `n_targets` batches whose targets were seen.
+        validation: loss of the last validation, NaN if there was none.
+        has_penalty: whether penalties on parameters are a part of it.
         penalty: part of the loss that is a penalty on parameters, for each inspected and every eighth batch.
     """
 
@@ -49,7 +61,8 @@ class Loss(Measurement):
         self.autocasts: list[Autocast] | None = None
         self.kind, self.kinds = "", tuple[str, ...]()
         self.is_of_others, self.n_operations = False, 0
-        self.guess = self.constant = math.nan
+        self.is_seen = self.is_open = self.has_penalty = False
+        self.guess = self.constant = self.validation = math.nan
         self.perfect = self.noise = 0.0
         self.n_targets = 1
         self.penalty, self._penalty, self._penalty_due = Series(), Curve(), 0
@@ -57,14 +70,14 @@ class Loss(Measurement):
     @property
     def cadence(self) -> float:  # type: ignore[override]
         """Each batch if there is a penalty, else those that are inspected."""
-        return math.inf if self.graph is not None and self.graph.has_penalty else LOOKS
+        return EVERY if self.has_penalty else LOOKS
 
     def on_prediction(self, run: Run) -> None:
         if run.looking:
             self.autocasts = autocasts(run.loop.model)
 
     def on_first_graph(self, run: Run) -> None:
-        loop = run.loop
+        loop, self.is_seen = run.loop, True
         node, yb = loop.loss_node, run.measured(Targets).of_batch(run)
         self.graph = read_loss(node)
         own = {id(p) for p in loop.model.parameters()}
@@ -74,14 +87,15 @@ class Loss(Measurement):
         if self.graph.hidden_by == COMPILED:
             batch = ExternalBatch(loop) if loop.is_external else loop
             try:
-                self.graph, guess = graph_of_original(batch, self.graph, self.autocasts)
+                self.graph, pred = graph_of_original(batch, self.graph, self.autocasts)
+                guess = guess_of(self.graph, pred, batch.yb)
                 self.guess = self.guess if math.isnan(guess) else guess
             except Exception as error:  # raised by the model; the input of the loss stays hidden
                 run.note(f"the model could not be run without torch.compile: {error!r:.80}")
+        self.is_open, self.has_penalty = not self.graph.hidden_by, self.graph.has_penalty
 
     def on_loss(self, run: Run) -> None:
-        has_penalty = self.graph is not None and self.graph.has_penalty
-        if has_penalty and (run.looking or run.step >= self._penalty_due):
+        if self.has_penalty and (run.looking or run.step >= self._penalty_due):
             self._penalty_due, loss = run.step + PENALTY_EVERY, run.loop.loss
             if isinstance(loss, Tensor) and (penalty := penalty_of(loss)) is not None:
                 self._penalty.add(run.step, detached_scalar(penalty))
@@ -90,15 +104,57 @@ class Loss(Measurement):
         if (graph := self.graph) is None:
             return
         self.kind, self.kinds = graph.sure_kind, graph.kinds
-        if run.measured(Steps).n_optimizers <= 1:
-            self.graph_of_one = graph
+        self.graph_of_one = graph if run.measured(Steps).n_optimizers <= 1 else LossGraph()
         self.penalty, targets = self._penalty.series(), run.measured(Targets)
-        if len(self.penalty) or not graph.has_penalty:
+        if len(self.penalty) or not self.has_penalty:
             self.constant, self.perfect, self.noise = targets.losses(graph)
             self.n_targets = targets.n_batches
         run.missing["graph"] = graph.why_hidden
         run.sources |= set() if graph.why_hidden else {"graph"}
 
+    def constant_in_words(self) -> str:
+        """The best constant prediction and its loss."""
+        predicting = PREDICTIONS.get(self.kind, "always predicting the median of the targets")
+        return f"{predicting} would give {self.constant:.3g}"
+
     def freeze(self) -> None:
         self.graph = self.autocasts = None
         self.graph_of_one = self.graph_of_one._replace(class_weights=None)
+
+
+def scores_of(pred: Any) -> Tensor | None:
+    """First float tensor in the model's output."""
+    return next((x for _, x in parts(pred) if isinstance(x, Tensor) and x.is_floating_point()), None)
+
+
+def n_classes_of(scores: Tensor, labels: Tensor) -> int | None:
+    """Number of classes of scores, if these labels are indices of classes."""
+    if scores.ndim == labels.ndim + 1:
+        if scores.shape[:1] + scores.shape[2:] == labels.shape:
+            return scores.shape[1]
+        if scores.shape[:-1] == labels.shape:
+            return scores.shape[-1]
+    return None
+
+
+def guess_of(graph: LossGraph, pred: Any, yb: Any) -> float:
+    """Loss of guessing: ln C for cross-entropy, the mean square of the targets for MSE; else NaN."""
+    scores = scores_of(pred)
+    targets = next((y for _, y in parts(yb) if isinstance(y, Tensor)), None)
+    if scores is None or not graph.is_pure:
+        return math.nan
+    if graph.kind == "cross-entropy":
+        n = None if targets is None else n_classes_of(scores, targets)
+        n = n or (scores.shape[-1] if scores.ndim == 2 else None)
+        return graph.scale * math.log(n) if n else math.nan
+    if graph.kind == "binary cross-entropy":
+        if not graph.has_weights:
+            return graph.scale * math.log(2)
+        if targets is None or graph.class_weights is None:
+            return math.nan
+        weights = 1 + (graph.class_weights - 1) * targets  # of ones, and 1 for zeros
+        return graph.scale * math.log(2) * float(weights.mean())
+    if targets is not None and graph.kind == "mse" and targets.is_floating_point():
+        has_same_shape = targets.shape == scores.shape
+        return graph.scale * float(targets.float().square().mean()) if has_same_shape else math.nan
+    return math.nan

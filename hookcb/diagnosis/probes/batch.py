@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hookcb.activations.stats import has_stats
 from hookcb.core.batch import parts
-from hookcb.diagnosis.probes.loss_graph import LossGraph
 from hookcb.diagnosis.run import Observation
 
 COLUMNS = ("std", "rms", "nonfinite", "differs")  # `differs`: whether any two samples do
@@ -132,13 +131,11 @@ def observe_labels(pred: Any, yb: Any, error: BaseException, step: int) -> Itera
     if not isinstance(error, IndexError):
         return
     refused = REFUSED.search(str(error))
-    n_classes, high = _range_of(pred, yb)
+    n_scores, high = _range_of(pred, yb)
     worst = int(refused[1]) if refused else high
-    if worst is None or not (refused or (n_classes is not None and worst >= n_classes)):
+    if worst is None or not (refused or (n_scores is not None and worst >= n_scores)):
         return
-    valid = (
-        f"; the model has {n_classes} scores, so valid labels are 0 to {n_classes - 1}" if n_classes else ""
-    )
+    valid = f"; the model has {n_scores} scores, so valid labels are 0 to {n_scores - 1}" if n_scores else ""
     yield Observation(
         "label.out_of_range",
         step=step,
@@ -252,45 +249,10 @@ def observe_refusal(yb: Any, error: BaseException, step: int) -> Iterator[Observ
 
 def _range_of(pred: Any, yb: Any) -> tuple[int | None, int | None]:
     """Number of classes that have a score, and the largest label; None if unknown."""
-    scores = _scores(pred)
+    from hookcb.diagnosis.measurements.loss import n_classes_of, scores_of
+
+    scores = scores_of(pred)
     labels = next((y for _, y in parts(yb) if isinstance(y, Tensor) and y.dtype == torch.int64), None)
     if scores is None or labels is None or not labels.numel():
         return None, None
-    return _n_classes(scores, labels), int(labels.max())
-
-
-def _scores(pred: Any) -> Tensor | None:
-    """First float tensor in the model's output."""
-    return next((x for _, x in parts(pred) if isinstance(x, Tensor) and x.is_floating_point()), None)
-
-
-def _n_classes(scores: Tensor, labels: Tensor) -> int | None:
-    if scores.ndim == labels.ndim + 1:
-        if scores.shape[:1] + scores.shape[2:] == labels.shape:
-            return scores.shape[1]
-        if scores.shape[:-1] == labels.shape:
-            return scores.shape[-1]
-    return None
-
-
-def guess_of(graph: LossGraph, pred: Any, yb: Any) -> float:
-    """Loss of guessing: ln C for cross-entropy, the mean square of the targets for MSE; else NaN."""
-    scores = _scores(pred)
-    targets = next((y for _, y in parts(yb) if isinstance(y, Tensor)), None)
-    if scores is None or not graph.is_pure:
-        return math.nan
-    if graph.kind == "cross-entropy":
-        n = None if targets is None else _n_classes(scores, targets)
-        n = n or (scores.shape[-1] if scores.ndim == 2 else None)
-        return graph.scale * math.log(n) if n else math.nan
-    if graph.kind == "binary cross-entropy":
-        if not graph.has_weights:
-            return graph.scale * math.log(2)
-        if targets is None or graph.class_weights is None:
-            return math.nan
-        weights = 1 + (graph.class_weights - 1) * targets  # of ones, and 1 for zeros
-        return graph.scale * math.log(2) * float(weights.mean())
-    if targets is not None and graph.kind == "mse" and targets.is_floating_point():
-        has_same_shape = targets.shape == scores.shape
-        return graph.scale * float(targets.float().square().mean()) if has_same_shape else math.nan
-    return math.nan
+    return n_classes_of(scores, labels), int(labels.max())

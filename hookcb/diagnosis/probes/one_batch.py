@@ -14,19 +14,18 @@ from hookcb.core.batch import split_batch
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.core.restore import preserve_state
-from hookcb.diagnosis.fault import FAULTS
+from hookcb.diagnosis.fault import FAULTS, Fault, parts_for
+from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.output import Output
 from hookcb.diagnosis.probes.batch import (
     column_squares,
-    guess_of,
     input_numbers,
     observe_inputs,
     observe_scaled_labels,
 )
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.first_batch import first_batch, preserve_loader, why_not_readable
-from hookcb.diagnosis.probes.head import is_comparison_known, observe_output
 from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
-from hookcb.diagnosis.probes.loss_graph import read_loss
 from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
 from hookcb.diagnosis.probes.nan import find_origin, is_from_weights
 from hookcb.diagnosis.run import Run, Series
@@ -35,6 +34,10 @@ from hookcb.hooks.modules import device_of, has_uninitialized, is_leaf, named_mo
 from hookcb.nans.replay import BatchStarts, as_at_start
 
 SOURCES = ("batch", "model", "graph")
+OF_LOSS = (  # faults that the graph of the loss shows at any time
+    *("head.activation", "head.degenerate", "head.range", "label.range", "label.broadcast"),
+    *("loss.detached", "loss.of_values"),
+)
 BEFORE_LOSS = (Event.BEFORE_BATCH, Event.AFTER_PRED)  # a callback may change the loss's input there
 
 
@@ -76,7 +79,7 @@ def _why_not(learn: Any, cbs: list[Callback]) -> str:
 
 
 def _inspect(evidence: Run, learn: Any) -> None:
-    found, loader = Run(), learn.dls.train
+    found, loader = Run(loop=learn), learn.dls.train
     modules = [m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)]
     with preserve_loader(loader), learn.restored(), preserve_state(*modules):
         batch = copy.deepcopy(first_batch(loader))  # models may change their input in place
@@ -94,7 +97,8 @@ def _inspect(evidence: Run, learn: Any) -> None:
     evidence.sources |= found.sources
     evidence.missing |= found.missing
     evidence.observed |= found.observed
-    evidence.loss_kind, evidence.loss_kinds, evidence.guess = found.loss_kind, found.loss_kinds, found.guess
+    found.measured(Loss).validation = evidence.measured(Loss).validation
+    evidence.parts |= found.parts
     evidence.input_std, evidence.input_rms = found.input_std, found.input_rms
     evidence.input_columns = found.input_columns
     evidence.notes.append("one more batch after the training")
@@ -138,10 +142,15 @@ def _observe_batch(found: Run, learn: Any, step: int) -> None:
 
 
 def _observe_loss(found: Run, learn: Any, last: str) -> None:
-    graph = read_loss(learn.loss.grad_fn)
-    found.guess = guess_of(graph, learn.pred, learn.yb)
-    found.loss_kind, found.loss_kinds = graph.sure_kind, graph.kinds
-    found.observations += observe_output(graph, learn.loss.grad_fn, learn.pred, learn.yb, last, 0)
+    for part in map(found.measured, parts_for(FAULTS[code] for code in OF_LOSS)):
+        if hasattr(part, "on_first_graph"):
+            part.on_first_graph(found)
+        if isinstance(part, Output):
+            part.layer = last
+        if isinstance(part, Fault):
+            part.seen = [replace(x, step=None, last_step=None) for x in part.seen]
+    found.measured(Output).on_loss(found)
+    found.measured(Loss).tell(found)
     if not math.isnan(share := dropped_share(learn.loss.grad_fn)):
         found.observed.add("input of the loss")
         found.observations += observe_dropout(share, last, 0)
@@ -150,14 +159,6 @@ def _observe_loss(found: Run, learn: Any, last: str) -> None:
         found.observed.add("path from layer to layer")
         found.observations += observe_linear_links(links, learn.model)
     found.observed |= {"targets"} if learn.yb else set()
-    is_known = is_comparison_known(graph, learn.loss.grad_fn, learn.pred, learn.yb)
-    found.observed |= {"output beside its targets"} if is_known else set()
-    found.observed |= {"penalty"} if graph.has_penalty else set()
-    found.observed |= set() if graph.hidden_by else {"graph"}
-    if graph.why_hidden:
-        found.missing["graph"] = graph.why_hidden
-    else:
-        found.sources.add("graph")
 
 
 def _is_finite(learn: Any) -> bool:

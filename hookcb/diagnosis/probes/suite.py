@@ -20,6 +20,7 @@ from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.curves import Curve, Curves
 from hookcb.diagnosis.measurements.layer_rows import MAX_RECORDS, LayerRows, float_output
 from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.loss_graph import LossGraph
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks
@@ -33,15 +34,12 @@ from hookcb.diagnosis.probes.batch import (
     observe_scaled_labels,
 )
 from hookcb.diagnosis.probes.buffers import has_own_buffers, observe_buffers
-from hookcb.diagnosis.probes.class_axis import class_scores, observe_class_axis
 from hookcb.diagnosis.probes.clipping import Clipping, divided_by
 from hookcb.diagnosis.probes.dead_units import MIN_EXAMPLES, DeadUnits
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.embeddings import AddedTables
-from hookcb.diagnosis.probes.head import is_comparison_known, observe_output, stuck_share
 from hookcb.diagnosis.probes.layer_times import LayerTimes
 from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
-from hookcb.diagnosis.probes.loss_graph import LossGraph
 from hookcb.diagnosis.probes.model import observe_frozen, observe_model, observe_optimizers
 from hookcb.diagnosis.probes.motion import Motion
 from hookcb.diagnosis.probes.nan import ExternalBatch, find_origin
@@ -107,7 +105,7 @@ class Probes:
         self.stale = made("stale", StaleGradients, model)
         self.cleared, self.added = made("cleared", ClearedGradients), made("added", AddedBackwards)
         self.clipping, self.is_clipping_unseen = made("clipping", Clipping), is_external
-        self.stuck, self.sizes = (made(x, Curve) for x in ("stuck", "sizes"))
+        self.sizes = made("sizes", Curve)
         self.layer_times = made("layer_times", LayerTimes, model, lambda: loop.in_loop_thread, guard)
         seen = self.layer_times.add_work, self.sequences, self.tokens
         self.ops = made("ops", OpHooks, model, self._acts, lambda: loop.in_loop_thread, *seen, guard)
@@ -237,7 +235,6 @@ class Probes:
                 call("random", self.random.end_loss, device_of(loop.model))
             call("sequences", self.sequences.compare, loop.xb, yb)
             call("backward_times", self.backward_times.follow, node)
-            call("stuck", self._add_stuck_share, loop, node, yb)
         if self.is_external and self._follows_factor(loop, node):
             node.register_prehook(lambda grads: call("added", self._add_factor, grads))
         number = detached_scalar(loop.loss)
@@ -255,21 +252,9 @@ class Probes:
         is_reported = loop.facts.n_losses_reported > 0
         return is_reported and node is not None and len(self._factors) < MIN_BATCHES
 
-    def _add_stuck_share(self, loop: Any, node: Any, yb: Any) -> None:
-        graph = self.graph
-        if graph is not None and (share := stuck_share(graph, node, loop.pred, yb)) is not None:
-            self.stuck.add(loop.train_iter, detached_scalar(share))
-
     def _read_graph(self, loop: Any, node: Any, yb: Any) -> None:
         call, last, step = self.guard.call, self.last_layer, loop.train_iter
-        if (graph := self.graph) is not None:
-            self.observe("output", observe_output, graph, node, loop.pred, yb, last, step)
-            if call("output", is_comparison_known, graph, node, loop.pred, yb):
-                self.observed.add("output beside its targets")
         self.observe("scaled_labels", observe_scaled_labels, loop.xb, yb, step)
-        if (scores := call("class_axis", class_scores, node)) is not None:
-            self.observed.add("axis of the classes")
-            self.observe("class_axis", observe_class_axis, scores)
         if (links := call("linear_links", linear_links, node)) is not None:
             self.observed.add("path from layer to layer")
             self.observe("linear_links", observe_linear_links, links, loop.model)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hookcb.core.batch import parts
 from hookcb.core.text import as_layer
-from hookcb.diagnosis.probes.loss_graph import LossGraph
+from hookcb.diagnosis.measurements.loss_graph import LossGraph
 from hookcb.diagnosis.run import Observation
 from hookcb.hooks.hook import Hook
 

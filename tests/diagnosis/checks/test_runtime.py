@@ -11,24 +11,24 @@ from hookcb.diagnosis.checks import attenuated as checks_attenuated
 from hookcb.diagnosis.checks import dead_units as checks_dead_units
 from hookcb.diagnosis.checks import exploding as checks_exploding
 from hookcb.diagnosis.checks import layers as checks_layers
-from hookcb.diagnosis.checks import loss as checks_loss
 from hookcb.diagnosis.checks import optimizer as checks_optimizer
 from hookcb.diagnosis.checks import runtime as checks_runtime
 from hookcb.diagnosis.checks import step_size as checks_step_size
 from hookcb.diagnosis.checks import weight_decay as checks_weight_decay
 from hookcb.diagnosis.checks.runtime import growing_memory, waiting_for_a_rank, waiting_for_data
 from hookcb.diagnosis.fault import FAULTS
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series, Skipped
 from hookcb.diagnosis.verdict import Finding
 from hookcb.hooks.coverage import BY_CLOSURE
 from hookcb.profiling.steps.stragglers import Straggler
+from tests.diagnosis.checks.support import measured
 
 MODULES = (
     checks_attenuated,
     checks_exploding,
     checks_dead_units,
     checks_layers,
-    checks_loss,
     checks_step_size,
     checks_weight_decay,
     checks_optimizer,
@@ -248,17 +248,17 @@ class Odd:
 
     def evidence(self):
         given = ("lr", "loss", "input_std", "input_rms", "waits", "batches", "memory")
-        return Run(
+        kind = self.random.choice(("", "cross-entropy", "nll", "mse"))
+        run = Run(
             layers={x.name: x for x in map(self.layer, range(5))},
             params={x.name: x for x in map(self.param, range(8))},
             steps={stat: self.series() for stat in OF_STEPS},
-            loss_kind=self.random.choice(("", "cross-entropy", "nll", "mse")),
-            guess=self.number(),
             n_steps=self.random.choice((0, 1, 100)),
             n_skipped=self.random.choice((0, 50)),
             **{name: self.series() for name in given},
             slowest_rank=self.rank(),
         )
+        return measured(run, Loss, kind=kind, guess=self.number())
 
     def rank(self):
         seconds = [self.number() for _ in range(5)]

@@ -10,6 +10,7 @@ from hookcb.diagnosis.checks.spent import (
     slow_layer,
     time_elsewhere,
 )
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.run import Layer, Passed, Run, Series, Skipped, Spent
 from hookcb.diagnosis.verdict import Finding
 
@@ -54,9 +55,9 @@ def test_a_loss_of_many_operations_may_take_less_than_others():
     phases = STEP | {"loss": 0.004}
     evidence = spent(phases=phases)
     assert codes(time_elsewhere, evidence) == []
-    evidence.n_in_loss = 250
+    evidence.measured(Loss).n_operations = 250
     assert codes(time_elsewhere, evidence) == ["the loss function, of 250 operations"]
-    evidence.n_in_loss = 20
+    evidence.measured(Loss).n_operations = 20
     assert codes(time_elsewhere, evidence) == []
 
 

@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, Learner, diagnose
+from hookcb.diagnosis.measurements.loss import guess_of
+from hookcb.diagnosis.measurements.loss_graph import LossGraph, read_loss
 from hookcb.diagnosis.probes.batch import (
     MIN_BATCHES,
-    guess_of,
     input_numbers,
     observe_inputs,
     observe_labels,
     observe_scaled_labels,
 )
-from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss
 from tests.support import fit
 
 NAN = math.nan

@@ -6,22 +6,22 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, Learner
-from hookcb.diagnosis.probes.suite import Probes
+from hookcb.diagnosis.measurements.loss import Loss
 from tests.support import fit
 
 
 def graph_of(model, monkeypatch):
-    """Loss graph that the suite has read, and the trained learner."""
+    """Loss graph that was read, the loss of guessing, and the trained learner."""
     seen = []
-    end = Probes.observe_end
-    monkeypatch.setattr(Probes, "observe_end", lambda self, *args: (seen.append(self), end(self, *args))[1])
+    freeze = Loss.freeze
+    monkeypatch.setattr(Loss, "freeze", lambda self: (seen.append((self.graph, self.guess)), freeze(self)))
     torch.manual_seed(0)
     x = torch.randn(48, 6)
     batches = list(zip(x.split(16), x[:, :3].argmax(1).split(16), strict=True))
     learn = fit(
         Learner(batches, model, F.cross_entropy, torch.optim.SGD, lr=0.1), 1, cbs=Diagnose(show=False)
     )
-    return seen[0].graph, seen[0].guess, learn
+    return *seen[0], learn
 
 
 def net(*last):

@@ -1,6 +1,5 @@
 """Runs a batch again without torch.compile, to read the graph of the loss."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,15 +7,14 @@ import torch
 from torch import Tensor
 
 from hookcb.core.batch import parts
-from hookcb.diagnosis.probes.batch import guess_of
-from hookcb.diagnosis.probes.loss_graph import LossGraph, head_of, read_loss
+from hookcb.diagnosis.measurements.loss_graph import LossGraph, head_of, read_loss
 from hookcb.diagnosis.probes.nan import ExternalBatch
 from hookcb.nans.replay import Autocast, BatchStarts, as_at_start
 
 
 def graph_of_original(
     batch: Any, compiled: LossGraph, autocast: Sequence[Autocast] | None
-) -> tuple[LossGraph, float]:
+) -> tuple[LossGraph, Any]:
     """Runs the batch without torch.compile and reads the graph of its loss; leaves no trace.
 
     Args:
@@ -25,7 +23,7 @@ def graph_of_original(
         autocast: state of autocast in the forward, if known.
 
     Returns:
-        The graph without torch.compile, and the loss of guessing (NaN if unknown).
+        The graph without torch.compile, and the output of a learner's model.
 
     Raises:
         Exception: Any exception of the model or the loss function.
@@ -39,10 +37,9 @@ def graph_of_original(
         if isinstance(batch, ExternalBatch):
             node = _only_output(batch.pred)
             head, hidden_by = ("", compiled.hidden_by) if node is None else head_of(node)
-            return compiled._replace(head=head, hidden_by=hidden_by), math.nan
+            return compiled._replace(head=head, hidden_by=hidden_by), None
         batch.loss = batch.get_loss()
-        graph = read_loss(batch.loss.grad_fn)
-        return graph, guess_of(graph, batch.pred, batch.yb)
+        return read_loss(batch.loss.grad_fn), batch.pred
 
 
 def _only_output(pred: Any) -> Any:
