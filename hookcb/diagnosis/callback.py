@@ -27,7 +27,7 @@ from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.legacy import Legacy
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.on_ranks import compare_batches, keep_losses, share_inputs, share_losses
-from hookcb.diagnosis.probes.one_batch import add_preflight
+from hookcb.diagnosis.preflight import add_preflight
 from hookcb.diagnosis.probes.replicas import can_compare
 from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import Finding, Status, Verdict

@@ -62,7 +62,7 @@ def gather(cbs: Iterable[Callback], frame: Frame, evidence: Run, dispatcher: Dis
     if health := found.get(GradientHealth):
         guarded("gradients", lambda: _add_gradients(evidence, health.records))
     if recorder := found.get(Recorder):
-        guarded("validations", _add_validation, evidence, recorder)
+        guarded("loss.trivial", _add_validation, evidence, recorder)
         if not len(evidence.loss):
             guarded("curves", _add_losses, evidence, recorder)
     if evidence.is_by_closure:

@@ -62,7 +62,6 @@ COSTS: Mapping[str, tuple[str, ...]] = {
     "tokens": OF_TOKENS,
     "unseen": ("batches",),
     "validation": ("mode.mismatch",),
-    "validations": ("loss.trivial",),
     "verdict": (),
 }
 

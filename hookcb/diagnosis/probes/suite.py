@@ -65,7 +65,6 @@ from hookcb.records.store import StatStore
 
 N_DENSE, MAX_DENSE = 64, 512  # steps at the beginning that are all checked for dead units
 MAX_EXAMPLES = 4 * MIN_EXAMPLES  # of them, after which `N_DENSE` steps suffice
-PENALTY_EVERY = 8  # batches, as a penalty may change fast
 N_TABLES = 3  # batches whose columns are measured
 MAX_OUTPUT = 65_536  # elements of an output that is checked for NaN in each batch
 

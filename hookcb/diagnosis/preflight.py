@@ -15,6 +15,7 @@ from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.fault import FAULTS, Fault, parts_for
+from hookcb.diagnosis.first_batch import first_batch, preserve_loader, why_not_readable
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.output import Output
 from hookcb.diagnosis.probes.batch import (
@@ -24,7 +25,6 @@ from hookcb.diagnosis.probes.batch import (
     observe_scaled_labels,
 )
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
-from hookcb.diagnosis.probes.first_batch import first_batch, preserve_loader, why_not_readable
 from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
 from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
 from hookcb.diagnosis.probes.nan import find_origin, is_from_weights
