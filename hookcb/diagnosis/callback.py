@@ -26,7 +26,7 @@ from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.legacy import Legacy
 from hookcb.diagnosis.measurements.outside import OutsideParameters
 from hookcb.diagnosis.measurements.steps import Steps
-from hookcb.diagnosis.probes.one_batch import add_preflight
+from hookcb.diagnosis.preflight import add_preflight
 from hookcb.diagnosis.ranks import of_all
 from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import Finding, Status, Verdict

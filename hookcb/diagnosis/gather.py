@@ -13,6 +13,7 @@ from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.dispatcher import Dispatcher
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.measurements.clock import RankTimes
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.reader import way_of
 from hookcb.diagnosis.run import Layer, Run, Series
@@ -63,7 +64,7 @@ def gather(cbs: Iterable[Callback], frame: Frame, evidence: Run, dispatcher: Dis
     if health := found.get(GradientHealth):
         guarded("gradients", lambda: _add_gradients(evidence, health.records))
     if recorder := found.get(Recorder):
-        guarded("validations", _add_validation, evidence, recorder)
+        guarded("loss.trivial", _add_validation, evidence, recorder)
         if not len(evidence.loss):
             guarded("curves", _add_losses, evidence, recorder)
     if evidence.is_by_closure:
@@ -75,7 +76,8 @@ def gather(cbs: Iterable[Callback], frame: Frame, evidence: Run, dispatcher: Dis
 
 def _add_validation(evidence: Run, recorder: Recorder) -> None:
     validations = [float(row["valid_loss"]) for row in recorder.rows if "valid_loss" in row]
-    evidence.validation = validations[-1] if validations else math.nan
+    if validations:
+        evidence.measured(Loss).validation = validations[-1]
 
 
 def _add_ranks(evidence: Run, timer: StepTimer | None) -> None:

@@ -13,15 +13,10 @@ OF_TOKENS = ("label.copies_input", "embed.single_index", "mask.future", "label.p
 # sources of evidence, and codes of checks, that the parts of a diagnosis are for
 COSTS: Mapping[str, tuple[str, ...]] = {
     "activations": ("activations",),
-    "class_axis": ("head.axis",),
     "dropout": ("dropout.scores",),
     "events": ("batches", "batch", "steps"),
     "frame": ("gradients", "optimizers"),
     "gradients": ("gradients",),
-    "graph": (
-        *("graph", "loss.init", "loss.unbounded", "loss.trivial", "loss.detached", "head.degenerate"),
-        *("data.labels", "train.unfinished"),
-    ),
     "layer_times": ("time.layer", "time.other"),
     "linear_links": ("model.linear_stack",),
     "model": ("model.linear_stack",),
@@ -30,18 +25,11 @@ COSTS: Mapping[str, tuple[str, ...]] = {
         *("attn.collapse", "mask.blind", "wd.norms", "dropout.in_eval", "time.layer", "layer.batch_first"),
         *OF_TOKENS,
     ),
-    "output": (
-        *("head.activation", "head.degenerate", "head.range", "label.range", "label.broadcast"),
-        *("loss.of_values", "loss.detached"),
-    ),
-    "penalty": ("loss.penalty", "loss.trivial"),
     "ranks": ("ranks",),
     "sequences": ("layer.batch_first",),
-    "stuck": ("head.stuck",),
     "tables": ("embed.scale",),
     "tokens": OF_TOKENS,
     "unseen": ("batches",),
-    "validations": ("loss.trivial",),
     "verdict": (),
 }
 

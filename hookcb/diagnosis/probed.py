@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.tokens import Tokens
 from hookcb.diagnosis.probes.attention import MIN_BATCHES, observe_attention, observe_blind
@@ -26,12 +25,7 @@ def add_probed(probes: Probes, evidence: Run) -> None:
     What a probe that has failed has recorded before is part of it, if it can be read.
     """
     evidence.sources |= probes.sources
-    steps, loss = evidence.measured(Steps), evidence.measured(Loss)
-    evidence.loss_kind, evidence.loss_kinds, evidence.guess = loss.kind, loss.kinds, loss.guess
-    evidence.is_loss_of_others, evidence.n_in_loss = loss.is_of_others, loss.n_operations
-    evidence.constant, evidence.perfect, evidence.noise = loss.constant, loss.perfect, loss.noise
-    evidence.n_targets, evidence.penalty = loss.n_targets, loss.penalty
-    evidence.is_by_hand = steps.is_by_hand
+    evidence.is_by_hand = evidence.measured(Steps).is_by_hand
     evidence.observed, evidence.observations = set(probes.observed), list(probes.observations)
     for part, add in PARTS.items():
         probes.guard.always(part, add, probes, evidence)
@@ -58,16 +52,13 @@ def _set(field: str, value: Callable[[Probes], Any]) -> Add:
 
 
 PARTS: Mapping[str, Add] = {  # what adds to an evidence, by the part that it reads
-    "stuck": _set("stuck", lambda probes: probes.stuck.series()),
     "stepped": _add_stepped,
 }
 
 
 def _late_observed(probes: Probes) -> Iterator[tuple[str, str, Callable[[], object]]]:
     """Part of `Run.observed` that depends on numbers on the device, or on enough of them, by probe."""
-    graph, ops = probes.graph, probes.ops
-    yield "graph", "graph", lambda: graph is not None and not graph.hidden_by
-    yield "penalty", "penalty", lambda: graph is not None and graph.has_penalty
+    ops = probes.ops
     yield "ops", "attention", lambda: any(len(shares) >= MIN_BATCHES for shares in ops.shares.values())
     yield "ops", "calls in eval mode", lambda: ops.has_evaluated
     yield "tables", "sums in the graph", lambda: probes.tables.is_known

@@ -9,6 +9,7 @@ import torch
 
 from hookcb.core.text import join_names
 from hookcb.diagnosis.fault import Fault
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.tokens import Tokens
 from hookcb.diagnosis.run import CONVERGED, WINDOW, Layer, Param, Run, Series, Span
 from hookcb.diagnosis.verdict import Finding, Severity
@@ -185,7 +186,8 @@ def loss_left(run: Run, first: float) -> float:
 
 def does_well(run: Run) -> bool:
     """Whether the loss ends below a fifth of the loss of the best constant prediction, an R² of 0.8."""
-    return median(run.loss.values[-WINDOW:]) - run.perfect < CONVERGED * (run.constant - run.perfect)
+    loss = run.measured(Loss)
+    return median(run.loss.values[-WINDOW:]) - loss.perfect < CONVERGED * (loss.constant - loss.perfect)
 
 
 def rates(run: Run) -> Series:
@@ -228,7 +230,7 @@ def falls_by(loss: Series) -> tuple[float, float]:
 
 def guesses(run: Run) -> bool:
     """Whether the final loss is at least 0.8 of the loss of guessing; False if that is unknown."""
-    return median(run.loss.values[-WINDOW:]) >= NEAR_GUESS * run.guess > 0
+    return median(run.loss.values[-WINDOW:]) >= NEAR_GUESS * run.measured(Loss).guess > 0
 
 
 def loss_of_constant(run: Run, n_batches: int = 0) -> tuple[float, float]:
@@ -251,8 +253,9 @@ def loss_of_constant(run: Run, n_batches: int = 0) -> tuple[float, float]:
 
 def ratio_to_constant(run: Run, loss: float) -> float:
     """Ratio of a loss to that of the best constant prediction, less that of a perfect prediction each."""
-    above = run.constant - run.perfect
-    return (loss - run.perfect) / above if above > MIN_RANGE * run.constant else math.nan
+    known = run.measured(Loss)
+    above = known.constant - known.perfect
+    return (loss - known.perfect) / above if above > MIN_RANGE * known.constant else math.nan
 
 
 def batches_to_learn(run: Run) -> int:
@@ -280,12 +283,13 @@ def has_learned(run: Run, first: float, share: float = LEARNED) -> bool:
 
 def need_not_fall(run: Run) -> bool:
     """Whether the loss is of no known kind: an objective, as of a policy, need not fall."""
-    return not run.loss_kind and math.isnan(run.guess)
+    loss = run.measured(Loss)
+    return not loss.kind and math.isnan(loss.guess)
 
 
 def why_unknown(run: Run, otherwise: str) -> str:
     """Why a loss cannot be compared with that of guessing."""
-    kinds = run.loss_kinds
+    kinds = run.measured(Loss).kinds
     return f"the loss is a sum of {len(kinds)}: {join_names(kinds, 4)}" if len(kinds) > 1 else otherwise
 
 
@@ -294,8 +298,9 @@ def is_noisy(run: Run) -> bool:
 
     So do a few outliers that make up most of a squared error, or one positive in a hundred samples.
     """
-    noise = run.noise * math.sqrt(1 / n_last(len(run.loss)) + 1 / run.n_targets)
-    return noise > MAX_NOISE * (run.constant - run.perfect)
+    loss = run.measured(Loss)
+    noise = loss.noise * math.sqrt(1 / n_last(len(run.loss)) + 1 / loss.n_targets)
+    return noise > MAX_NOISE * (loss.constant - loss.perfect)
 
 
 def n_last(n: int) -> int:
@@ -305,13 +310,14 @@ def n_last(n: int) -> int:
 
 def may_become_better(run: Run, last: float) -> bool:
     """Whether as many batches again would bring a loss of `last` below that of a constant."""
-    limit = run.perfect + MAX_OF_CONSTANT * (run.constant - run.perfect)
+    loss = run.measured(Loss)
+    limit = loss.perfect + MAX_OF_CONSTANT * (loss.constant - loss.perfect)
     return last - further_fall(_without_penalty(run)) <= limit
 
 
 def _without_penalty(run: Run) -> Series:
     """The loss without its penalty on parameters, which is interpolated between the batches that show it."""
-    known, loss = run.penalty, run.loss
+    known, loss = run.measured(Loss).penalty, run.loss
     if not len(known):
         return loss
     ends = [(loss.steps[0], known.values[0]), *known, (loss.steps[-1], known.values[-1])]
@@ -340,7 +346,7 @@ def expected_fall(run: Run) -> float:
     if not further_fall(loss):
         return 0.0
     fall = -statistics.fmean(slope(_last_half(loss), 0.0)) * (loss.steps[-1] - loss.steps[0])
-    above = final_loss(run) - run.perfect
+    above = final_loss(run) - run.measured(Loss).perfect
     return min(fall, above) if above > 0 else fall
 
 

@@ -180,20 +180,6 @@ class Run:
             `clip_coef`, `lr`, and `scale` and `skipped` (0 or 1) of a GradScaler.
         lr: largest learning rate of all groups, for each batch.
         loss: loss of each batch.
-        penalty: part of the loss that is a penalty on parameters, for each inspected and every eighth batch.
-        stuck: share of the squared error from outputs that a ReLU holds at 0, below their targets, for each
-            inspected batch.
-        loss_kind: "cross-entropy", "binary cross-entropy", "mse", "nll" …, "" if unknown.
-        loss_kinds: kinds of the losses that it adds up, () if one of them is unknown.
-        is_loss_of_others: whether the last layer before the loss is not the model's, as of a discriminator.
-        n_in_loss: number of operations from the model's output to the loss, 0 if unknown.
-        guess: loss of guessing: ln C for cross-entropy over C classes, the mean square of the targets for
-            MSE; NaN if unknown.
-        constant: loss of the best constant prediction for the targets seen: their entropy or variance; NaN
-            if unknown.
-        perfect: loss of a perfect prediction, above 0 for soft or smoothed targets.
-        validation: loss of the last validation, NaN if there was none.
-        noise: standard deviation of `constant` over the `n_targets` batches whose targets were seen.
         stepped: index of the optimizer that made each recorded step, if known.
         observed: what could be inspected: "inputs", "labels", "loss", "attention", "backward", "steps" …
         n_steps: number of optimizer steps.
@@ -228,18 +214,6 @@ class Run:
     steps: dict[str, Series] = field(default_factory=dict)
     lr: Series = field(default_factory=Series)
     loss: Series = field(default_factory=Series)
-    penalty: Series = field(default_factory=Series)
-    stuck: Series = field(default_factory=Series)
-    loss_kind: str = ""
-    loss_kinds: tuple[str, ...] = ()
-    is_loss_of_others: bool = False
-    n_in_loss: int = 0
-    guess: float = math.nan
-    constant: float = math.nan
-    perfect: float = 0.0
-    validation: float = math.nan
-    noise: float = 0.0
-    n_targets: int = 1
     stepped: list[int] = field(default_factory=list)
     observed: set[str] = field(default_factory=set)
     n_steps: int = 0

@@ -8,13 +8,16 @@ from operator import lt
 import pytest
 
 from hookcb.activations.stats import LAYER_STATS
+from hookcb.diagnosis.faults.head.stuck import StuckHead
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.inputs import Inputs
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.rules import falls_slowly, finding, persistent, persistent_max
 from hookcb.diagnosis.run import Layer, Param, Run, Series, Span
 from hookcb.diagnosis.verdict import Finding
 from hookcb.gradients.stats import GRAD_STATS, STEP_STATS
+from tests.diagnosis.checks.support import measured, series
 
 LAYER = Layer("net.0", "Linear", "Linear 8→4", 0)
 PARAM = Param("net.0.weight", "net.0", "Linear", "Linear 8→4", 0, (4, 8))
@@ -79,6 +82,7 @@ def test_numbers_of_which_none_is_known_find_nothing_and_rule_nothing_out(n):
     curves = dict.fromkeys(
         ("lr", "loss", "penalty", "stuck", "input_std", "input_rms", "sizes"),
         ("lr", "loss", "penalty", "stuck", "waits", "batches", "memory"),
+        ("lr", "loss", "input_std", "input_rms", "waits", "batches", "sizes", "memory"),
         unknown(n),
     )
     given = Run(
@@ -99,7 +103,6 @@ def test_numbers_of_which_none_is_known_find_nothing_and_rule_nothing_out(n):
         layers=layers,
         params=params,
         steps=dict.fromkeys(STEP_STATS, unknown(n)),
-        loss_kind="mse",
         observed={"attention"},
         n_steps=n,
         **curves,
@@ -110,6 +113,8 @@ def test_numbers_of_which_none_is_known_find_nothing_and_rule_nothing_out(n):
     inputs = given.measured(Inputs)
     inputs.std, inputs.rms, inputs.sizes = unknown(n), unknown(n), unknown(n)
     inputs.columns = [[math.nan] * 4] * 3
+    measured(given, Loss, kind="mse", penalty=unknown(n))
+    measured(given, StuckHead, shares=unknown(n))
     verdict = judge(given)
     assert verdict.findings == ()
     assert not [text for text in verdict.ruled_out if "nan" in text.split("(")[-1]]
@@ -130,7 +135,7 @@ def test_persistent_max_is_what_persistent_compares(seed):
 def loss(values, guess):
     random_ = random.Random(0)
     noisy = [x + random_.gauss(0, 0.01) for x in values]
-    return Run(loss=Series.of(range(len(values)), noisy), loss_kind="cross-entropy", guess=guess)
+    return measured(Run(loss=series(noisy)), Loss, kind="cross-entropy", guess=guess)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hookcb import Callback, Diagnose, Recorder, watch
-from hookcb.diagnosis.probes.loss_graph import read_loss
+from hookcb.diagnosis.measurements.loss_graph import read_loss
 from hookcb.loops.loss_found import find_loss
 from tests.support import make_batches, make_model, same, weights
 

@@ -11,9 +11,10 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam
 
 from hookcb import Diagnose, Learner
-from hookcb.diagnosis.checks.loss import diverging_loss, first_loss
 from hookcb.diagnosis.faults.gradients.attenuated import Attenuated
 from hookcb.diagnosis.faults.gradients.exploding import Exploding
+from hookcb.diagnosis.faults.loss.diverging import DivergingLoss
+from hookcb.diagnosis.faults.loss.init import FirstLoss
 from hookcb.diagnosis.faults.model.activation_scale import ActivationScale
 from hookcb.diagnosis.faults.model.saturated_units import SaturatedUnits
 from hookcb.diagnosis.faults.steps.clipping import ConstantClipping
@@ -22,8 +23,10 @@ from hookcb.diagnosis.faults.steps.small_updates import SmallUpdates
 from hookcb.diagnosis.faults.steps.weight_decay import DominatingDecay
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.inputs import Inputs
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series
 from hookcb.diagnosis.verdict import Finding
+from tests.diagnosis.checks.support import measured
 from tests.support import covering
 
 N = 60  # batches
@@ -45,13 +48,15 @@ def layer(name, place, kind="Linear", **stats):
 
 
 def evidence(*params, layers=(), loss=STAYS, **kwargs):
-    return Run(
+    of_loss = {key: kwargs.pop(key) for key in ("kind", "guess", "constant") if key in kwargs}
+    run = Run(
         params={p.name: p for p in params},
         layers={x.name: x for x in layers},
         lr=series([0.1] * N),
         loss=series(loss),
         **kwargs,
     )
+    return measured(run, Loss, **of_loss)
 
 
 def only(check, given):
@@ -266,23 +271,23 @@ def grows(kind, end_of_outputs):
     loss = [1.0] * 10 + [6.0] * 90
     outputs = [0.5] * 10 + [end_of_outputs] * 90
     head = Layer("head", "Linear", "", 0, {"std": series(outputs), "mean": series([0.0] * 100)})
-    return Run(loss=series(loss), loss_kind=kind, layers={"head": head})
+    return measured(Run(loss=series(loss), layers={"head": head}), Loss, kind=kind)
 
 
 @pytest.mark.parametrize("kind", ["mse", "huber"])
 def test_a_loss_may_rise_with_the_targets_that_a_model_makes_itself(kind):
-    assert isinstance(only(diverging_loss, grows(kind, 40.0)), Passed)
+    assert isinstance(only(DivergingLoss, grows(kind, 40.0)), Passed)
 
 
 @pytest.mark.parametrize("kind", ["mse", "huber", "cross-entropy"])
 def test_errors_as_large_as_the_outputs_diverge(kind):
-    assert only(diverging_loss, grows(kind, 2.6)).severity == "error"
+    assert only(DivergingLoss, grows(kind, 2.6)).severity == "error"
 
 
 def test_a_model_that_was_good_and_gets_worse_diverges_however_large_its_outputs():
     given = grows("mse", 40.0)
     given.layers["head"].stats["std"] = series([40.0] * 100)
-    assert only(diverging_loss, given).severity == "error"
+    assert only(DivergingLoss, given).severity == "error"
 
 
 @pytest.mark.parametrize(
@@ -291,7 +296,7 @@ def test_a_model_that_was_good_and_gets_worse_diverges_however_large_its_outputs
 )
 def test_a_loss_of_unknown_kind_diverges_only_beside_large_steps(ratios, severity):
     given = evidence(weight(update_ratio=ratios), loss=[1.0] * 10 + [9.0] * (N - 10))
-    assert only(diverging_loss, given).severity == severity
+    assert only(DivergingLoss, given).severity == severity
 
 
 @pytest.mark.parametrize(("end", "is_fine"), [(0.1, True), (0.3, False)])
@@ -306,8 +311,8 @@ def test_saturated_units_that_a_model_does_well_with_are_no_finding(end, is_fine
 @pytest.mark.parametrize(("end", "severity"), [(0.1, "info"), (0.3, "warning")])
 def test_a_beginning_far_from_guessing_that_ends_well_is_a_note(end, severity):
     loss = [60.0] * 30 + [end] * 30
-    given = evidence(weight(), loss=loss, loss_kind="mse", guess=8.0, constant=1.0)
-    assert only(first_loss, given).severity == severity
+    given = evidence(weight(), loss=loss, kind="mse", guess=8.0, constant=1.0)
+    assert only(FirstLoss, given).severity == severity
 
 
 @pytest.mark.parametrize(
@@ -327,7 +332,7 @@ def test_the_loss_of_the_best_constant_is_that_of_the_first_batch(loss_func, y, 
     diagnosis = Diagnose(show=False)
     with learn.no_logging():
         learn.fit(1, cbs=diagnosis)
-    assert diagnosis.evidence().constant == pytest.approx(constant, nan_ok=True)
+    assert diagnosis.evidence().measured(Loss).constant == pytest.approx(constant, nan_ok=True)
 
 
 def test_a_parameter_of_a_container_stands_where_its_first_layer_does():
@@ -351,7 +356,7 @@ def test_a_parameter_of_a_container_stands_where_its_first_layer_does():
 
 def test_no_alarm_is_left_of_a_training_that_only_begins_badly():
     given = evidence(
-        weight(), loss=[60.0] * 30 + [0.1] * 30, loss_kind="mse", guess=8.0, constant=1.0, n_batches=N
+        weight(), loss=[60.0] * 30 + [0.1] * 30, kind="mse", guess=8.0, constant=1.0, n_batches=N
     )
     given.sources |= {"loss"}
     assert judge(given).status == "healthy"

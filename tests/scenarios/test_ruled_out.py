@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import hookcb
 from hookcb import ActivationStats, Diagnose, GradientHealth, Learner, watch
 from hookcb.diagnosis.judge import judge
-from hookcb.diagnosis.probes.loss_graph import read_loss
+from hookcb.diagnosis.measurements.loss_graph import read_loss
 from hookcb.diagnosis.run import Layer, Observation, Param, Run, Series
 from tests.support import fit
 

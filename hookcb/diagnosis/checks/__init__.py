@@ -5,7 +5,5 @@ They register when they are imported, and are judged in the order of these impor
 
 # isort: off
 from hookcb.diagnosis.checks import (  # noqa: F401
-    loss,
-    guessing,
     observed,
 )

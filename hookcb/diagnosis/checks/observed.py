@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from hookcb.core.text import as_layer, join_names
-from hookcb.diagnosis.fault import EVERYTHING, Result, Site
+from hookcb.diagnosis.fault import Result, Site
 from hookcb.diagnosis.registry import check
 from hookcb.diagnosis.rules import MIN_BATCHES, is_trivial
 from hookcb.diagnosis.run import Absent, Observation, Passed, Run, Skipped
@@ -164,94 +164,4 @@ _row("attn.collapse", Site.MODULES, ("batches",), ("grad.*", "loss.*", "update.t
     of at least three inspected batches; T ≥ 4 keys.
 
     Source: Zhai et al., Stabilizing Transformer Training by Preventing Attention Entropy Collapse, 2023.
-    """)  # fmt: skip
-
-
-_row("head.activation", Site.LOSS, ("batch", "graph"),
-    ("loss.*", "grad.*", "unit.*", "update.too_small", "act.collapse"), "error",
-    "an activation before the loss", doc="""
-    A softmax, sigmoid or ReLU before a loss that applies its own, or no activation before one that needs it.
-
-    Formula: the nodes of the autograd graph next to the loss.
-
-    Source: torch.nn.CrossEntropyLoss and BCEWithLogitsLoss take unnormalized logits, NLLLoss
-    log-probabilities.
-    """)  # fmt: skip
-
-_row("head.axis", Site.LOSS, ("batch", "graph"), EVERYTHING, "error", "classes on another axis",
-    requires="axis of the classes", doc="""
-    A cross-entropy over another axis than that of the classes, as after a view in place of a permute.
-
-    Exact: which output of the last layer is at each place of the tensor that the softmax before the loss
-    gets, followed through views, permutes and slices of the first graph. Along the axis of the classes it
-    must be the same outputs at all positions. Or a log_softmax over another axis than torch's loss takes.
-    Tensors of up to 4 million scores are followed; an axis of positions, as of a softmax over an image, is
-    not meant.
-
-    Source: torch.nn.CrossEntropyLoss, "Shape"; torch.Tensor.view, which keeps the order of the elements.
-    """)  # fmt: skip
-
-_row("head.degenerate", Site.LOSS, ("batch",), EVERYTHING, "error", "a softmax over one number",
-    requires="graph", doc="""
-    A softmax or log_softmax over a dimension of size 1: its output is 1 whatever the weights are.
-
-    Exact: length of that dimension, in the autograd graph between the loss and the last layer.
-
-    Source: torch.nn.Softmax, whose outputs along `dim` sum to 1.
-    """)  # fmt: skip
-
-_row("head.range", Site.LOSS, ("batch", "graph"), EVERYTHING, "error", "targets out of the model's reach",
-    requires="output beside its targets", doc="""
-    Targets that the model's last operation cannot reach, of a squared, absolute or Huber error.
-
-    Formula: share of the targets of the first batch outside the range of the softmax, sigmoid, tanh, ReLU or
-    the like that the output comes from, scaled and shifted as it is. Limit: 5 %, as a few outliers may be
-    out of range on purpose.
-    """)  # fmt: skip
-
-_row("label.range", Site.INPUT, ("batch", "graph"), EVERYTHING, "error", "targets of a binary cross-entropy",
-    requires="output beside its targets", doc="""
-    Targets of a binary cross-entropy below 0 or above 1: the loss then has no minimum.
-
-    Exact: the smallest and the largest target of the first batch, with 0.001 for rounding.
-
-    Source: torch.nn.BCEWithLogitsLoss, whose targets are numbers between 0 and 1.
-    """)  # fmt: skip
-
-_row("label.broadcast", Site.INPUT, ("batch", "graph"), EVERYTHING, "error", "targets that are broadcast",
-    requires="output beside its targets", doc="""
-    One output and one target per sample whose shapes differ, so the loss compares all pairs of samples.
-
-    Exact: shapes of the output and the targets where the loss subtracts them, such as (N, 1) and (N), which
-    have the same sizes apart from dimensions of 1 and are broadcast to more elements than either has.
-
-    Source: torch.nn.MSELoss, whose targets have the shape of the input.
-    """)  # fmt: skip
-
-
-@check(
-    "loss.of_values",
-    site=Site.LOSS,
-    needs=("batch", "graph"),
-    exact=True,
-    leads_to=("loss.trivial", "loss.flat"),
-)
-def loss_of_values(evidence: Run) -> Iterator[Result]:
-    """Classes, as 0 and 1 or one-hot, in a loss for values: a note.
-
-    Exact: the targets of the first batch, one per sample or rows with a single 1, in a squared, absolute or
-    Huber error. A warning if the training ends no better than a constant.
-
-    Source: Goodfellow, Bengio & Courville, Deep Learning, 2016, section 6.2.2, on units that saturate.
-    """
-    severity: Severity = "warning" if is_trivial(evidence) else "info"
-    passed, seen = "a loss for values given classes", "output beside its targets"
-    yield from passed_on(evidence, "loss.of_values", severity, passed, requires=seen)
-
-
-_row("loss.detached", Site.LOSS, ("batch",), ("param.*", "loss.flat", "loss.trivial"), "error",
-    "a loss without gradients", requires="loss", doc="""
-    A loss that does not depend on any parameter.
-
-    Formula: it has no `grad_fn`.
     """)  # fmt: skip

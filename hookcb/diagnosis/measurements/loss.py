@@ -11,20 +11,27 @@ from torch import Tensor
 from hookcb.core.batch import parts
 from hookcb.core.graph import COMPILED
 from hookcb.core.optim import detached_scalar
-from hookcb.diagnosis.fault import LOOKS, Measurement
+from hookcb.diagnosis.fault import EVERY, LOOKS, Measurement
 from hookcb.diagnosis.measurements.curves import Curve, Curves
 from hookcb.diagnosis.measurements.external_batch import ExternalBatch
+from hookcb.diagnosis.measurements.loss_graph import LossGraph, last_parameters, n_between, read_loss
+from hookcb.diagnosis.measurements.penalty import penalty_of
+from hookcb.diagnosis.measurements.plain_run import graph_of_original
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
-from hookcb.diagnosis.probes.loss_graph import LossGraph, last_parameters, n_between, read_loss
-from hookcb.diagnosis.probes.penalty import penalty_of
-from hookcb.diagnosis.probes.plain_run import graph_of_original
 from hookcb.diagnosis.run import Run, Series
 from hookcb.nans.replay import Autocast, autocasts
 
 PENALTY_EVERY = 8  # batches, as a penalty may change fast
 MAX_APART = 0.05  # relative difference between ranks of the loss of a guess, beyond which it is unknown
 MAX_SHOWN, N_SHOWN = 64, 100  # ranks, and losses of each, that are kept one by one
+ENTROPIES = ("cross-entropy", "binary cross-entropy", "nll")
+NEVER_NEGATIVE = (*ENTROPIES, "mse", "mae", "huber", "smooth l1")
+PREDICTIONS = {
+    "cross-entropy": "always predicting the shares of the classes",
+    "binary cross-entropy": "always predicting the share of ones",
+    "mse": "always predicting the mean of the targets",
+}
 
 
 class Loss(Measurement):
@@ -34,6 +41,8 @@ class Loss(Measurement):
         graph: what was read; None if no loss was seen.
         graph_of_one: the same, an unknown one if several optimizers may have losses of their own.
         autocasts: state of autocast in the forward of the last inspected batch, if known.
+        is_seen: whether there was a loss.
+        is_open: whether nothing hides what it is computed from.
         kind: "cross-entropy", "binary cross-entropy", "mse", "nll" …, "" if unknown.
         kinds: kinds of the losses that it adds up, () if one of them is unknown.
         is_of_others: whether the last layer before the loss is not the model's, as of a discriminator.
@@ -44,6 +53,8 @@ class Loss(Measurement):
             if unknown.
         perfect: loss of a perfect prediction, above 0 for soft or smoothed targets.
         noise: standard deviation of `constant` over the `n_targets` batches whose targets were seen.
+        validation: loss of the last validation, NaN if there was none.
+        has_penalty: whether penalties on parameters are a part of it.
         penalty: part of the loss that is a penalty on parameters, for each inspected and every eighth batch.
         of_ranks: some of the losses of each rank, if there are several, but no more than 64.
     """
@@ -56,7 +67,8 @@ class Loss(Measurement):
         self.autocasts: list[Autocast] | None = None
         self.kind, self.kinds = "", tuple[str, ...]()
         self.is_of_others, self.n_operations = False, 0
-        self.guess = self.constant = math.nan
+        self.is_seen = self.is_open = self.has_penalty = False
+        self.guess = self.constant = self.validation = math.nan
         self.perfect = self.noise = 0.0
         self.n_targets = 1
         self.penalty, self._penalty, self._penalty_due = Series(), Curve(), 0
@@ -65,14 +77,14 @@ class Loss(Measurement):
     @property
     def cadence(self) -> float:  # type: ignore[override]
         """Each batch if there is a penalty, else those that are inspected."""
-        return math.inf if self.graph is not None and self.graph.has_penalty else LOOKS
+        return EVERY if self.has_penalty else LOOKS
 
     def on_prediction(self, run: Run) -> None:
         if run.looking:
             self.autocasts = autocasts(run.loop.model)
 
     def on_first_graph(self, run: Run) -> None:
-        loop = run.loop
+        loop, self.is_seen = run.loop, True
         node, yb = loop.loss_node, run.measured(Targets).of_batch(run)
         self.graph = read_loss(node)
         own = {id(p) for p in loop.model.parameters()}
@@ -87,10 +99,10 @@ class Loss(Measurement):
                 self.guess = self.guess if math.isnan(guess) else guess
             except Exception as error:  # raised by the model; the input of the loss stays hidden
                 run.note(f"the model could not be run without torch.compile: {error!r:.80}")
+        self.is_open, self.has_penalty = not self.graph.hidden_by, self.graph.has_penalty
 
     def on_loss(self, run: Run) -> None:
-        has_penalty = self.graph is not None and self.graph.has_penalty
-        if has_penalty and (run.looking or run.step >= self._penalty_due):
+        if self.has_penalty and (run.looking or run.step >= self._penalty_due):
             self._penalty_due, loss = run.step + PENALTY_EVERY, run.loop.loss
             if isinstance(loss, Tensor) and (penalty := penalty_of(loss)) is not None:
                 self._penalty.add(run.step, detached_scalar(penalty))
@@ -101,7 +113,7 @@ class Loss(Measurement):
         self.kind, self.kinds = graph.sure_kind, graph.kinds
         self.graph_of_one = graph if run.measured(Steps).n_optimizers <= 1 else LossGraph()
         self.penalty, targets = self._penalty.series(), run.measured(Targets)
-        if len(self.penalty) or not graph.has_penalty:
+        if len(self.penalty) or not self.has_penalty:
             self.constant, self.perfect, self.noise = targets.losses(graph)
             self.n_targets = targets.n_batches
         run.missing["graph"] = graph.why_hidden
@@ -132,7 +144,11 @@ class Loss(Measurement):
         )
         curves.losses = dict(zip(curves.losses, losses, strict=True))
         self.guess, self.constant = _agreed(guesses), _agreed(constants)
-        run.penalty, run.guess, run.constant = self.penalty, self.guess, self.constant
+
+    def constant_in_words(self) -> str:
+        """The best constant prediction and its loss."""
+        predicting = PREDICTIONS.get(self.kind, "always predicting the median of the targets")
+        return f"{predicting} would give {self.constant:.3g}"
 
     def freeze(self) -> None:
         self.graph = self.autocasts = None

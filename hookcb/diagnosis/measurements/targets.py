@@ -10,10 +10,10 @@ from torch import Tensor
 from hookcb.core import graph
 from hookcb.core.batch import parts
 from hookcb.diagnosis.fault import Measurement
-from hookcb.diagnosis.probes.entropy import Losses, losses_of_bits, losses_of_classes, noise_of
-from hookcb.diagnosis.probes.loss_graph import LossGraph, main_term, target_of
-from hookcb.diagnosis.probes.loss_terms import read_terms
-from hookcb.diagnosis.probes.recovered import recovered_target
+from hookcb.diagnosis.measurements.baselines import Losses, losses_of_bits, losses_of_classes, noise_of
+from hookcb.diagnosis.measurements.loss_graph import LossGraph, main_term, target_of
+from hookcb.diagnosis.measurements.loss_terms import read_terms
+from hookcb.diagnosis.measurements.recovered import recovered_target
 from hookcb.diagnosis.run import Run
 
 MAX_ELEMENTS = 16_384  # of a batch that are kept, spread over it

@@ -9,8 +9,8 @@ from torch import Tensor
 from hookcb.core import graph
 from hookcb.core.torch_private import DispatchMode, saved
 from hookcb.diagnosis.guard import Guard
-from hookcb.diagnosis.probes.loss_graph import main_term
-from hookcb.diagnosis.probes.loss_terms import read_terms
+from hookcb.diagnosis.measurements.loss_graph import main_term
+from hookcb.diagnosis.measurements.loss_terms import read_terms
 from hookcb.diagnosis.run import Observation
 
 MAX_ELEMENTS = 65_536  # of a mask that are read

@@ -7,30 +7,25 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hookcb.core.optim import detached_scalar
 from hookcb.diagnosis.frame import about
 from hookcb.diagnosis.guard import Guard
-from hookcb.diagnosis.measurements.curves import Curve, Curves
+from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.layer_rows import LayerRows
 from hookcb.diagnosis.measurements.layer_times import LayerTimes
 from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.loss_graph import LossGraph
 from hookcb.diagnosis.measurements.sequence_axis import SequenceAxis
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.measurements.tokens import Tokens
 from hookcb.diagnosis.probes.attention import OpHooks
-from hookcb.diagnosis.probes.class_axis import class_scores, observe_class_axis
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.embeddings import AddedTables
-from hookcb.diagnosis.probes.head import is_comparison_known, observe_output, stuck_share
 from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
-from hookcb.diagnosis.probes.loss_graph import LossGraph
 from hookcb.diagnosis.probes.model import observe_model
 from hookcb.diagnosis.run import Observation, Run
 from hookcb.hooks.modules import named_modules
 from hookcb.hooks.params import find_params
-
-PENALTY_EVERY = 8  # batches, as a penalty may change fast
 
 
 class Probes:
@@ -59,7 +54,6 @@ class Probes:
         self.sources = {"batches", "batch", "steps", "time"}
         self._is_after_look = False  # whether the batch before was inspected
         self.under_way: bool | None = None  # after the backward of a batch: whether that is inspected
-        self.stuck = made("stuck", Curve)
         seen = run.measured(LayerTimes).add_work, run.measured(SequenceAxis), run.measured(Tokens)
         self.ops = made("ops", OpHooks, model, self._acts, lambda: loop.in_loop_thread, *seen, guard)
         self.tables = made("tables", AddedTables)
@@ -91,32 +85,18 @@ class Probes:
 
     def record_loss(self, loop: Any, looking: bool) -> None:
         """Records the loss, and reads its graph once."""
-        call, is_first = self.guard.call, not self._has_read_loss
+        is_first = not self._has_read_loss
         needs_node = is_first or looking or self.is_external
         node: Any = loop.loss_node if needs_node else None  # which torch makes a Python object of
         yb = self.run.measured(Targets).of_batch(self.run) if is_first or looking else ()
         if is_first:
             self._has_read_loss = True
             self._read_graph(loop, node, yb)
-        if looking:
-            call("stuck", self._add_stuck_share, loop, node, yb)
         if is_first or looking:
             self.observed.add("loss")
 
-    def _add_stuck_share(self, loop: Any, node: Any, yb: Any) -> None:
-        graph = self.graph
-        if graph is not None and (share := stuck_share(graph, node, loop.pred, yb)) is not None:
-            self.stuck.add(loop.train_iter, detached_scalar(share))
-
     def _read_graph(self, loop: Any, node: Any, yb: Any) -> None:
         call, last, step = self.guard.call, self.last_layer, loop.train_iter
-        if (graph := self.graph) is not None:
-            self.observe("output", observe_output, graph, node, loop.pred, yb, last, step)
-            if call("output", is_comparison_known, graph, node, loop.pred, yb):
-                self.observed.add("output beside its targets")
-        if (scores := call("class_axis", class_scores, node)) is not None:
-            self.observed.add("axis of the classes")
-            self.observe("class_axis", observe_class_axis, scores)
         if (links := call("linear_links", linear_links, node)) is not None:
             self.observed.add("path from layer to layer")
             self.observe("linear_links", observe_linear_links, links, loop.model)

@@ -1,5 +1,6 @@
 """Made-up evidence for the checks."""
 
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.run import Param, Run, Series
 
 
@@ -31,12 +32,15 @@ def stack(factors, n=20):
 
 
 def evidence(*params, lr=0.1, loss=(), loss_kind="mse", **kwargs):
+    """A run; keywords are attributes of `Loss`, or else fields of the run."""
     rates = series(lr if isinstance(lr, list) else [lr] * 40)
-    named = {p.name: p for p in params}
-    return Run(params=named, lr=rates, loss=series(loss), loss_kind=loss_kind, **kwargs)
+    named, of_loss = {p.name: p for p in params}, vars(Loss()).keys()
+    about = {key: kwargs.pop(key) for key in list(kwargs) if key in of_loss}
+    run = Run(params=named, lr=rates, loss=series(loss), **kwargs)
+    return measured(run, Loss, kind=loss_kind, **about)
 
 
-def measured(run, kind, **numbers):
+def measured(run, kind, /, **numbers):
     """The run, with these attributes of a measurement."""
     for name, value in numbers.items():
         setattr(run.measured(kind), name, value)

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hookcb.diagnosis.measurements.loss_graph import LossGraph, read_loss
 from hookcb.diagnosis.measurements.targets import MAX_BATCHES, MAX_ELEMENTS, Targets, compares_output
-from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss
 
 G = torch.Generator().manual_seed(0)
 VALUES = torch.randn(200, 3, generator=G) * torch.tensor([1.0, 5.0, 0.2]) + 4

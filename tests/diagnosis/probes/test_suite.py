@@ -3,8 +3,6 @@
 import pytest
 
 from hookcb import Diagnose
-from hookcb.diagnosis.probes.head import observe_output
-from hookcb.diagnosis.probes.loss_graph import LossGraph
 from hookcb.diagnosis.probes.suite import Probes
 from tests.support import fit, make_learner
 
@@ -37,10 +35,3 @@ def test_a_part_that_fails_is_a_note_and_the_training_goes_on(part, monkeypatch)
     assert learn.recorder.losses == plain.recorder.losses
     notes = [line for line in learn.diagnose().looked if "a probe is broken" in line]
     assert len(notes) == 1  # however often it failed
-
-
-def test_a_loss_without_a_graph_says_what_to_do():
-    (observation,) = observe_output(LossGraph(), None, None, (), "head", 3)
-    assert (observation.code, observation.step) == ("loss.detached", 3)
-    assert observation.causes
-    assert observation.next_steps

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from hookcb.diagnosis.advice import MIN_FACTOR, multiplier
 from hookcb.diagnosis.fault import Fault, Result, Site, fault, findings_of
 from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.rules import (
     LATEST,
     LEARNED,
@@ -49,7 +50,10 @@ class SmallUpdates(Fault):
     Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
     """
 
-    uses = (Curves,)
+    uses = (
+        Loss,
+        Curves,
+    )
     severity = "warning"
 
     def findings(self, run: Run) -> Iterator[Result]:
@@ -65,7 +69,7 @@ class SmallUpdates(Fault):
         if size >= limit or left < LEARNED:
             yield Passed(f"learning rate too low (update ratio {size:.1e})", size, limit)
             return
-        if run.first_loss < TRAINED * run.constant:
+        if run.first_loss < TRAINED * run.measured(Loss).constant:
             yield Skipped("the model was trained before, and may have little left to learn")
             return
         causes, advice = _why_small(run, size)

@@ -6,6 +6,7 @@ from hookcb.diagnosis.faults.model.activation_scale import ActivationScale
 from hookcb.diagnosis.faults.model.collapsed_activations import CollapsedActivations
 from hookcb.diagnosis.faults.model.saturated_units import SaturatedUnits
 from hookcb.diagnosis.measurements.inputs import Inputs
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series, Skipped
 from tests.diagnosis.checks.support import measured
 
@@ -178,7 +179,8 @@ def test_outputs_that_are_constant_in_places_are_no_finding(given):
 @pytest.mark.parametrize(("constant", "severity"), [(1.0, "warning"), (2.0, "info")])
 def test_a_spread_lost_layer_by_layer_is_a_warning_if_nothing_is_learned(constant, severity):
     given = collapse(1.0, 1e-2, 1e-4, 1e-6 / 2, 1e-8)
-    given.loss, given.constant = series([1.0] * 60, every=1), constant
+    given.loss = series([1.0] * 60, every=1)
+    measured(given, Loss, constant=constant)
     assert only(CollapsedActivations, given).severity == severity
 
 

@@ -1,4 +1,4 @@
-"""Heads: which operation limits the output, and whether it suits the loss and the targets."""
+"""The output beside its targets: which operation limits it, and whether it suits the loss and them."""
 
 import math
 import warnings
@@ -9,8 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, diagnose, watch
-from hookcb.diagnosis.probes.head import observe_activation, read_head, stuck_share
-from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss
+from hookcb.diagnosis.faults.head.activation import HeadActivation
+from hookcb.diagnosis.faults.head.range import read_head
+from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.loss_graph import LossGraph, read_loss
+from hookcb.diagnosis.measurements.output import Output
+from hookcb.diagnosis.run import Run
 
 INF = math.inf
 BCE = F.binary_cross_entropy_with_logits
@@ -302,12 +306,27 @@ def test_under_watch_a_reported_loss_gives_its_targets():
     assert w.diagnose().primary.layer == "3"
 
 
+class Loop:
+    """A loop whose first loss has this graph."""
+
+    loss_node, pred, train_iter = None, (), 2
+
+
+def told_of(graph):
+    """What is seen of a loss with this graph, after a layer named head.act."""
+    run = Run(loop=Loop())
+    run.measured(Loss).graph, run.measured(Output).layer = graph, "head.act"
+    fault = HeadActivation()
+    fault.on_first_graph(run)
+    return fault.seen
+
+
 @pytest.mark.parametrize("head", ["Softmax", "Sigmoid", "Relu"])
 @pytest.mark.parametrize("applies", ["softmax", "sigmoid"])
 def test_an_activation_before_a_loss_that_applies_its_own_is_named(head, applies):
-    (found,) = observe_activation(LossGraph("cross-entropy", True, 1.0, applies, head), "head.act", 2)
+    (found,) = told_of(LossGraph("cross-entropy", True, 1.0, applies, head))
     assert (found.code, found.layer, found.step) == ("head.activation", "head.act", 2)
-    assert {"Softmax": "softmax", "Sigmoid": "sigmoid", "Relu": "ReLU"}[head] in found.text
+    assert {"Softmax": "softmax", "Sigmoid": "sigmoid", "Relu": "ReLU"}[head] in found.message
 
 
 @pytest.mark.parametrize(("head", "layer"), [((), ""), ((nn.Softmax(-1),), "3")])
@@ -323,7 +342,7 @@ def test_a_softmax_after_the_model_is_not_said_to_be_a_layer_of_it(head, layer):
 
 def test_probabilities_for_nll_are_named():
     graph = read_loss(F.nll_loss(scores().softmax(-1), torch.zeros(8, dtype=torch.long)).grad_fn)
-    (found,) = observe_activation(graph, "", 0)
+    (found,) = told_of(graph)
     assert "log_softmax" in found.next_steps[0]
 
 
@@ -339,25 +358,7 @@ def test_probabilities_for_nll_are_named():
     ],
 )
 def test_a_head_that_fits_its_loss_is_no_finding(graph):
-    assert list(observe_activation(graph, "act", 0)) == []
-
-
-@pytest.mark.parametrize("loss", [F.mse_loss, squares])
-def test_the_share_of_the_error_from_outputs_that_a_relu_holds_at_0(loss):
-    layer = torch.tensor([[1.0], [-1.0]], requires_grad=True)
-    out, y = F.relu(torch.eye(2) @ layer), torch.tensor([[2.0], [3.0]])
-    node = loss(out, y).grad_fn
-    assert stuck_share(read_loss(node), node, out, (y,)).item() == pytest.approx(9 / 10)
-    assert stuck_share(read_loss(node), node, out, (-y,)).item() == pytest.approx(
-        0.9 if loss is F.mse_loss else 0  # torch's loss has saved its own targets
-    )
-
-
-def test_it_is_unknown_for_other_heads_and_losses():
-    out, y = F.relu(scores(1)), torch.ones(8, 1)
-    for head, loss in ((out, F.l1_loss), (scores(1), F.mse_loss), (scores(1).sigmoid(), F.mse_loss)):
-        node = loss(head, y).grad_fn
-        assert stuck_share(read_loss(node), node, head, (y,)) is None
+    assert not told_of(graph)
 
 
 def test_a_head_that_is_dead_is_named_before_training():

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, watch
-from hookcb.diagnosis.probes.class_axis import class_scores, observe_class_axis
+from hookcb.diagnosis.faults.head.axis import ClassAxis, class_scores
+from hookcb.diagnosis.run import Run
 
 N, C, H, W, T = 4, 6, 8, 10, 7
 
@@ -66,27 +67,36 @@ WRONG = {
 }
 
 
+class Loop:
+    """A loop with this loss."""
+
+    def __init__(self, loss):
+        self.loss_node = loss.grad_fn
+
+
+def told_of(loss):
+    fault = ClassAxis()
+    fault.on_first_graph(Run(loop=Loop(loss)))
+    assert fault.is_known
+    return fault.seen
+
+
 @pytest.mark.parametrize("loss", RIGHT.values(), ids=RIGHT)
 def test_classes_on_their_own_axis_are_no_finding(loss):
-    scores = class_scores(loss().grad_fn)
-    assert scores is not None
-    assert list(observe_class_axis(scores)) == []
+    assert told_of(loss()) == []
 
 
 @pytest.mark.parametrize("loss", WRONG.values(), ids=WRONG)
 def test_a_reshape_that_cuts_across_the_classes_is_found(loss):
-    scores = class_scores(loss().grad_fn)
-    assert scores is not None
-    (found,) = observe_class_axis(scores)
+    (found,) = told_of(loss())
     assert found.code == "head.axis"
-    assert "6 classes on dimension 1" in found.text
+    assert "6 classes on dimension 1" in found.message
     assert "permute" in found.next_steps[0]
 
 
 def test_a_log_softmax_over_the_samples_is_found():
-    scores = class_scores(F.nll_loss(F.log_softmax(rows(), 0), classes(N)).grad_fn)
-    (found,) = observe_class_axis(scores)
-    assert f"log_softmax runs over dimension 0 of a {N}×{C} output" in found.text
+    (found,) = told_of(F.nll_loss(F.log_softmax(rows(), 0), classes(N)))
+    assert f"log_softmax runs over dimension 0 of a {N}×{C} output" in found.message
     assert "dim=1" in found.next_steps[0]
 
 
@@ -105,7 +115,7 @@ def test_what_is_not_only_moved_is_unknown(loss):
 
 
 def test_too_many_scores_are_not_followed(monkeypatch):
-    monkeypatch.setattr("hookcb.diagnosis.probes.class_axis.MAX_ELEMENTS", N * C - 1)
+    monkeypatch.setattr("hookcb.diagnosis.faults.head.axis.MAX_ELEMENTS", N * C - 1)
     assert class_scores(RIGHT["rows"]().grad_fn) is None
 
 

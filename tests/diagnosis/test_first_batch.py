@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from hookcb.diagnosis.probes.first_batch import first_batch, preserve_loader, why_not_readable
+from hookcb.diagnosis.first_batch import first_batch, preserve_loader, why_not_readable
 
 X = torch.arange(12.0)[:, None]
 

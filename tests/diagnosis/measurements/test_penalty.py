@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.probes.penalty import penalty_of
+from hookcb.diagnosis.measurements.penalty import penalty_of
 
 G = torch.Generator().manual_seed(0)
 X, Y = torch.randn(16, 5, generator=G), torch.randint(3, (16,), generator=G)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from hookcb.core import graph
-from hookcb.diagnosis.probes.loss_terms import read_terms
+from hookcb.diagnosis.measurements.loss_terms import read_terms
 
 N, C = 6, 3
 G = torch.Generator().manual_seed(0)

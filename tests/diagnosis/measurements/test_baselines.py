@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hookcb.diagnosis.probes.entropy import losses_of_bits, losses_of_classes
-from hookcb.diagnosis.probes.loss_graph import LossGraph
+from hookcb.diagnosis.measurements.baselines import losses_of_bits, losses_of_classes
+from hookcb.diagnosis.measurements.loss_graph import LossGraph
 
 LABELS = [torch.tensor([0, 0, 1, 2]), torch.tensor([0, 1, 1, 1])]
 SOFT = [F.one_hot(y, 3) * 0.7 + 0.1 for y in LABELS]

@@ -1,4 +1,4 @@
-"""Cross-entropy of the best constant prediction, and of a perfect one, for given labels."""
+"""Losses of the best constant prediction, and of a perfect one, for given labels."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hookcb.diagnosis.probes.loss_graph import LossGraph
+from hookcb.diagnosis.measurements.loss_graph import LossGraph
 
 
 class Losses(NamedTuple):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, Learner, watch
-from hookcb.diagnosis.probes.recovered import recovered_target
+from hookcb.diagnosis.measurements.recovered import recovered_target
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 CLASSES, BITS, VALUES = (

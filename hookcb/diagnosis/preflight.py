@@ -14,21 +14,20 @@ from hookcb.core.batch import split_batch
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.core.restore import preserve_state
-from hookcb.diagnosis.fault import FAULTS, Fault
+from hookcb.diagnosis.fault import FAULTS, Fault, parts_for
 from hookcb.diagnosis.faults.labels.scaled import ScaledLabels
 from hookcb.diagnosis.faults.model.extreme_dropout import ExtremeDropout
 from hookcb.diagnosis.faults.model.symmetric import Symmetric
 from hookcb.diagnosis.faults.steps.duplicated import Duplicated
+from hookcb.diagnosis.first_batch import first_batch, preserve_loader, why_not_readable
 from hookcb.diagnosis.measurements.inputs import Inputs
-from hookcb.diagnosis.measurements.loss import guess_of
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.origin import Found, Origin, find_origin
+from hookcb.diagnosis.measurements.output import Output
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
-from hookcb.diagnosis.probes.first_batch import first_batch, preserve_loader, why_not_readable
-from hookcb.diagnosis.probes.head import is_comparison_known, observe_output
 from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
-from hookcb.diagnosis.probes.loss_graph import read_loss
 from hookcb.diagnosis.probes.model import observe_model
 from hookcb.diagnosis.run import Run, Series
 from hookcb.hooks.hook import Hook
@@ -36,6 +35,10 @@ from hookcb.hooks.modules import device_of, has_uninitialized, is_leaf, named_mo
 from hookcb.nans.replay import BatchStarts, as_at_start
 
 SOURCES = ("batch", "model", "graph")
+OF_LOSS = (  # faults that the graph of the loss shows at any time
+    *("head.activation", "head.degenerate", "head.range", "label.range", "label.broadcast"),
+    *("loss.detached", "loss.of_values"),
+)
 BEFORE_LOSS = (Event.BEFORE_BATCH, Event.AFTER_PRED)  # a callback may change the loss's input there
 
 
@@ -99,7 +102,7 @@ def _inspect(evidence: Run, learn: Any) -> None:
     evidence.sources |= found.sources
     evidence.missing |= found.missing
     evidence.observed |= found.observed
-    evidence.loss_kind, evidence.loss_kinds, evidence.guess = found.loss_kind, found.loss_kinds, found.guess
+    found.measured(Loss).validation = evidence.measured(Loss).validation
     evidence.parts |= found.parts
     evidence.notes.append("one more batch after the training")
 
@@ -143,10 +146,15 @@ def _observe_batch(found: Run, learn: Any, step: int) -> None:
 
 
 def _observe_loss(found: Run, learn: Any, last: str) -> None:
-    graph = read_loss(learn.loss.grad_fn)
-    found.guess = guess_of(graph, learn.pred, learn.yb)
-    found.loss_kind, found.loss_kinds = graph.sure_kind, graph.kinds
-    found.observations += observe_output(graph, learn.loss.grad_fn, learn.pred, learn.yb, last, 0)
+    for part in map(found.measured, parts_for(FAULTS[code] for code in OF_LOSS)):
+        if hasattr(part, "on_first_graph"):
+            part.on_first_graph(found)
+        if isinstance(part, Output):
+            part.layer = last
+        if isinstance(part, Fault):
+            part.seen = [replace(x, step=None, last_step=None) for x in part.seen]
+    found.measured(Output).on_loss(found)
+    found.measured(Loss).tell(found)
     if not math.isnan(share := dropped_share(learn.loss.grad_fn)):
         found.observed.add("input of the loss")
         found.observations += observe_dropout(share, last, 0)
@@ -158,14 +166,6 @@ def _observe_loss(found: Run, learn: Any, last: str) -> None:
     if (links := linear_links(learn.loss.grad_fn)) is not None:
         found.observed.add("path from layer to layer")
         found.observations += observe_linear_links(links, learn.model)
-    is_known = is_comparison_known(graph, learn.loss.grad_fn, learn.pred, learn.yb)
-    found.observed |= {"output beside its targets"} if is_known else set()
-    found.observed |= {"penalty"} if graph.has_penalty else set()
-    found.observed |= set() if graph.hidden_by else {"graph"}
-    if graph.why_hidden:
-        found.missing["graph"] = graph.why_hidden
-    else:
-        found.sources.add("graph")
 
 
 def _is_finite(learn: Any) -> bool:

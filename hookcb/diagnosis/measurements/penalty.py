@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hookcb.core import graph
-from hookcb.diagnosis.probes.loss_graph import main_term
-from hookcb.diagnosis.probes.loss_terms import Term, read_terms
+from hookcb.diagnosis.measurements.loss_graph import main_term
+from hookcb.diagnosis.measurements.loss_terms import Term, read_terms
 
 
 def penalty_of(loss: Tensor) -> Tensor | None:

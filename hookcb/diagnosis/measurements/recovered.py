@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hookcb.core import graph
 from hookcb.core.batch import parts
-from hookcb.diagnosis.probes.loss_graph import main_term
-from hookcb.diagnosis.probes.loss_terms import read_terms
+from hookcb.diagnosis.measurements.loss_graph import main_term
+from hookcb.diagnosis.measurements.loss_terms import read_terms
 
 MAX_ERROR = 1e-3  # of the loss that the recovered targets give; rounding to float32 stays below 1e-4
 

@@ -1,4 +1,4 @@
-"""Observes whether the axis over which a loss takes the softmax is that of the classes."""
+"""head.axis: a cross-entropy over another axis than that of the classes."""
 
 import math
 from collections.abc import Iterator
@@ -9,9 +9,10 @@ from torch import Tensor
 
 from hookcb.core import graph
 from hookcb.core.torch_private import input_shape, saved
-from hookcb.diagnosis.probes.loss_graph import main_term
-from hookcb.diagnosis.probes.loss_terms import read_terms
-from hookcb.diagnosis.run import Observation
+from hookcb.diagnosis.fault import EVERYTHING, Fault, Result, Site, fault
+from hookcb.diagnosis.measurements.loss_graph import main_term
+from hookcb.diagnosis.measurements.loss_terms import read_terms
+from hookcb.diagnosis.run import Run
 
 FEATURES = {"Convolution": 1, "Addmm": -1, "Mm": -1, "Linear": -1}  # axis of the features by layer
 MAX_ELEMENTS = 4_000_000  # of the scores that are followed
@@ -33,6 +34,62 @@ class ClassScores(NamedTuple):
     is_direct: bool
 
 
+@fault(
+    "head.axis",
+    headline="The softmax runs over the wrong axis",
+    site=Site.LOSS,
+    needs=("batch", "graph"),
+    leads_to=EVERYTHING,
+    exact=True,
+)
+class ClassAxis(Fault):
+    """A cross-entropy over another axis than that of the classes, as after a view in place of a permute.
+
+    Exact: which output of the last layer is at each place of the tensor that the softmax before the loss
+    gets, followed through views, permutes and slices of the first graph. Along the axis of the classes it
+    must be the same outputs at all positions. Or a log_softmax over another axis than torch's loss takes.
+    Tensors of up to 4 million scores are followed; an axis of positions, as of a softmax over an image, is
+    not meant.
+
+    Source: torch.nn.CrossEntropyLoss, "Shape"; torch.Tensor.view, which keeps the order of the elements.
+    """
+
+    passed = "classes on another axis"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_known = False
+
+    def on_first_graph(self, run: Run) -> None:
+        if (scores := class_scores(run.loop.loss_node)) is None:
+            return
+        self.is_known = True
+        shape, axis = tuple(scores.features.shape), scores.axis
+        classes = min(1, len(shape) - 1)  # of torch's losses
+        if scores.is_direct and axis != classes:
+            text, cause, next_step = (
+                f"log_softmax runs over dimension {axis} of a {_size(shape)} output, but the loss takes the "
+                f"{shape[classes]} classes on dimension {classes}.",
+                "a wrong dim, as in nn.LogSoftmax(dim=0), which normalizes over the samples",
+                f"Use dim={classes}, or pass the raw scores to F.cross_entropy",
+            )
+        elif _is_mixed(scores):
+            text, cause, next_step = (
+                f"The loss takes {shape[axis]} classes on dimension {axis} of a {_size(shape)} tensor, but "
+                "there the outputs of the last layer at different positions are mixed: a reshape has cut "
+                "across them.",
+                "view or reshape in place of permute or transpose before the loss",
+                "Move the axis of the classes with permute or transpose, and reshape only then",
+            )
+        else:
+            return
+        self.see(text, value=1.0, causes=(cause,), next_steps=(next_step,))
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        unless = "" if self.is_known else "too little was seen of the axis of the classes"
+        yield from self.told(run, self.seen, unless)
+
+
 def class_scores(node: Any) -> ClassScores | None:
     """The scores of a loss, None if it is another one, or if they could not be followed.
 
@@ -49,30 +106,6 @@ def class_scores(node: Any) -> ClassScores | None:
         return None
     axis = saved(softmax, "dim", 1) % max(1, len(input_shape(softmax)))
     return ClassScores(*found, axis, softmax is given)
-
-
-def observe_class_axis(scores: ClassScores) -> Iterator[Observation]:
-    """A softmax before the loss over another axis than that of the classes."""
-    shape, axis = tuple(scores.features.shape), scores.axis
-    classes = min(1, len(shape) - 1)  # of torch's losses
-    if scores.is_direct and axis != classes:
-        yield _observation(
-            f"log_softmax runs over dimension {axis} of a {_size(shape)} output, but the loss takes the "
-            f"{shape[classes]} classes on dimension {classes}.",
-            "a wrong dim, as in nn.LogSoftmax(dim=0), which normalizes over the samples",
-            f"Use dim={classes}, or pass the raw scores to F.cross_entropy",
-        )
-    elif _is_mixed(scores):
-        yield _observation(
-            f"The loss takes {shape[axis]} classes on dimension {axis} of a {_size(shape)} tensor, but there "
-            "the outputs of the last layer at different positions are mixed: a reshape has cut across them.",
-            "view or reshape in place of permute or transpose before the loss",
-            "Move the axis of the classes with permute or transpose, and reshape only then",
-        )
-
-
-def _observation(text: str, cause: str, next_step: str) -> Observation:
-    return Observation("head.axis", value=1.0, text=text, causes=(cause,), next_steps=(next_step,))
 
 
 def _size(shape: tuple[int, ...]) -> str:

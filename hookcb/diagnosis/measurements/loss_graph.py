@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from hookcb.core import graph
-from hookcb.diagnosis.probes.loss_terms import MAX_NODES, Term, read_terms
+from hookcb.diagnosis.measurements.loss_terms import MAX_NODES, Term, read_terms
 
 MAX_OPERATIONS = 1_000  # that are counted
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.probes.loss_graph import LossGraph, n_between, read_loss
+from hookcb.diagnosis.measurements.loss_graph import LossGraph, n_between, read_loss
 
 N, C, T = 6, 5, 3
 PLAIN = {"is_pure": True, "scale": 1.0}

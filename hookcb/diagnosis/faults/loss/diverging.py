@@ -1,0 +1,154 @@
+"""loss.diverging: a loss that has risen and stays high."""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+from hookcb.diagnosis.advice import lower_rate
+from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.rules import (
+    LATEST,
+    MAX_FIRST_UPDATE,
+    MAX_RISE,
+    MIN_BATCHES,
+    finite,
+    first_update,
+    has_large_updates,
+    median,
+    spread,
+    trailing,
+    weights,
+)
+from hookcb.diagnosis.run import Passed, Run, Series, Skipped
+
+MAX_RISE_UNKNOWN = 4.0  # like MAX_RISE, for a loss that may be one side of a game
+SOLVED = 0.01  # share of the loss of guessing below which a loss does not diverge
+NOISE = 3.0  # standard deviations of the losses of single batches
+MAX_OF_MINIMUM, MIN_SMOOTHED = 2.0, 20  # times the smallest moving average; number of averages
+INFLATED = 5.0  # times the first batch: the first ten already diverge
+
+
+@fault(
+    "loss.diverging",
+    headline="The loss rises and stays high",
+    site=Site.RUN,
+    needs=("loss",),
+    leads_to=("nonfinite.*",),
+    shown_by="run.loss",
+    draws_limit=True,
+)
+class DivergingLoss(Fault):
+    """A loss that is higher than at the beginning and stays there.
+
+    Formula: the moving average is above the beginning by 50 % of its size, above twice its minimum if that
+    is positive, and above a hundredth of the loss of guessing, as what is solved has only rounding to rise
+    by; for the last 50 batches, or the last third of a shorter run of 20 or more, unless by LBFGS. If the
+    kind of the loss is not known, or over fewer than 50 batches, by 400 %: one side of a game (a GAN's
+    generator) rises as the other learns. Over fewer than 50 also by three standard deviations of the noise
+    between batches, as one batch may have a small loss by chance. A loss of unknown kind is an error only if
+    five of eight steps change a weight by more than 0.05 of its size, or one before the rise by 0.2, or if
+    LBFGS trains the model, whose steps are not seen; else it is a note, as a part of it may have growing
+    targets. Squared and Huber errors are not reported if, since the rise, or in the last inspected batch
+    before it, the RMS of the outputs exceeds that of the errors by more than the RMS of the first outputs
+    plus that of the first errors. By the triangle inequality the targets have then grown, as values in
+    reinforcement learning do.
+
+    Source: Ben Braiek & Khomh, "Testing Feedforward Neural Networks Training Programs", 2023, who look for a
+    loss that rises repeatedly; the limits are ours.
+    """
+
+    uses = (Curves, Loss)
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        smooth, first, known = run.smooth_loss(), _beginning(run), run.measured(Loss)
+        if len(smooth) < MIN_SMOOTHED or not math.isfinite(first):
+            yield Skipped(f"fewer than {MIN_SMOOTHED} batches with a finite loss")
+            return
+        if first == 0 and math.isnan(known.guess):
+            yield Skipped("the loss began at 0, so that its rise cannot be compared with anything")
+            return
+        lowest = min(smooth.values)
+        is_sure = known.kind and len(smooth) >= MIN_BATCHES
+        limit = first + (MAX_RISE if is_sure else MAX_RISE_UNKNOWN) * abs(first)
+        limit = max(limit, MAX_OF_MINIMUM * lowest) if lowest > 0 else limit
+        limit = limit if math.isnan(known.guess) else max(limit, SOLVED * known.guess)
+        span = trailing(smooth, lambda x: x > limit, 1)
+        last = smooth.values[-1]
+        if span is not None and len(smooth) < MIN_BATCHES and _may_be_chance(run.loss, first):
+            yield Skipped(f"fewer than {MIN_BATCHES} batches, with losses that vary too much between them")
+            return
+        # LBFGS tries points that it leaves at once
+        least = MIN_BATCHES if run.is_by_closure else min(MIN_BATCHES, len(smooth) // 3)
+        if span is None or span.n < least:
+            yield Passed(f"diverging loss (at {last:.3g}, from {first:.3g})", last, limit)
+            return
+        if _has_growing_targets(run, span.first):
+            yield Passed(f"diverging loss (at {last:.3g}, from {first:.3g}, as its targets have grown)")
+            return
+        yield self.finding(
+            f"The loss has risen from {first:.3g} to {last:.3g} and has stayed above the limit of "
+            f"{limit:.3g} for {span.n:,} batches.",
+            "error" if known.kind or run.is_by_closure or _has_large_steps(run) else "info",
+            when=span,
+            value=last,
+            limit=limit,
+            causes=("the learning rate is too high", "a loss with the wrong sign", "growing targets"),
+            next_steps=(
+                *(lower_rate(run) or (run.advise("rate"),)),
+                "Look for a minus sign in the loss, and check whether its targets grow",
+            ),
+        )
+
+
+def _may_be_chance(loss: Series, first: float) -> bool:
+    """Whether `first` may be below the median of later losses because losses of batches vary.
+
+    The noise of a loss above 0 is that of its logarithm; it is read from differences, which a trend shifts.
+    """
+    later = finite(loss.values[1:])
+    is_positive = first > 0 and min(later) > 0
+    values = [math.log(x) for x in later] if is_positive else later
+    noise = spread(b - a for a, b in pairwise(values))[1] / math.sqrt(2)
+    return median(values) - (math.log(first) if is_positive else first) < NOISE * noise
+
+
+def _has_large_steps(run: Run) -> bool:
+    """Whether steps change a weight so much that they may be why the loss rises."""
+    # a large first step may leave nothing that moves any more
+    return any(map(has_large_updates, weights(run))) or first_update(run) > MAX_FIRST_UPDATE
+
+
+def _has_growing_targets(run: Run, since: int) -> bool:
+    """Whether outputs from step `since` on are larger than the errors and the first targets explain.
+
+    If no output was inspected since then, the last one before counts.
+    """
+    kind = run.measured(Loss).kind
+    outputs = max(run.layers.values(), key=lambda layer: layer.place, default=None)
+    if kind not in ("mse", "mae", "huber") or outputs is None:
+        return False
+    losses, means = dict(run.loss), dict(outputs.series("mean"))
+    records = [
+        (step, math.sqrt(_squared(losses[step], kind)), math.hypot(std, means[step]))
+        for step, std in outputs.series("std")
+        if step in losses and step in means
+    ]
+    first_targets = median([error + size for _, error, size in records[:LATEST]])
+    later = [record for record in records[LATEST:] if record[0] >= since] or records[
+        -1:
+    ]  # none was seen since
+    return median([size - error for _, error, size in later]) > first_targets
+
+
+def _squared(loss: float, kind: str) -> float:
+    """Squared error behind a loss; a Huber loss is half of it, and linear for errors above 1."""
+    return loss if kind == "mse" else max(2 * loss, (loss + 0.5) ** 2 if loss > 0.5 else 0.0)
+
+
+def _beginning(run: Run) -> float:
+    """Mean of the first ten losses; the first one if the ten already diverge or are not finite."""
+    first, start = run.first_loss, run.loss.values[0] if len(run.loss) else math.nan
+    is_inflated = not math.isfinite(first) or first > start + (INFLATED - 1) * abs(start)
+    return start if is_inflated else first
