@@ -6,8 +6,9 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from hookcb.diagnosis.probes.retained_graphs import EVERY, KEY, N_TRACKED, RetainedGraphs
 from torch import nn
+
+from hookcb.diagnosis.probes.retained_graphs import EVERY, KEY, N_TRACKED, RetainedGraphs
 
 X, Y = torch.ones(4, 3), torch.zeros(4, 2)
 
