@@ -68,9 +68,11 @@ class Part:
         cadence: the batches in which it is called: `EVERY`, `LOOKS`, or a number of steps.
         uses: measurements that it depends on, which are called before it.
         done: whether it has seen enough, and is called no more.
+        failure: the first error outside of these methods, as in a hook of its own.
     """
 
     cadence: float = LOOKS
+    failure: Exception | None = None
     uses: ClassVar[tuple[type["Measurement"], ...]] = ()
     done = False
 

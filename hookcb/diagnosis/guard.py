@@ -18,7 +18,6 @@ COSTS: Mapping[str, tuple[str, ...]] = {
     "class_axis": ("head.axis",),
     "cleared": ("param.not_stepped",),
     "columns": ("input.scale",),
-    "dropout": ("dropout.scores",),
     "error": ("label.out_of_range", "label.form"),
     "events": ("batches", "batch", "steps"),
     "first_param": ("nonfinite.first", "accum.divisor", "param.not_stepped"),
@@ -37,10 +36,6 @@ COSTS: Mapping[str, tuple[str, ...]] = {
     "motion": ("param.not_stepped", "param.restored", "param.not_in_optimizer", "init.symmetric"),
     "norms": ("mode.mismatch",),
     "notes": ("batches", "loss", "time"),
-    "ops": (
-        *("attn.collapse", "mask.blind", "wd.norms", "dropout.in_eval", "time.layer", "layer.batch_first"),
-        *OF_TOKENS,
-    ),
     "optimizers": ("param.duplicated", "param.frozen"),
     "origin": ("nonfinite.first",),
     "output": (

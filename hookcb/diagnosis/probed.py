@@ -5,23 +5,16 @@ from typing import Any
 
 from hookcb.core.optim import is_adaptive
 from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.operations import Operations
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
-from hookcb.diagnosis.probes.attention import MIN_BATCHES, observe_attention, observe_blind
 from hookcb.diagnosis.probes.batch import observe_inputs
-from hookcb.diagnosis.probes.dropout import observe_dropout_in_eval
 from hookcb.diagnosis.probes.samples import BatchHash, has_epochs, observe_order
 from hookcb.diagnosis.probes.suite import Probes
 from hookcb.diagnosis.probes.tokens import observe_tokens
 from hookcb.diagnosis.run import Observation, Run, Series
 
 Add = Callable[[Probes, Run], object]
-TOKENS = (  # in `Run.observed`
-    "indices of embeddings",
-    "tokens that are targets",
-    "masks of the tokens",
-    "padding of the tokens",
-)
 
 
 def add_probed(probes: Probes, evidence: Run) -> None:
@@ -122,14 +115,12 @@ PARTS: Mapping[str, Add] = {  # what adds to an evidence, by the part that it re
 
 def _late_observed(probes: Probes) -> Iterator[tuple[str, str, Callable[[], object]]]:
     """Part of `Run.observed` that depends on numbers on the device, or on enough of them, by probe."""
-    graph, tokens, ops = probes.graph, probes.tokens, probes.ops
+    graph, tokens = probes.graph, probes.tokens
     yield "graph", "graph", lambda: graph is not None and not graph.hidden_by
     yield "penalty", "penalty", lambda: graph is not None and graph.has_penalty
     yield "targets", "targets", lambda: probes.run.measured(Targets).is_known
     known = probes.run.measured(Targets).classes
     yield "targets", "labels of a classifier", lambda: known(probes.graph_of_one) is not None
-    yield "ops", "attention", lambda: any(len(shares) >= MIN_BATCHES for shares in ops.shares.values())
-    yield "ops", "calls in eval mode", lambda: ops.has_evaluated
     yield "tokens", "indices of embeddings", lambda: tokens.has_indices
     yield "tables", "sums in the graph", lambda: probes.tables.is_known
     yield "tokens", "tokens beside targets", lambda: tokens.has_compared
@@ -143,15 +134,6 @@ def _late_observed(probes: Probes) -> Iterator[tuple[str, str, Callable[[], obje
     yield "hashes", "order of two epochs", lambda: has_epochs(_epochs_hashed(probes))
     yield "sequences", "order of samples and steps", lambda: probes.sequences.has_compared
     yield "outside", "graph of the output", lambda: probes.outside.is_known(probes.n_steps)
-
-
-def _tell_attention(probes: Probes, evidence: Run) -> None:
-    if probes.ops.is_left_out:
-        compiled = "the model is compiled, which hides its attention and embeddings"
-        evidence.missing |= dict.fromkeys(("attention", *TOKENS), compiled)
-    elif probes.ops.has_looked and not probes.ops.shares:
-        evidence.absent["attention"] = "the model has no attention operations"
-        evidence.missing["masks of the tokens"] = "no attention was seen, so masks were not checked"
 
 
 def _tell_accumulation(probes: Probes, evidence: Run) -> None:
@@ -173,8 +155,8 @@ def _tell_outside(probes: Probes, evidence: Run) -> None:
 def _tell_tokens(probes: Probes, evidence: Run) -> None:
     """Adds reasons why the tokens of a language model are not checked."""
     tokens = probes.tokens
-    has_looked = not probes.guard.has_failed("ops") and probes.ops.has_looked
-    if has_looked and not tokens.has_embeddings:
+    operations = probes.run.measured(Operations)
+    if operations.has_looked and operations.failure is None and not tokens.has_embeddings:
         no_embedding = "the model has no embedding"
         evidence.absent |= {"embeddings": no_embedding, "tokens": no_embedding}
     elif not tokens.is_open and not tokens.relations():
@@ -185,7 +167,6 @@ def _tell_tokens(probes: Probes, evidence: Run) -> None:
 
 
 REASONS: Mapping[str, Add] = {  # likewise, reasons why something was not seen, unless the part has failed
-    "ops": _tell_attention,
     "added": _tell_accumulation,
     "outside": _tell_outside,
     "tokens": _tell_tokens,
@@ -195,9 +176,6 @@ REASONS: Mapping[str, Add] = {  # likewise, reasons why something was not seen, 
 def _late_observations(probes: Probes) -> Iterator[tuple[str, Callable[[], Iterable[Observation]]]]:
     """Observations that are made at the end, by part."""
     yield "norms", lambda: probes.norms.observations(probes.n_batches)
-    yield "ops", lambda: observe_attention(probes.ops.shares)
-    yield "ops", lambda: observe_blind(probes.ops.blind)
-    yield "ops", lambda: observe_dropout_in_eval(probes.ops.dropping, probes.ops.n_alike())
     yield "tables", lambda: probes.tables.observations()
     yield "tokens", lambda: probes.tokens.observe_indices()
     tokens = probes.tokens.relations

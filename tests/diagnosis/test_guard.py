@@ -36,21 +36,21 @@ def test_each_check_of_what_a_probe_observes_is_a_cost():
 
 def test_a_part_that_has_failed_is_told_once_and_not_called_again():
     own = Guard()
-    assert own.call("dead", fails) is None
-    assert own.call("dead", lambda: 1) is None
-    assert own.always("dead", lambda: 1) == 1
+    assert own.call("class_axis", fails) is None
+    assert own.call("class_axis", lambda: 1) is None
+    assert own.always("class_axis", lambda: 1) == 1
     assert own.call("stale", lambda: 1) == 1
-    own.always("dead", fails)
+    own.always("class_axis", fails)
     (note,) = own.notes
     assert "was ended by KeyError('odd'), which was raised in fails, test_guard" in note
-    assert own.partial == {"unit.dead": note}
+    assert own.partial == {"head.axis": note}
 
 
 def test_a_part_that_cannot_be_made_is_used_in_calls_only():
     own = Guard()
-    made = own.made("dead", fails)
-    assert own.call("dead", made.read_gradients, 3) is None
-    assert own.call("dead", lambda: made.n_examples < 3) is None
+    made = own.made("class_axis", fails)
+    assert own.call("class_axis", made.read_gradients, 3) is None
+    assert own.call("class_axis", lambda: made.n_examples < 3) is None
     assert len(own.notes) == 1
 
 

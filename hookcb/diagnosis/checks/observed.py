@@ -254,27 +254,6 @@ _row("dropout.extreme", Site.MODULES, ("model",),
     Source: Srivastava et al., "Dropout", 2014, who drop 0.5 of the hidden units and 0.2 of the inputs.
     """)  # fmt: skip
 
-_row("dropout.scores", Site.LOSS, ("batch", "graph"), ("loss.*", "update.*", "head.range"), "warning",
-    "dropout before the loss", requires="input of the loss", doc="""
-    A dropout after the last layer, whose output the loss gets.
-
-    Exact: the node of the autograd graph before the loss, or before its softmax, sigmoid or ReLU: a dropout,
-    or a product with a mask of 0 and 1 / (1 - p).
-
-    Source: Srivastava et al., "Dropout", 2014, who drop inputs and hidden units, not outputs.
-    """)  # fmt: skip
-
-_row("dropout.in_eval", Site.MODULES, ("batches",), (), "warning", "dropout in eval mode",
-    requires="calls in eval mode", doc="""
-    Dropout that stays on in eval mode, so that the same input gets another answer each time.
-
-    Exact: the first call in eval mode without gradients draws a mask of dropout. A note if three calls or
-    more with the same inputs follow each other without a training batch between them, as Monte Carlo dropout
-    makes on purpose.
-
-    Source: Gal & Ghahramani, "Dropout as a Bayesian Approximation", 2016, for dropout that is meant.
-    """)  # fmt: skip
-
 _row("model.linear_stack", Site.MODULES, ("model",), (), "info", "linear layers in a row",
     requires="path from layer to layer", doc="""
     Linear layers that follow one another without a nonlinearity: a note, as one layer could compute the same.
@@ -329,30 +308,12 @@ _row("mask.future", Site.MODULES, ("batches", "graph"), ("loss.*", "update.*", "
     whole sequence on purpose, to decode it again.
     """)  # fmt: skip
 
-_row("mask.blind", Site.MODULES, ("batches",), ("attn.*", "loss.*", "grad.*", "update.*", "act.*"), "warning",
-    "masks that hide all other positions", requires="attention", subject="attention", doc="""
-    Self-attention in which each position sees one position at most.
-
-    Exact: in three batches, all weights but one of each query are zero, and the key that is left is the same
-    in all samples and heads. Attention that is sharp because its scores are large differs between samples.
-    """)  # fmt: skip
-
 _row("label.padding", Site.INPUT, ("batches", "graph"), ("loss.*",), "warning", "padding among the targets",
     requires="padding of the tokens", subject="tokens", doc="""
     Targets that are padding, and count in the loss of a language model.
 
     Exact: share of the targets that are the embedding's `padding_idx` after another padding, in three
     batches; the loss is a mean cross-entropy without weights, with another `ignore_index`. Limit: 5 %.
-    """)  # fmt: skip
-
-_row("attn.collapse", Site.MODULES, ("batches",), ("grad.*", "loss.*", "update.too_small"), "warning",
-    "attention to a single position", requires="attention", subject="attention", exact=False, doc="""
-    Attention heads that attend to a single position.
-
-    Formula: mean entropy of the attention weights / ln T below 0.05 in more than half of the heads, in each
-    of at least three inspected batches; T ≥ 4 keys.
-
-    Source: Zhai et al., Stabilizing Transformer Training by Preventing Attention Entropy Collapse, 2023.
     """)  # fmt: skip
 
 _row("gate.shut", Site.MODULES, ("batches", "model"),

@@ -8,8 +8,8 @@ from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.dead_units import DeadUnits
 from hookcb.diagnosis.measurements.layer_rows import LayerRows
-from hookcb.diagnosis.measurements.layer_times import LayerTimes
 from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.operations import Operations
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.probed import add_probed
 from hookcb.diagnosis.probes.suite import Probes
@@ -21,7 +21,7 @@ class Legacy(Measurement):
     """Calls the probes that are not yet parts."""
 
     cadence = EVERY
-    uses = (Clock, Steps, Curves, LayerRows, LayerTimes, Loss, DeadUnits)
+    uses = (Clock, Steps, Curves, LayerRows, Loss, Operations, DeadUnits)
 
     def __init__(self) -> None:
         self.guard = Guard()
@@ -84,10 +84,6 @@ class Legacy(Measurement):
         for note in self.guard.notes:
             run.note(note)
         run.partial |= self.guard.partial
-
-    def close(self, run: Run) -> None:
-        if self.probes is not None:
-            self.probes.close()
 
     def freeze(self) -> None:
         self.probes = None

@@ -15,6 +15,7 @@ from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.fault import FAULTS
+from hookcb.diagnosis.faults.model.dropout_scores import ScoresDropout
 from hookcb.diagnosis.probes.batch import (
     column_squares,
     guess_of,
@@ -22,7 +23,6 @@ from hookcb.diagnosis.probes.batch import (
     observe_inputs,
     observe_scaled_labels,
 )
-from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.first_batch import first_batch, preserve_loader, why_not_readable
 from hookcb.diagnosis.probes.head import is_comparison_known, observe_output
 from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
@@ -97,6 +97,7 @@ def _inspect(evidence: Run, learn: Any) -> None:
     evidence.loss_kind, evidence.loss_kinds, evidence.guess = found.loss_kind, found.loss_kinds, found.guess
     evidence.input_std, evidence.input_rms = found.input_std, found.input_rms
     evidence.input_columns = found.input_columns
+    evidence.parts |= found.parts
     evidence.notes.append("one more batch after the training")
 
 
@@ -142,9 +143,7 @@ def _observe_loss(found: Run, learn: Any, last: str) -> None:
     found.guess = guess_of(graph, learn.pred, learn.yb)
     found.loss_kind, found.loss_kinds = graph.sure_kind, graph.kinds
     found.observations += observe_output(graph, learn.loss.grad_fn, learn.pred, learn.yb, last, 0)
-    if not math.isnan(share := dropped_share(learn.loss.grad_fn)):
-        found.observed.add("input of the loss")
-        found.observations += observe_dropout(share, last, 0)
+    found.measured(ScoresDropout).look(learn.loss.grad_fn, last, None)
     found.observations += observe_scaled_labels(learn.xb, learn.yb, 0)
     if (links := linear_links(learn.loss.grad_fn)) is not None:
         found.observed.add("path from layer to layer")

@@ -19,11 +19,10 @@ from hookcb.diagnosis.guard import Guard
 from hookcb.diagnosis.measurements.curves import Curve, Curves
 from hookcb.diagnosis.measurements.dead_units import MAX_DENSE, N_DENSE, DeadUnits
 from hookcb.diagnosis.measurements.layer_rows import MAX_RECORDS, LayerRows, float_output
-from hookcb.diagnosis.measurements.layer_times import LayerTimes
 from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.operations import MIN_BATCHES, Operations
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
-from hookcb.diagnosis.probes.attention import MIN_BATCHES, OpHooks
 from hookcb.diagnosis.probes.batch import (
     COLUMNS,
     column_squares,
@@ -34,7 +33,6 @@ from hookcb.diagnosis.probes.batch import (
 )
 from hookcb.diagnosis.probes.buffers import has_own_buffers, observe_buffers
 from hookcb.diagnosis.probes.class_axis import class_scores, observe_class_axis
-from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.embeddings import AddedTables
 from hookcb.diagnosis.probes.head import is_comparison_known, observe_output, stuck_share
 from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
@@ -83,7 +81,7 @@ class Probes:
 
     def __init__(self, run: Run, guard: Guard) -> None:
         loop = run.loop
-        self.run, self._is_forward, is_external = run, False, loop.is_external
+        self.run, is_external = run, loop.is_external
         self.guard, model, made = guard, loop.model, guard.made
         self.about = {name: about(m) for name, m in named_modules(model).items()}
         self.observations: list[Observation] = []
@@ -101,8 +99,9 @@ class Probes:
         self.stale = made("stale", StaleGradients, model)
         self.cleared, self.added = made("cleared", ClearedGradients), made("added", AddedBackwards)
         self.stuck, self.sizes = (made(x, Curve) for x in ("stuck", "sizes"))
-        seen = run.measured(LayerTimes).add_work, self.sequences, self.tokens
-        self.ops = made("ops", OpHooks, model, self._acts, lambda: loop.in_loop_thread, *seen, guard)
+        for listener in (self.sequences, self.tokens):
+            vars(listener)["failure"] = None
+            run.measured(Operations).listeners.append(listener)
         self.norms, self.tables = made("norms", NormProbe, model), made("tables", AddedTables)
         self._has_read_loss = False
         self.n_batches = self.n_looked = self.n_steps = 0
@@ -123,25 +122,15 @@ class Probes:
         if not guard.has_failed("model"):
             self.sources.add("model")
 
-    def _acts(self) -> bool:
-        loop: Any = self.run.loop
-        return self._is_forward and loop.training and loop.in_loop_thread
-
     def observe(self, part: str, probe: Callable[..., Iterable[Observation]], *args: Any) -> None:
         """Adds what a probe observes."""
         self.observations += self.guard.call(part, lambda: list(probe(*args))) or []
-
-    def close(self) -> None:
-        """Removes all hooks."""
-        self.guard.always("ops", lambda: self.ops.remove())
 
     # ---- a batch
 
     def begin_batch(self, loop: Any, looking: bool) -> None:
         """Measures inputs and modes at the beginning of a batch."""
         self.under_way, call = None, self.guard.call
-        self._is_forward = looking
-        self.ops.step = loop.train_iter
         if looking or self._is_after_look:
             call("tokens", self.tokens.begin_batch)
             self._is_after_look = looking
@@ -256,10 +245,6 @@ class Probes:
             self.observed.add("path from layer to layer")
             self.observe("linear_links", observe_linear_links, links, loop.model)
         call("tables", self.tables.read_graph, node, loop.model)
-        share = call("dropout", dropped_share, node)
-        if share is not None and not math.isnan(share):
-            self.observed.add("input of the loss")
-            self.observe("dropout", observe_dropout, share, last, step)
 
     @property
     def last_layer(self) -> str:
@@ -276,7 +261,6 @@ class Probes:
 
     def begin_backward(self, loop: Any, looking: bool) -> None:
         """Reads the gradients that are left from earlier steps."""
-        self._is_forward = False  # a later forward is a recomputation by activation checkpointing
         if self.is_external:
             self.guard.call("added", self.added.before_backward, self.first_param)
         if self.n_steps < N_DENSE:
@@ -360,7 +344,7 @@ class Probes:
 
     def end_batch(self, loop: Any, looking: bool) -> None:
         """Records memory at the end of a batch."""
-        self.under_way, self._is_forward = None, False
+        self.under_way = None
         self.n_batches += 1
         self.observed.add("batches")
         self.n_looked += looking
