@@ -122,7 +122,6 @@ def _late_observed(probes: Probes) -> Iterator[tuple[str, str, Callable[[], obje
     known = probes.run.measured(Targets).classes
     yield "targets", "labels of a classifier", lambda: known(probes.graph_of_one) is not None
     yield "tokens", "indices of embeddings", lambda: tokens.has_indices
-    yield "tables", "sums in the graph", lambda: probes.tables.is_known
     yield "tokens", "tokens beside targets", lambda: tokens.has_compared
     yield "tokens", "tokens that are targets", tokens.relations
     yield "tokens", "masks of the tokens", lambda: any(x.seeing for x in tokens.relations())
@@ -176,7 +175,6 @@ REASONS: Mapping[str, Add] = {  # likewise, reasons why something was not seen, 
 def _late_observations(probes: Probes) -> Iterator[tuple[str, Callable[[], Iterable[Observation]]]]:
     """Observations that are made at the end, by part."""
     yield "norms", lambda: probes.norms.observations(probes.n_batches)
-    yield "tables", lambda: probes.tables.observations()
     yield "tokens", lambda: probes.tokens.observe_indices()
     tokens = probes.tokens.relations
     yield "tokens", lambda: observe_tokens(tokens(), probes.graph_of_one, probes.has_recurrent)

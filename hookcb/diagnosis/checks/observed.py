@@ -8,7 +8,7 @@ from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.checks.loss import flat_loss
 from hookcb.diagnosis.fault import Result, Site
 from hookcb.diagnosis.registry import check
-from hookcb.diagnosis.rules import MIN_BATCHES, falls_slowly, is_trivial, loss_left
+from hookcb.diagnosis.rules import falls_slowly, is_trivial, loss_left
 from hookcb.diagnosis.run import Absent, Observation, Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding, Severity
 
@@ -254,15 +254,6 @@ _row("dropout.extreme", Site.MODULES, ("model",),
     Source: Srivastava et al., "Dropout", 2014, who drop 0.5 of the hidden units and 0.2 of the inputs.
     """)  # fmt: skip
 
-_row("model.linear_stack", Site.MODULES, ("model",), (), "info", "linear layers in a row",
-    requires="path from layer to layer", doc="""
-    Linear layers that follow one another without a nonlinearity: a note, as one layer could compute the same.
-
-    Exact: order of the modules of an nn.Sequential, dropout and identity left out, or a linear layer that
-    alone gets the output of another, in the autograd graph of the first loss. An inner width below both ends
-    is a low-rank factorization.
-    """)  # fmt: skip
-
 _row("embed.single_index", Site.MODULES, ("batches",), (), "info", "embeddings that get a single index",
     requires="indices of embeddings", subject="embeddings", doc="""
     An embedding that gets the same index at all positions of all inspected batches.
@@ -271,31 +262,6 @@ _row("embed.single_index", Site.MODULES, ("batches",), (), "info", "embeddings t
     or more. A warning for an embedding with "pos" or "wpe" in its name, as positions then cannot be told
     apart; else a note, as an id that all samples share may be intended.
     """)  # fmt: skip
-
-
-@check(
-    "embed.scale",
-    site=Site.MODULES,
-    needs=("batches", "graph"),
-    leads_to=("loss.trivial", "loss.flat"),
-    subject="embeddings",
-)
-def embedding_scales(evidence: Run) -> Iterator[Result]:
-    """An embedding that is lost in the sum, as a far larger one is added to it.
-
-    Formula: RMS of one table / RMS of the other, of embeddings of tokens or positions whose outputs are added
-    in the autograd graph of the first loss. Limit: 30, before the first step and at the end, if the model
-    is no better than a constant: a warning where `loss.trivial` finds that, a note from 50 batches on. Tables
-    that begin at zero are left out; healthy ones with positions of std 0.02 beside N(0, 1) end at 18.
-
-    Source: Vaswani et al., "Attention Is All You Need", 2017, who scale embeddings beside positions.
-    """
-    passed = "embeddings on different scales"
-    severity: Severity = "warning" if is_trivial(evidence) else "info"
-    if is_trivial(evidence, MIN_BATCHES):
-        yield from passed_on(evidence, "embed.scale", severity, passed, requires="sums in the graph")
-    else:
-        yield Passed(passed)
 
 
 _row("mask.future", Site.MODULES, ("batches", "graph"), ("loss.*", "update.*", "attn.*", "grad.*"), "error",

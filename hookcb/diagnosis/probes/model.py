@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,6 @@ from torch.optim import Optimizer
 
 from hookcb.core.text import as_layer
 from hookcb.core.torch_private import Convolution, Dropout, parameters_of
-from hookcb.diagnosis.probes.linear_links import linear_stack
 from hookcb.diagnosis.run import Observation
 from hookcb.hooks.modules import named_modules
 from hookcb.hooks.params import named_params
@@ -29,7 +27,6 @@ def observe_model(model: nn.Module) -> Iterator[Observation]:
     """Faults in the weights and layers of a model as it is now."""
     modules = named_modules(model)
     yield from _symmetric(modules)
-    yield from _linear_stacks(modules)
     for name, m in modules.items():
         p = m.p if isinstance(m, Dropout) else 0.0
         p = max(p, m.dropout) if isinstance(m, nn.MultiheadAttention | nn.RNNBase) else p
@@ -67,18 +64,6 @@ def _symmetric(modules: dict[str, nn.Module]) -> Iterator[Observation]:
                     "Initialize weights at random, as torch does by default; use constants for biases",
                 ),
             )
-
-
-def _linear_stacks(modules: dict[str, nn.Module]) -> Iterator[Observation]:
-    """Linear layers that follow one another in an nn.Sequential, except low-rank factorizations."""
-    for name, m in modules.items():
-        if type(m) is not nn.Sequential:
-            continue
-        active = [(i, x) for i, x in m.named_children() if not isinstance(x, Dropout | nn.Identity)]
-        for (i, a), (j, b) in pairwise(active):
-            if type(a) is type(b) is nn.Linear and a.out_features >= min(a.in_features, b.out_features):
-                first, second = (f"{name}.{at}" if name else at for at in (i, j))
-                yield linear_stack(first, second, a.in_features, b.out_features)
 
 
 def is_of_torch(m: nn.Module) -> bool:

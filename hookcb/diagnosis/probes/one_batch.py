@@ -16,6 +16,7 @@ from hookcb.core.events import Event
 from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.faults.model.dropout_scores import ScoresDropout
+from hookcb.diagnosis.faults.model.linear_stack import LinearStack
 from hookcb.diagnosis.probes.batch import (
     column_squares,
     guess_of,
@@ -25,7 +26,6 @@ from hookcb.diagnosis.probes.batch import (
 )
 from hookcb.diagnosis.probes.first_batch import first_batch, preserve_loader, why_not_readable
 from hookcb.diagnosis.probes.head import is_comparison_known, observe_output
-from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
 from hookcb.diagnosis.probes.loss_graph import read_loss
 from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
 from hookcb.diagnosis.probes.nan import find_origin, is_from_weights
@@ -76,7 +76,7 @@ def _why_not(learn: Any, cbs: list[Callback]) -> str:
 
 
 def _inspect(evidence: Run, learn: Any) -> None:
-    found, loader = Run(), learn.dls.train
+    found, loader = Run(loop=learn), learn.dls.train
     modules = [m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)]
     with preserve_loader(loader), learn.restored(), preserve_state(*modules):
         batch = copy.deepcopy(first_batch(loader))  # models may change their input in place
@@ -110,6 +110,7 @@ def _leave_out_later(found: Run) -> None:
 
 def _observe_model(found: Run, learn: Any) -> None:
     found.observations += observe_model(learn.model)
+    found.measured(LinearStack).on_model(found)
     found.sources.add("model")
     if learn.opt is not None:
         found.observations += observe_optimizers(learn.model, [learn.opt])
@@ -145,9 +146,7 @@ def _observe_loss(found: Run, learn: Any, last: str) -> None:
     found.observations += observe_output(graph, learn.loss.grad_fn, learn.pred, learn.yb, last, 0)
     found.measured(ScoresDropout).look(learn.loss.grad_fn, last, None)
     found.observations += observe_scaled_labels(learn.xb, learn.yb, 0)
-    if (links := linear_links(learn.loss.grad_fn)) is not None:
-        found.observed.add("path from layer to layer")
-        found.observations += observe_linear_links(links, learn.model)
+    found.measured(LinearStack).on_first_graph(found)
     found.observed |= {"targets"} if learn.yb else set()
     is_known = is_comparison_known(graph, learn.loss.grad_fn, learn.pred, learn.yb)
     found.observed |= {"output beside its targets"} if is_known else set()

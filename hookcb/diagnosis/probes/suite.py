@@ -33,9 +33,7 @@ from hookcb.diagnosis.probes.batch import (
 )
 from hookcb.diagnosis.probes.buffers import has_own_buffers, observe_buffers
 from hookcb.diagnosis.probes.class_axis import class_scores, observe_class_axis
-from hookcb.diagnosis.probes.embeddings import AddedTables
 from hookcb.diagnosis.probes.head import is_comparison_known, observe_output, stuck_share
-from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
 from hookcb.diagnosis.probes.loss_graph import LossGraph
 from hookcb.diagnosis.probes.model import observe_frozen, observe_model, observe_optimizers
 from hookcb.diagnosis.probes.motion import Motion
@@ -102,7 +100,7 @@ class Probes:
         for listener in (self.sequences, self.tokens):
             vars(listener)["failure"] = None
             run.measured(Operations).listeners.append(listener)
-        self.norms, self.tables = made("norms", NormProbe, model), made("tables", AddedTables)
+        self.norms = made("norms", NormProbe, model)
         self._has_read_loss = False
         self.n_batches = self.n_looked = self.n_steps = 0
         self._is_step_cancelled = False
@@ -241,10 +239,6 @@ class Probes:
         if (scores := call("class_axis", class_scores, node)) is not None:
             self.observed.add("axis of the classes")
             self.observe("class_axis", observe_class_axis, scores)
-        if (links := call("linear_links", linear_links, node)) is not None:
-            self.observed.add("path from layer to layer")
-            self.observe("linear_links", observe_linear_links, links, loop.model)
-        call("tables", self.tables.read_graph, node, loop.model)
 
     @property
     def last_layer(self) -> str:
