@@ -69,6 +69,10 @@ class Part:
     Its methods that are named as in `HANDLERS` are called at these events of a training, with the `Run`. An
     error in one costs the faults that depend on it, and nothing else.
 
+    For one verdict of several ranks, each part that has them sends what `state(run)` returns, plain and
+    small. A frozen copy of the part, for the run of all ranks, then takes that of each by `merge(run,
+    of_ranks, rank)`, which may change this run; see `ranks.of_all`.
+
     Attributes:
         cadence: the batches in which it is called: `EVERY`, `LOOKS`, or a number of steps.
         uses: measurements that it depends on, which are called before it.
