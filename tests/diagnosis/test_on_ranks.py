@@ -8,6 +8,7 @@ import pytest
 
 from hookcb import Finding
 from hookcb.core.ranks import ALONE, Ranks
+from hookcb.diagnosis.fault import findings_of
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.on_ranks import (
@@ -86,6 +87,15 @@ def test_losses_of_each_rank_are_kept_for_pages():
 def test_losses_are_averaged():
     one, other = shared(losses(1.0, 2.0), losses(3.0, 0.0))
     assert one.loss == other.loss == Series([0, 1], [2.0, 1.0])
+
+
+def test_a_run_is_judged_anew_after_it_was_averaged():
+    run = measured(losses(*[2.3] * 60, sources={"loss"}), Loss, kind="mse")
+    judge(run)
+    assert findings_of("loss.flat", run)
+    run.loss = Series.of(range(60), [2.3 - 0.01 * i for i in range(60)])
+    judge(run)
+    assert not findings_of("loss.flat", run)
 
 
 def test_losses_of_each_optimizer_are_averaged():
