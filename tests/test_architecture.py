@@ -27,8 +27,9 @@ def rows(page):
 
 
 def rooms_of(package):
-    folders = [path.parent for path in package.rglob("__init__.py") if path.parent != package]
-    return {f"{folder.relative_to(package).as_posix()}/" for folder in folders}
+    """Folders of the package, and folders in these; deeper ones only sort files."""
+    folders = [path.parent.relative_to(package) for path in package.rglob("__init__.py")]
+    return {f"{folder.as_posix()}/" for folder in folders if 0 < len(folder.parts) < 3}
 
 
 def wrong_rooms(page, package):

@@ -20,6 +20,7 @@ from hookcb.diagnosis.fault import FAULTS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(hookcb.__file__).parent
+SITES = {"inputs", "labels", "model", "head", "loss", "gradients", "steps", "numbers", "time", "ranks"}
 FOLDER = PACKAGE / "diagnosis" / "faults"
 INTERNAL = {  # callbacks that are not for users, and whose they are
     "Led": "Diagnose",

@@ -110,7 +110,7 @@ import hookcb
 from importlib import import_module
 for name in MODULES:
     import_module(name)
-from hookcb.diagnosis.probes import curves as records
+from hookcb.diagnosis.measurements import curves as records
 records.STATM = records.Path("no such file")
 learn = hookcb.synth_learner(cbs=[hookcb.Diagnose(), hookcb.ActivationStats(), hookcb.GradientHealth(),
                                   hookcb.MemoryStats(), hookcb.StepTimer()])

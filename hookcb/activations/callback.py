@@ -270,10 +270,8 @@ class ActivationStats(HookCallback):
 
     def after_batch(self) -> None:
         super().after_batch()
-        if self.outside_main_phase:
-            return
-        self._take_awaited()
-        if self.is_looking:
+        if self.is_looking and not self.outside_main_phase:
+            self._take_awaited()
             epochs, steps = self._before
             phase = "train" if self.training else "valid"
             self.records.end_batch(phase, epochs + self.epoch, steps + self.train_iter)

@@ -1,6 +1,6 @@
 """Callback: acts at the events of a loop."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from inspect import getattr_static, signature
 from types import MethodType
@@ -289,13 +289,6 @@ _WRONG_TRAINER = (
     "{0} is a callback of hookcb; for Lightning wrap it in hookcb.adapters.lightning.HookcbCallback({0}(…)), "
     "for Hugging Face in hookcb.adapters.transformers.HookcbCallback({0}(…)); in other loops use hookcb.watch"
 )
-
-
-def as_written(cb: Callback, events: Iterable[str]) -> frozenset[str]:
-    """Events among these at which a callback does what hookcb wrote, and nothing is added to it."""
-    given = vars(cb)
-    definers = {event: next(kind for kind in type(cb).__mro__ if event in vars(kind)) for event in events}
-    return frozenset(event for event, kind in definers.items() if event not in given and _is_ours(kind))
 
 
 def _is_ours(cls: type) -> bool:

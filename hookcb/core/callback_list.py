@@ -1,7 +1,7 @@
 """Lists of callbacks: given in any form, checked, looked up, and sorted by event."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -82,22 +82,6 @@ def dispatch_tables(cbs: Sequence[Callback]) -> dict[bool, dict[str, Handlers]]:
             for event, pairs in handlers.items()
         }
         for training in (True, False)
-    }
-
-
-def without_resting(
-    table: Mapping[str, Handlers], resting: Mapping[int, frozenset[str]]
-) -> dict[str, Handlers]:
-    """Handlers of each event, without those of a callback at the events at which it rests.
-
-    Args:
-        table: handlers of each event.
-        resting: events at which a callback is not called, by its id.
-    """
-    events = frozenset().union(*resting.values())
-    return {**table} | {
-        event: tuple(pair for pair in table[event] if event not in resting.get(id(pair[0]), ()))
-        for event in events
     }
 
 

@@ -2,7 +2,7 @@
 
 import difflib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Self
@@ -20,7 +20,6 @@ from hookcb.core.callback_list import (
     is_among,
     new_callbacks,
     renamed,
-    without_resting,
 )
 from hookcb.core.console import show, shown_once
 from hookcb.core.events import BATCH_EVENTS, LEVELS, CancelException, CancelFitException, Event, outermost
@@ -60,7 +59,6 @@ class Loop(TrainingState):
         self._entered: list[Callback] | None = None  # in a fit: callbacks whose before_fit was called
         self._votes: Votes | None = None
         self._clock: TimeSplit | None = None
-        self._resting: dict[int, frozenset[str]] = {}  # by id of a callback, see `rest`
         self.build_dispatch()
         self.add_cbs(cbs)
 
@@ -101,9 +99,9 @@ class Loop(TrainingState):
         return {"model": type(self.model).__name__, "cbs": f"[{', '.join(cb.name for cb in self.cbs)}]"}
 
     def __getstate__(self) -> dict[str, Any]:
-        tables = "_table", "_tables", "_awake", "_awake_tables", "_note_time"
+        tables = "_table", "_tables", "_note_time"
         state = {key: value for key, value in self.__dict__.items() if key not in tables}
-        return state | {"_clock": None, "_resting": {}}
+        return state | {"_clock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -189,7 +187,6 @@ class Loop(TrainingState):
             self.cbs = [cb for cb in self.cbs if not is_among(cb, old)]
             for cb in old:
                 del cb.learn
-                self._resting.pop(id(cb), None)
             self.build_dispatch()
         return self
 
@@ -228,38 +225,21 @@ class Loop(TrainingState):
     def build_dispatch(self) -> None:
         """Updates the lists of callbacks that act at each event; called whenever they change."""
         self._tables = dispatch_tables(self.cbs)
-        self._awake_tables: dict[frozenset[tuple[int, frozenset[str]]], dict[str, Handlers]] = {}
         self._use_tables()
 
     def _use_tables(self) -> None:
-        """Selects the callbacks that act in this phase, and those of them that do not rest."""
+        """Selects the callbacks that act in this phase."""
         self._note_time: Callable[[str], Marks | None] | None = None
         if self._clock is not None:
             self._note_time = self._clock.begin_callbacks if self.training else self._note_outside
-        self._table = self._awake = self._tables[self.training]
-        if self._resting and self.training:
-            resting = frozenset(self._resting.items())
-            if resting not in self._awake_tables:
-                self._awake_tables[resting] = without_resting(self._table, self._resting)
-            self._awake = self._awake_tables[resting]
-
-    def rest(self, resting: Iterable[tuple[Callback, frozenset[str]]]) -> None:
-        """Stops calling callbacks at events of training batches, until they are given here without any.
-
-        It saves the calls in which a callback that inspects few batches would do nothing.
-        """
-        new = self._resting | {id(cb): events for cb, events in resting}
-        new = {key: events for key, events in new.items() if events}
-        if new != self._resting:
-            self._resting = new
-            self._use_tables()
+        self._table = self._tables[self.training]
 
     def emit(self, event: str) -> None:
         """Calls the callbacks that act at `event`, in order.
 
         All of them see the event before a cancel raised by one takes effect.
         """
-        if (handlers := self._awake[event]) or self._votes is not None:
+        if (handlers := self._table[event]) or self._votes is not None:
             self._call(event, handlers)
         elif self._note_time is not None:
             self._note_time(event)
@@ -274,13 +254,13 @@ class Loop(TrainingState):
         table = self._table
         closing = False
         try:
-            if (handlers := self._awake[before]) or self._votes is not None:
+            if (handlers := self._table[before]) or self._votes is not None:
                 self._call(before, handlers)
             elif self._note_time is not None:
                 self._note_time(before)
             body()
             closing = True
-            if self._table is not table or self._awake[after] or self._votes is not None:
+            if self._table is not table or self._table[after] or self._votes is not None:
                 self._close(after, table)
             elif self._note_time is not None:
                 self._note_time(after)
@@ -332,7 +312,7 @@ class Loop(TrainingState):
         return is_agreed
 
     def _close(self, event: str, opened_for: dict[str, Handlers]) -> None:
-        handlers = self._awake[event]
+        handlers = self._table[event]
         if self._table is not opened_for:  # skip those who joined after the level began
             handlers = tuple(pair for pair in handlers if pair in opened_for[event])
         self._call(event, handlers)

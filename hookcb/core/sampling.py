@@ -9,7 +9,7 @@ from types import CodeType, MethodType
 from typing import Any
 
 from hookcb.core.arguments import check_count
-from hookcb.core.callback import Callback, as_written
+from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 
 
@@ -42,9 +42,7 @@ class SamplingCallback(Callback):
     run_valid = False
     is_looking = False
     n_batches = n_skipped = 0
-    idle_events: frozenset[str] = frozenset()  # at which it has nothing to do in a batch it does not look at
-    _idle: frozenset[str] = frozenset()  # those of them that are as hookcb wrote them
-    _is_due = _is_resting = False
+    _is_due = False
 
     def __init__(
         self, every: int | None = None, *, name: str | None = None, **functions: Callable[[Any], object]
@@ -70,17 +68,11 @@ class SamplingCallback(Callback):
 
     def before_fit(self) -> None:
         self.n_batches = self.n_skipped = 0
-        self._idle = as_written(self, self.idle_events)
-        self._is_resting = False
-        self.learn.rest([(self, frozenset())])
 
     def before_batch(self) -> None:
         learn = self.learn
         if learn.training:
             self._begin_batch(learn.train_iter)
-            if self._idle and self.is_looking is self._is_resting:
-                self._is_resting = not self.is_looking
-                learn.rest([(self, self._idle if self._is_resting else frozenset())])
         elif not self.outside_main_phase:
             self._begin_batch(learn.iter)
 
@@ -96,9 +88,9 @@ class SamplingCallback(Callback):
         self.is_looking = self.is_looking and self.outside_main_phase
 
     def after_batch(self) -> None:
-        if not self.outside_main_phase:
+        if self._is_due and not self.outside_main_phase:
             self.n_batches += self.is_looking
-            self.n_skipped += self._is_due and not self.is_looking  # it was cancelled
+            self.n_skipped += not self.is_looking  # it was cancelled
 
     def state_dict(self) -> dict[str, Any]:
         return {"n_batches": self.n_batches, "n_skipped": self.n_skipped}

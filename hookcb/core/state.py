@@ -181,7 +181,6 @@ class TrainingState:
         def add_cbs(self, cbs: Any) -> Self: ...  # noqa: D102
         def remove_cbs(self, cbs: Any) -> Self: ...  # noqa: D102
         def build_dispatch(self) -> None: ...  # noqa: D102
-        def rest(self, resting: Any) -> None: ...  # noqa: D102
         def position(self, event: str) -> list[str]: ...  # noqa: D102
         def within(self, level: str, body: Callable[[], object]) -> bool: ...  # noqa: D102
         def step(self) -> None: ...  # noqa: D102

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -17,7 +16,7 @@ from hookcb.core.console import attempt, show, warn
 from hookcb.core.events import CancelFitException, Event
 from hookcb.core.ranks import ALONE, Ranks, name_own_rank
 from hookcb.diagnosis.dispatcher import Dispatcher
-from hookcb.diagnosis.failures import note_end
+from hookcb.diagnosis.failures import describe_failure, is_failure, note_end
 from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather, note_unseen, recorded
@@ -25,10 +24,10 @@ from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.led import Led, LedHealth, LedStats, LedTimer
 from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.legacy import Legacy
+from hookcb.diagnosis.measurements.outside import OutsideParameters
 from hookcb.diagnosis.measurements.steps import Steps
-from hookcb.diagnosis.on_ranks import compare_batches, keep_losses, share_inputs, share_losses
 from hookcb.diagnosis.preflight import add_preflight
-from hookcb.diagnosis.probes.replicas import can_compare
+from hookcb.diagnosis.ranks import of_all
 from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import Finding, Status, Verdict
 from hookcb.gradients.callback import GradientHealth
@@ -176,15 +175,11 @@ class Diagnose(Callback):
     def before_step(self) -> None:
         if (dispatcher := self._dispatcher) is None:
             return
-        if dispatcher.run.looking and dispatcher.guarded("events", self._has_new_params, dispatcher.run):
+        dispatcher.emit("on_step")
+        if dispatcher.run.looking and dispatcher.run.measured(OutsideParameters).has_joined:
             for cb in self._led:
                 if isinstance(cb, LedHealth):
                     cb.look_again()
-        dispatcher.emit("on_step")
-
-    def _has_new_params(self, run: Run) -> bool:
-        probes = run.measured(Legacy).probes
-        return probes is not None and probes.find_new_params(run.loop)
 
     def after_step(self) -> None:
         self._is_new_step = True
@@ -228,34 +223,35 @@ class Diagnose(Callback):
         if (dispatcher := self._dispatcher) is None:
             return
         error = self.learn.fit_error
-        if error is not None:
+        if error is not None and is_failure(error):
             dispatcher.guarded("events", note_end, dispatcher.run, error)
             dispatcher.emit("on_error", error)
         dispatcher.emit("on_end")
         ranks = self.learn.ranks if error is None else ALONE  # after an error, others may not come
         run = Run()
         try:
-            run = self.evidence()
-            verdict = self._judge(replace(run), ranks)
-            if error is None and any(ranks.max([dispatcher.doubt(run, verdict.findings)])):
-                verdict = self._judge(replace(run := self.evidence()), ranks)
+            own = run = self.evidence()
+            verdict, run = self._judge(own, ranks)
+            if error is None and any(ranks.max([dispatcher.doubt(own, verdict.findings)])):
+                verdict, run = self._judge(self.evidence(), ranks)
         finally:
             self._end(run)
         if run.add_failures(dispatcher.run):  # of what has just failed
-            verdict = self._judge(run, ALONE)
+            verdict, _ = self._judge(run, ALONE)
         self.verdict = verdict
         for cb in self.learn.cbs:
             if isinstance(cb, TakesVerdict):
                 attempt(partial(cb.take_verdict, verdict))
         if self.show and not self._is_quiet():
             show(verdict)
+        self._dispatcher = None
 
     def _end(self, run: Run) -> None:
         """Removes all hooks at the end of the fit; what was recorded stays as plain values in `run`."""
         self._final = run
         if self._dispatcher is not None:
             self._dispatcher.close()
-        led, self._led, self._dispatcher = self._led, [], None
+        led, self._led = self._led, []
         try:
             self.learn.remove_cbs([cb for cb in led if is_among(cb, self.learn.cbs)])
         finally:
@@ -265,7 +261,7 @@ class Diagnose(Callback):
     # ---- the verdict
 
     def evidence(self) -> Run:
-        """What was recorded so far in this fit, or in the last one.
+        """The run of this fit so far, or of the last one.
 
         Raises:
             RuntimeError: If there was no fit yet.
@@ -286,29 +282,23 @@ class Diagnose(Callback):
         with suppress(ModelGoneError):  # a watched model may have been freed
             self._frame = Frame.of(self.model, run.measured(Steps).optimizers.values())
 
-    def _judge(self, run: Run, ranks: Ranks) -> Verdict:
-        """Verdict on what was recorded; several ranks call this together, and share their losses."""
-        told = tuple(self._told.values())
-        if ranks.world == 1:
+    def _judge(self, run: Run, ranks: Ranks) -> tuple[Verdict, Run]:
+        """Verdict on what was recorded, and the run of all ranks, which call this together."""
+        told, dispatcher = tuple(self._told.values()), self._dispatcher
+        if ranks.world == 1 or dispatcher is None:
             try:
-                return judge(run, told=told)
-            except Exception as error:
-                if self._dispatcher is not None:
-                    self._dispatcher.fail("verdict", error)
-                return self._no_verdict()
+                return judge(run, told=told), run
+            except Exception as error:  # a verdict that says why there is none is better than none
+                run.note(describe_failure("the verdict", error))
+                return self._no_verdict(run), run
         # a rank with labels of its own kind may learn nothing, though all together do
         own = [finding for finding in judge(run).findings if finding.code == "loss.trivial"]
-        run.notes.append(f"{ranks.world} ranks")
-        keep_losses(run, ranks)
-        share_losses(run, ranks)
-        share_inputs(run, ranks)
-        compare_batches(run, ranks, can_compare(self.learn))
-        return judge(run, ranks, own, told)
+        merged = of_all(run, ranks, dispatcher)
+        return judge(merged, ranks, own, told), merged
 
-    def _no_verdict(self) -> Verdict:
+    def _no_verdict(self, run: Run) -> Verdict:
         """Verdict if none can be made: what was told, and why there is no more."""
-        notes = tuple(self._dispatcher.run.notes) if self._dispatcher is not None else ()
-        told = tuple(self._told.values())
+        notes, told = tuple(run.notes), tuple(self._told.values())
         status: Status = "sick" if told else "unknown"
         return Verdict(status, next(iter(told), None), told, (), notes, "; ".join(notes))
 
@@ -323,8 +313,9 @@ class Diagnose(Callback):
             return False
         dispatcher.fail("events", error)
         if event == Event.AFTER_FIT:
-            self.verdict = self._no_verdict() if self.verdict is None else self.verdict
-            self._end(Run())
+            self.verdict = self._no_verdict(dispatcher.run) if self.verdict is None else self.verdict
+            dispatcher.guarded("events", self._end, Run())
+            self._dispatcher = None
         return True
 
     def take_error_of(self, cb: Led, error: Exception) -> bool:
@@ -341,13 +332,13 @@ class Diagnose(Callback):
 
     def judge(self) -> Verdict:
         """Verdict on the evidence so far in this fit, or of the last one."""
-        return self._judge(self.evidence(), ALONE) if self.verdict is None else self.verdict
+        return self._judge(self.evidence(), ALONE)[0] if self.verdict is None else self.verdict
 
     def react(self) -> None:
         """Acts on a sick training as `on_sick` says; warns or calls the function once per fit."""
         if self.on_sick == "ignore" or (self._has_reacted and self.on_sick != "stop"):
             return
-        verdict = self._judge(self.evidence(), self.learn.ranks)
+        verdict, _ = self._judge(self.evidence(), self.learn.ranks)
         if verdict.status != "sick" or verdict.primary is None:
             return
         is_first, self._has_reacted = not self._has_reacted, True

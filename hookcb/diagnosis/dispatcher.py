@@ -18,7 +18,7 @@ T = TypeVar("T")
 Calls = dict[str, tuple[tuple[Part, Callable[..., object]], ...]]
 
 GONE = "the model was freed before its watch was closed, so its final state was not inspected"
-SOURCES = ("batches", "batch", "steps", "time")  # of each run with a diagnosis
+SOURCES = ("batches", "batch", "model", "steps", "time")  # of each run with a diagnosis
 # what is not ruled out if a callback that records for the diagnosis fails, or what is common to all parts
 COSTS = {"events": ("batches", "batch", "steps"), "frame": ("gradients", "optimizers")}
 
@@ -34,6 +34,7 @@ class Dispatcher:
 
     def __init__(self, run: Run, kinds: Iterable[type[Part]], budget: float) -> None:
         self.run, self.schedule = run, Schedule(budget)
+        self.is_closed = False
         self._has_loss, self._under_way = False, False
         self._is_looked = False  # likewise whether that batch is inspected
         for kind in parts_for(kinds):
@@ -117,9 +118,13 @@ class Dispatcher:
 
     def close(self) -> None:
         """Removes all hooks, and keeps plain numbers only."""
-        for part in self.run.parts.values():
-            self.guarded(part, part.close, self.run)
-            self.guarded(part, part.freeze)
+        parts, self._parts = list(self.run.parts.values()), []
+        if not self.is_closed:
+            self.is_closed = True
+            for part in parts:
+                self.guarded(part, part.close, self.run)
+                self.guarded(part, part.freeze)
+        self._arrange()
 
     # ---- failures
 

@@ -38,11 +38,14 @@ def _place(frame: traceback.FrameSummary) -> str:
     return f"{frame.name}, {Path(frame.filename).name}{line}"
 
 
+def is_failure(error: BaseException | None) -> bool:
+    """Whether an error has ended a training, and not the user, or `sys.exit(main())`."""
+    is_end = isinstance(error, SystemExit) and not error.code
+    return error is not None and not is_end and not isinstance(error, KeyboardInterrupt)
+
+
 def note_end(run: Any, error: BaseException) -> None:
-    """Notes the error that has ended a training, unless that is an end like any other."""
-    is_end = isinstance(error, SystemExit) and not error.code  # as of sys.exit(main())
-    if is_end or isinstance(error, KeyboardInterrupt):
-        return
+    """Notes the error that has ended a training."""
     ranks = run.loop.ranks
     if failure := ranks.find_failure():
         run.note(f"the training was ended, as {failure[:100]}")

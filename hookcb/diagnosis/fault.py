@@ -15,6 +15,8 @@ F = TypeVar("F", bound="type[Fault]")
 Result = Finding | Passed | Skipped | Absent
 When = Span | Series | int | tuple[int | None, int | None]
 
+EVERYTHING = ("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "update.*", "amp.*", "head.*")
+
 EVERY = math.inf  # cadence: each batch
 LOOKS = 0  # inspected batches only; a number n: also all batches until n steps were made
 
@@ -88,7 +90,7 @@ class Part:
 
 
 class Measurement(Part):
-    """What several faults read: `run.measured(Inputs)`."""
+    """A part that several faults read: `run.measured(Inputs)`."""
 
 
 class Fault(Part):

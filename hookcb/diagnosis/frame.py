@@ -10,9 +10,7 @@ from torch.optim import Optimizer
 
 from hookcb.core.optim import detached_scalar, is_adaptive, largest_lr
 from hookcb.core.shards import plain_class
-from hookcb.core.torch_private import BatchNorm, Convolution, Dropout
-from hookcb.diagnosis.probes.model import SHARDED, is_of_torch
-from hookcb.diagnosis.probes.step import LOW_PRECISION
+from hookcb.core.torch_private import BatchNorm, Convolution, Dropout, parameters_of
 from hookcb.diagnosis.run import Param
 from hookcb.hooks.modules import has_uninitialized, named_modules
 from hookcb.hooks.params import find_params
@@ -27,6 +25,8 @@ SUBJECTS: dict[str, tuple[tuple[type[nn.Module], ...], str]] = {  # types and na
     "tokens": ((nn.Embedding,), "embedding"),
     "flat ends": ((nn.Tanh, nn.Sigmoid, torch.jit.ScriptModule), "Tanh or Sigmoid layer"),
 }
+SHARDED = ("DTensor", "FlatParameter")  # types of parameters of which this process has a part
+LOW_PRECISION = (torch.bfloat16, torch.float16)
 AS_FUNCTIONS = ("modes", "attention", "embeddings", "tokens")  # a module of one's own may call them too
 
 
@@ -146,3 +146,21 @@ def about(m: nn.Module) -> str:
         (n for name in ("num_features", "embed_dim") if isinstance(n := getattr(m, name, None), int)), None
     )
     return kind if size is None else f"{kind} {size}"
+
+
+def is_of_torch(m: nn.Module) -> bool:
+    """Whether it is one of torch's own layers; parameter lists do not count, as custom layers use them."""
+    is_list = isinstance(m, nn.ParameterList | nn.ParameterDict)
+    return type(m).__module__.startswith("torch.nn") and not is_list
+
+
+def own_weight(m: nn.Module) -> nn.Parameter | None:
+    """Weight of a module, if it is a parameter of that module: a computed weight may change when read."""
+    weight = parameters_of(m).get("weight")
+    if (
+        weight is None
+        or isinstance(weight, nn.parameter.UninitializedParameter)
+        or type(weight).__name__ in SHARDED
+    ):
+        return None
+    return weight if weight.numel() else None  # DeepSpeed's ZeRO-3 empties it outside of a forward

@@ -12,7 +12,9 @@ from hookcb.core.callback import Callback
 from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.dispatcher import Dispatcher
 from hookcb.diagnosis.frame import Frame
+from hookcb.diagnosis.measurements.clock import RankTimes
 from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.reader import way_of
 from hookcb.diagnosis.run import Layer, Run, Series
 from hookcb.gradients.callback import GradientHealth
@@ -52,7 +54,7 @@ def gather(cbs: Iterable[Callback], frame: Frame, evidence: Run, dispatcher: Dis
         for kind in (ActivationStats, GradientHealth, Recorder, StepTimer):
             if isinstance(cb, kind):
                 found.setdefault(kind, cb)
-    evidence.params, evidence.frozen, evidence.foreign = frame.params, frame.frozen, frame.foreign
+    evidence.params, evidence.parts[Frame] = frame.params, frame
     evidence.absent |= frame.absent
     evidence.partial |= frame.partial
     if frame.n_optimizers:
@@ -83,7 +85,7 @@ def _add_ranks(evidence: Run, timer: StepTimer | None) -> None:
         evidence.absent["ranks"] = "there are no ranks to compare"
     else:
         evidence.sources.add("ranks")
-        evidence.slowest_rank = timer.records.ranks.slowest
+        evidence.measured(RankTimes).slowest = timer.records.ranks.slowest
 
 
 def note_unseen(evidence: Run, loop: Any) -> None:
@@ -175,7 +177,7 @@ def _add_gradients(evidence: Run, records: GradientRecords) -> None:
     if records.output_stats is not None:
         _add_output_gradients(evidence, records.output_stats)
     if any(scale != 1 for _, scale in evidence.steps["scale"]):  # else the scaler has not skipped them
-        evidence.n_skipped = records.skipped
+        evidence.measured(Steps).n_skipped = records.skipped
     elif len(evidence.steps["scale"]):
         evidence.absent["scaler"] = "there is no GradScaler"
     evidence.n_steps = max(evidence.n_steps, len(steps))

@@ -10,7 +10,7 @@ import hookcb.diagnosis.faults  # noqa: F401  # likewise
 from hookcb.core.ranks import ALONE, Ranks
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.fault import FAULTS, Fault, Result, key_of, parts_for
-from hookcb.diagnosis.on_ranks import findings_of_all
+from hookcb.diagnosis.ranks import findings_of_all
 from hookcb.diagnosis.reader import why_unseen
 from hookcb.diagnosis.run import Absent, Passed, Run, Skipped
 from hookcb.diagnosis.verdict import UNFINISHED, Finding, Gap, Status, Verdict
@@ -31,7 +31,7 @@ def judge(
         own: further findings of this rank.
         told: errors that were told during the training; those that are over by now are among the findings.
     """
-    evidence._found = {}  # of before it was merged with others
+    evidence._found.clear()  # of a verdict before: ranks have shared their losses since then
     results = [(check, result) for check in FAULTS.values() for result in _run(check, evidence)]
     found = [result for _, result in results if isinstance(result, Finding)]
     passed = [(check, result.text) for check, result in results if isinstance(result, Passed)]

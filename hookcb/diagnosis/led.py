@@ -12,7 +12,7 @@ from hookcb.profiling.steps.timer import StepTimer
 
 
 class Leader(Protocol):
-    """What they ask of a diagnosis."""
+    """Methods of a diagnosis that they call."""
 
     is_wanted: bool
 

@@ -15,19 +15,20 @@ from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.fault import FAULTS, Fault, parts_for
+from hookcb.diagnosis.faults.labels.scaled import ScaledLabels
+from hookcb.diagnosis.faults.model.extreme_dropout import ExtremeDropout
+from hookcb.diagnosis.faults.model.symmetric import Symmetric
+from hookcb.diagnosis.faults.steps.duplicated import Duplicated
 from hookcb.diagnosis.first_batch import first_batch, preserve_loader, why_not_readable
+from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.origin import Found, Origin, find_origin
 from hookcb.diagnosis.measurements.output import Output
-from hookcb.diagnosis.probes.batch import (
-    column_squares,
-    input_numbers,
-    observe_inputs,
-    observe_scaled_labels,
-)
+from hookcb.diagnosis.measurements.steps import Steps
+from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
 from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
-from hookcb.diagnosis.probes.model import observe_model, observe_optimizers
-from hookcb.diagnosis.probes.nan import find_origin, is_from_weights
+from hookcb.diagnosis.probes.model import observe_model
 from hookcb.diagnosis.run import Run, Series
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import device_of, has_uninitialized, is_leaf, named_modules
@@ -94,50 +95,53 @@ def _inspect(evidence: Run, learn: Any) -> None:
     # a fault at the end may have been there from the beginning, and then explains the others
     lasting = [replace(x, step=None) for x in found.observations if at_any_time(FAULTS[x.code].needs)]
     evidence.observations += lasting
+    for kind, part in found.parts.items():
+        if isinstance(part, Fault) and at_any_time(part.needs):
+            part.seen = [replace(x, step=None, last_step=None) for x in part.seen]
+            evidence.parts[kind] = part
     evidence.sources |= found.sources
     evidence.missing |= found.missing
     evidence.observed |= found.observed
     found.measured(Loss).validation = evidence.measured(Loss).validation
     evidence.parts |= found.parts
-    evidence.input_std, evidence.input_rms = found.input_std, found.input_rms
-    evidence.input_columns = found.input_columns
     evidence.notes.append("one more batch after the training")
 
 
 def _leave_out_later(found: Run) -> None:
     """Leaves out what this batch cannot say: how NaN began in an earlier step, of which there are records."""
-    found.observations = [x for x in found.observations if not is_from_weights(x)]
-    found.observed.discard("inputs")
+    if (origin := found.measured(Origin)).found.is_from_weights:
+        origin.found = Found()
     found.missing["inputs"] = "the batch of the first NaN was not inspected; that needs Diagnose"
 
 
 def _observe_model(found: Run, learn: Any) -> None:
     found.observations += observe_model(learn.model)
     found.sources.add("model")
+    found.measured(Symmetric).on_model(found)
+    found.measured(ExtremeDropout).on_model(found)
     if learn.opt is not None:
-        found.observations += observe_optimizers(learn.model, [learn.opt])
-        found.observed.add("groups of the optimizer")
+        found.measured(Steps).optimizers = {id(learn.opt): learn.opt}
+        found.measured(Duplicated).on_end(found)
 
 
 def _observe_batch(found: Run, learn: Any, step: int) -> None:
-    numbers, squares = input_numbers(learn.xb), column_squares(learn.xb)
+    inputs = found.measured(Inputs)
+    inputs.add(step, learn.xb)
     with _last_called(learn.model) as called:
         learn.pred = learn.predict()
     learn.loss = learn.get_loss()
     is_finite = _is_finite(learn)
     found.sources.add("batch")
     found.observed |= {"loss"} | ({"backward"} if is_finite else set())
+    origin = found.measured(Origin)
+    origin.has_looked, origin.is_sought = is_finite, not is_finite
+    inputs.tell(found)
+    inputs.freeze()
+    for one in (inputs.std, inputs.rms):
+        one.steps = [0] * len(one)
+    inputs.sizes = Series()
     if not is_finite:
-        found.observations.append(
-            find_origin(learn, "The loss or a gradient is not finite", True, step, None)
-        )
-    if numbers is not None:
-        row = numbers.tolist()
-        found.observed |= {"inputs"} | ({"samples that differ"} if row[-1] > 0 else set())
-        found.observations += observe_inputs([step], [row], is_harmful=not is_finite)
-        found.input_std, found.input_rms = Series.of([0], row[:1]), Series.of([0], row[1:2])
-    if squares is not None:
-        found.input_columns = [squares.sqrt().tolist()]
+        origin.found = find_origin(learn, "The loss or a gradient is not finite", True, step, None)
     _observe_loss(found, learn, called[-1] if called else "")
 
 
@@ -147,18 +151,19 @@ def _observe_loss(found: Run, learn: Any, last: str) -> None:
             part.on_first_graph(found)
         if isinstance(part, Output):
             part.layer = last
-        if isinstance(part, Fault):
-            part.seen = [replace(x, step=None, last_step=None) for x in part.seen]
     found.measured(Output).on_loss(found)
     found.measured(Loss).tell(found)
     if not math.isnan(share := dropped_share(learn.loss.grad_fn)):
         found.observed.add("input of the loss")
         found.observations += observe_dropout(share, last, 0)
-    found.observations += observe_scaled_labels(learn.xb, learn.yb, 0)
+    found.measured(Targets).is_known = bool(learn.yb)
+    if learn.yb:
+        scaled = found.measured(ScaledLabels)
+        scaled.on_first_graph(Run(loop=learn))
+        scaled.seen = [replace(x, step=None, last_step=None) for x in scaled.seen]
     if (links := linear_links(learn.loss.grad_fn)) is not None:
         found.observed.add("path from layer to layer")
         found.observations += observe_linear_links(links, learn.model)
-    found.observed |= {"targets"} if learn.yb else set()
 
 
 def _is_finite(learn: Any) -> bool:

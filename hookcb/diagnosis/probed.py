@@ -3,17 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from hookcb.core.optim import is_adaptive
-from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.steps import Steps
-from hookcb.diagnosis.measurements.targets import Targets
+from hookcb.diagnosis.measurements.tokens import Tokens
 from hookcb.diagnosis.probes.attention import MIN_BATCHES, observe_attention, observe_blind
-from hookcb.diagnosis.probes.batch import observe_inputs
 from hookcb.diagnosis.probes.dropout import observe_dropout_in_eval
-from hookcb.diagnosis.probes.samples import BatchHash, has_epochs, observe_order
 from hookcb.diagnosis.probes.suite import Probes
-from hookcb.diagnosis.probes.tokens import observe_tokens
-from hookcb.diagnosis.run import Observation, Run, Series
+from hookcb.diagnosis.run import Observation, Run
 
 Add = Callable[[Probes, Run], object]
 TOKENS = (  # in `Run.observed`
@@ -30,10 +25,7 @@ def add_probed(probes: Probes, evidence: Run) -> None:
     What a probe that has failed has recorded before is part of it, if it can be read.
     """
     evidence.sources |= probes.sources
-    evidence.world = probes.world
-    steps, curves = evidence.measured(Steps), evidence.measured(Curves)
-    evidence.is_by_hand, evidence.losses = steps.is_by_hand, curves.losses
-    evidence.waits, evidence.batches, evidence.memory = curves.waits, curves.batches, curves.memory
+    evidence.is_by_hand = evidence.measured(Steps).is_by_hand
     evidence.observed, evidence.observations = set(probes.observed), list(probes.observations)
     for part, add in PARTS.items():
         probes.guard.always(part, add, probes, evidence)
@@ -47,78 +39,11 @@ def add_probed(probes: Probes, evidence: Run) -> None:
     evidence.notes += probes.notes
 
 
-def _add_layer_times(probes: Probes, evidence: Run) -> None:
-    times = probes.layer_times
-    evidence.layer_seconds, evidence.layer_work = times.seconds(), dict(times.work)
-    evidence.layer_ops = {name: (n, times.n_reads[name]) for name, n in times.n_ops.items()}
-    evidence.hook_seconds = times.hook_seconds()
-
-
-def _add_inputs(probes: Probes, evidence: Run) -> None:
-    steps, rows = _inputs(probes)
-    evidence.input_std = Series.of(steps, [row[0] for row in rows])
-    evidence.input_rms = Series.of(steps, [row[1] for row in rows])
-    seen = {observation.code for observation in probes.observations}
-    found = observe_inputs(steps, rows, probes.has_origin)
-    evidence.observations += [x for x in found if x.code not in seen]
-    if any(row[-1] > 0 for row in rows):
-        evidence.observed.add("samples that differ")
-
-
-def _inputs(probes: Probes) -> tuple[list[int], list[list[float]]]:
-    """Steps of the inspected batches, and numbers of their inputs."""
-    return [info.step for info in probes.inputs.infos], probes.inputs.series("x").tolist()
-
-
-def _add_dead(probes: Probes, evidence: Run) -> None:
-    """Adds which units of a parameter are dead."""
-    for name, dead in probes.dead.dead_shares().items():
-        if name in evidence.params:
-            param = evidence.params[name]
-            param.dead, param.never_alive, param.dead_since = dead.lately, dead.never, dead.since
-            param.n_looked, param.n_examples = dead.n_looked, dead.n_examples
-            param.n_units = dead.n_units
-
-
-def _add_motion(probes: Probes, evidence: Run) -> None:
-    """Adds which parameters have moved."""
-    for name, moved in probes.motion.moved().items():
-        if name in evidence.params:
-            evidence.params[name].has_moved = moved
-
-
-def _add_params(probes: Probes, evidence: Run) -> None:
-    """Adds which parameters had a gradient, and which optimizers have stepped."""
+def _add_stepped(probes: Probes, evidence: Run) -> None:
+    """Adds which optimizers have stepped."""
     steps = evidence.measured(Steps)
-    for name, n in probes.n_without.items():
-        if name in evidence.params:
-            evidence.params[name].n_without = n
     places = steps.places()
     evidence.stepped = [places[key] for key in steps.stepped]
-
-
-def _add_hashes(probes: Probes, evidence: Run) -> None:
-    evidence.missing["order of two epochs"] = "fewer than two epochs of four batches were trained"
-    evidence.batch_hashes = list(map(list, _epochs_hashed(probes)))
-
-
-def _add_random(probes: Probes, evidence: Run) -> None:
-    evidence.random_states = [] if probes.random is None else probes.random.drawn()
-
-
-def _add_reduced(probes: Probes, evidence: Run) -> None:
-    if probes.reduced is not None:
-        names = (name for name, p, _ in probes.params if p is probes.first_param)
-        evidence.reduced = next(names, ""), probes.reduced.series()
-
-
-def _epochs_hashed(probes: Probes) -> list[list[BatchHash]]:
-    return [] if probes.hashes is None else probes.hashes.epochs()
-
-
-def _add_clipping(probes: Probes, evidence: Run) -> None:
-    if probes.is_clipping_unseen:
-        evidence.steps["clip_coef"] = probes.clipping.coefs()
 
 
 def _set(field: str, value: Callable[[Probes], Any]) -> Add:
@@ -127,42 +52,16 @@ def _set(field: str, value: Callable[[Probes], Any]) -> Add:
 
 
 PARTS: Mapping[str, Add] = {  # what adds to an evidence, by the part that it reads
-    "clipping": _add_clipping,
-    "sizes": _set("sizes", lambda probes: probes.sizes.series()),
-    "layer_times": _add_layer_times,
-    "backward_times": _set("backward_seconds", lambda probes: probes.backward_times.seconds()),
-    "inputs": _add_inputs,
-    "columns": _set("input_columns", lambda probes: [x.sqrt().tolist() for x in probes.columns]),
-    "params": _add_params,
-    "dead": _add_dead,
-    "motion": _add_motion,
-    "hashes": _add_hashes,
-    "random": _add_random,
-    "reduced": _add_reduced,
+    "stepped": _add_stepped,
 }
 
 
 def _late_observed(probes: Probes) -> Iterator[tuple[str, str, Callable[[], object]]]:
     """Part of `Run.observed` that depends on numbers on the device, or on enough of them, by probe."""
-    tokens, ops = probes.tokens, probes.ops
-    yield "targets", "targets", lambda: probes.run.measured(Targets).is_known
-    known = probes.run.measured(Targets).classes
-    yield "targets", "labels of a classifier", lambda: known(probes.graph_of_one) is not None
+    ops = probes.ops
     yield "ops", "attention", lambda: any(len(shares) >= MIN_BATCHES for shares in ops.shares.values())
     yield "ops", "calls in eval mode", lambda: ops.has_evaluated
-    yield "tokens", "indices of embeddings", lambda: tokens.has_indices
     yield "tables", "sums in the graph", lambda: probes.tables.is_known
-    yield "tokens", "tokens beside targets", lambda: tokens.has_compared
-    yield "tokens", "tokens that are targets", tokens.relations
-    yield "tokens", "masks of the tokens", lambda: any(x.seeing for x in tokens.relations())
-    yield "tokens", "padding of the tokens", lambda: any(x.padding >= 0 for x in tokens.relations())
-    yield "cleared", "cleared gradients", lambda: probes.cleared.has_found
-    is_one = len(probes.optimizers) == 1
-    yield "stale", "time before a backward", lambda: probes.stale.has_looked and is_one
-    yield "lost_updates", "weights around a step", lambda: probes.lost_updates.has_looked
-    yield "hashes", "order of two epochs", lambda: has_epochs(_epochs_hashed(probes))
-    yield "sequences", "order of samples and steps", lambda: probes.sequences.has_compared
-    yield "outside", "graph of the output", lambda: probes.outside.is_known(probes.n_steps)
 
 
 def _tell_attention(probes: Probes, evidence: Run) -> None:
@@ -174,70 +73,22 @@ def _tell_attention(probes: Probes, evidence: Run) -> None:
         evidence.missing["masks of the tokens"] = "no attention was seen, so masks were not checked"
 
 
-def _tell_accumulation(probes: Probes, evidence: Run) -> None:
-    if not probes.is_external:
-        evidence.absent["accumulation"] = "GradientAccumulation divides the loss itself"
-    elif probes.added.counts == {1}:
-        evidence.absent["accumulation"] = "each step has the gradients of one backward"
-    elif any(map(is_adaptive, probes.optimizers.values())):
-        evidence.absent["accumulation"] = "the optimizer divides by the size of gradients"
-    evidence.missing["divisor of the loss"] = "it is not known by what number the loss is divided"
-
-
-def _tell_outside(probes: Probes, evidence: Run) -> None:
-    if probes.outside.hidden_by:
-        hidden = f"{probes.outside.hidden_by} hides a part of the graph of the output"
-        evidence.missing["graph of the output"] = hidden
-
-
 def _tell_tokens(probes: Probes, evidence: Run) -> None:
-    """Adds reasons why the tokens of a language model are not checked."""
-    tokens = probes.tokens
     has_looked = not probes.guard.has_failed("ops") and probes.ops.has_looked
-    if has_looked and not tokens.has_embeddings:
+    if has_looked and not evidence.measured(Tokens).has_embeddings:
         no_embedding = "the model has no embedding"
         evidence.absent |= {"embeddings": no_embedding, "tokens": no_embedding}
-    elif not tokens.is_open and not tokens.relations():
-        evidence.absent["tokens"] = "the targets of the loss are not the tokens that the model embeds"
-    elif not tokens.is_open:
-        unknown = "the embedding of the tokens has no padding_idx, so it is not known what is padding"
-        evidence.missing["padding of the tokens"] = unknown
 
 
 REASONS: Mapping[str, Add] = {  # likewise, reasons why something was not seen, unless the part has failed
     "ops": _tell_attention,
-    "added": _tell_accumulation,
-    "outside": _tell_outside,
     "tokens": _tell_tokens,
 }
 
 
 def _late_observations(probes: Probes) -> Iterator[tuple[str, Callable[[], Iterable[Observation]]]]:
     """Observations that are made at the end, by part."""
-    yield "norms", lambda: probes.norms.observations(probes.n_batches)
     yield "ops", lambda: observe_attention(probes.ops.shares)
     yield "ops", lambda: observe_blind(probes.ops.blind)
     yield "ops", lambda: observe_dropout_in_eval(probes.ops.dropping, probes.ops.n_alike())
     yield "tables", lambda: probes.tables.observations()
-    yield "tokens", lambda: probes.tokens.observe_indices()
-    tokens = probes.tokens.relations
-    yield "tokens", lambda: observe_tokens(tokens(), probes.graph_of_one, probes.has_recurrent)
-    yield "lost_updates", lambda: probes.lost_updates.observations()
-    if len(probes.optimizers) == 1:  # several may clear each other's gradients unseen
-        yield "stale", lambda: probes.stale.observations()
-    yield "cleared", lambda: probes.cleared.observations()
-    if probes.observed.isdisjoint(("backward", "backward beside the model")):
-        yield (
-            "motion",
-            lambda: probes.motion.observe_no_backward(probes.n_steps - probes.run.measured(Steps).n_alone),
-        )
-    yield (
-        "motion",
-        lambda: probes.motion.observations(
-            probes.n_steps, probes.n_backward, probes.run.measured(Steps).n_given
-        ),
-    )
-    yield "outside", lambda: probes.outside.observations(probes.n_steps)
-    yield "sequences", lambda: probes.sequences.observations()
-    yield "targets", lambda: probes.run.measured(Targets).observe_single_class(probes.graph_of_one)
-    yield "hashes", lambda: observe_order(_epochs_hashed(probes), probes.loader)

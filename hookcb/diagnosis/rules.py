@@ -2,18 +2,20 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from hookcb.core.text import join_names
-from hookcb.diagnosis.fault import Fault, Result
+from hookcb.diagnosis.fault import Fault
 from hookcb.diagnosis.measurements.loss import Loss
-from hookcb.diagnosis.run import CONVERGED, WINDOW, Param, Run, Series, Span
+from hookcb.diagnosis.measurements.tokens import Tokens
+from hookcb.diagnosis.run import CONVERGED, WINDOW, Layer, Param, Run, Series, Span
 from hookcb.diagnosis.verdict import Finding, Severity
 
 LATEST = 5  # records in a median: a single batch says little
+MIN_UNITS = 4  # of a layer, and inputs of each, to compare them
 MAX_POINTS = 80  # of a robust slope, which uses all pairs
 SIGMA = 1.4826  # standard deviation / median absolute deviation of normally distributed numbers
 MAX_SATURATED = 0.5  # share of units at the flat ends of tanh or sigmoid
@@ -45,11 +47,6 @@ def finding(code: str, severity: Severity, *, message: str, **about: Any) -> Fin
     fault = Fault()
     fault.code = code  # type: ignore[misc]
     return fault.finding(message, severity, **about)
-
-
-def findings_of(check: Callable[[Run], Iterator[Result]], run: Run) -> list[Finding]:
-    """Findings of another check, on which one depends."""
-    return [result for result in check(run) if isinstance(result, Finding)]
 
 
 def records_needed(run: Run) -> int:
@@ -167,6 +164,17 @@ def weights(run: Run) -> list[Param]:
     return sorted((p for p in run.params.values() if p.is_weight), key=place)
 
 
+def in_order(run: Run) -> list[Layer]:
+    """Layers in the order of execution."""
+    return sorted(run.layers.values(), key=lambda layer: layer.place)
+
+
+def place_of_head(run: Run) -> float:
+    """Place of the last layer with weights; of the last layer if no place is known."""
+    places = [p.place_of_layer for p in weights(run) if p.place_of_layer is not None]
+    return max(places or [layer.place for layer in run.layers.values()], default=math.inf)
+
+
 def loss_left(run: Run, first: float) -> float:
     """Final loss, the median of ten, as a share of `first`; NaN if unknown.
 
@@ -252,7 +260,7 @@ def ratio_to_constant(run: Run, loss: float) -> float:
 
 def batches_to_learn(run: Run) -> int:
     """Number of batches after which a model is compared with a constant."""
-    return MIN_BATCHES_OF_TOKENS if "tokens beside targets" in run.observed else MIN_BATCHES
+    return MIN_BATCHES_OF_TOKENS if run.measured(Tokens).has_compared else MIN_BATCHES
 
 
 def is_trivial(run: Run, n_batches: int = 0) -> bool:

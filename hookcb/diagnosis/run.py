@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from hookcb.diagnosis.reader import ADVICE, Way, way_of
 from hookcb.hooks.coverage import BY_CLOSURE
-from hookcb.profiling.steps.stragglers import Straggler
 from hookcb.records.series import Series as Series
 
 T = TypeVar("T")
@@ -69,10 +68,6 @@ class Param:
         is_optimized: whether an optimizer has it; `lr` and `weight_decay` are its group's at the end.
         is_adaptive: whether that optimizer scales gradients by their size, as Adam does.
         maximizes: whether it ascends rather than descends.
-        dead: share of the weight's units without a gradient in the latest `n_looked` measurements of
-            `n_examples` examples, since step `dead_since`; NaN and None if not measured.
-        n_units: number of these units, the rows or the columns of a weight; 0 if not measured.
-        never_alive: share of units that never had a gradient.
         has_moved: whether any of 1,024 elements differs between the beginning and the end.
         n_without: number of inspected steps in which it required a gradient and had none.
         first_bad: first step with a NaN or infinite gradient, even if its record was dropped, else None.
@@ -93,12 +88,6 @@ class Param:
     weight_decay: float = 0.0
     is_adaptive: bool = False
     maximizes: bool = False
-    dead: float = math.nan
-    n_looked: int = 0
-    n_examples: int = 0
-    n_units: int = 0
-    never_alive: float = math.nan
-    dead_since: int | None = None
     n_without: int = 0
     first_bad: int | None = None
     has_moved: bool = True
@@ -176,39 +165,6 @@ class Observation:
 
 
 @dataclass(slots=True)
-class Spent:
-    """Seconds of a mean batch by what they are spent on, without the first batches and the inspected ones.
-
-    Of each, the two batches that take longest are left out too, as a busy machine may have caused them; but
-    not of validations and the time between epochs.
-
-    Attributes:
-        n: number of batches, 0 if none was timed.
-        phases: seconds by phase: "data" (fetches), "forward", "loss", "backward", "optimizer", "between"
-            (all of the user's code between these), "validation", "epoch" (between epochs, and the start of a
-            loader), "garbage collection".
-        callbacks: seconds by name of the callback.
-        lines: seconds by line of the user's loop; a part of "loss" and "between".
-        fetches: likewise, by line that fetches batches, beyond what a DataLoader takes.
-        steps: likewise, by line that calls the model, its backward or an optimizer.
-        has_lines: whether lines were sampled.
-    """
-
-    n: int = 0
-    phases: dict[str, float] = field(default_factory=dict)
-    callbacks: dict[str, float] = field(default_factory=dict)
-    lines: dict[str, float] = field(default_factory=dict)
-    fetches: dict[str, float] = field(default_factory=dict)
-    steps: dict[str, float] = field(default_factory=dict)
-    has_lines: bool = False
-
-    @property
-    def whole(self) -> float:
-        """Seconds of a mean batch."""
-        return sum(self.phases.values()) + sum(self.callbacks.values())
-
-
-@dataclass(slots=True)
 class Run:
     """Everything that was recorded about a training.
 
@@ -220,35 +176,13 @@ class Run:
         looks: rule by which later batches were chosen, "" if the budget had no effect.
         layers: layers by name, in the order of execution.
         params: parameters by name, in the order of the model.
-        frozen, foreign: see `Frame`.
         steps: series over the inspected steps: `total_norm` before clipping, `clipped_total_norm`,
             `clip_coef`, `lr`, and `scale` and `skipped` (0 or 1) of a GradScaler.
         lr: largest learning rate of all groups, for each batch.
         loss: loss of each batch.
-        losses: loss before each step of an optimizer, by index of the optimizer.
-        input_std, input_rms: standard deviation and RMS of the first float input, for each inspected batch.
-        rms_of_others: RMS of the inputs of the other ranks, their geometric mean, NaN if unknown.
-        input_columns: RMS of each column of a table, in the first inspected batches; else empty.
-        batch_hashes: hashes of inputs and targets of the first batches of epochs, on several ranks; None if
-            unknown.
-        random_states: hashes of random states from which numbers were drawn in a forward, on several ranks.
-        reduced: parameter whose gradient was read after the backward, and its norm, on several ranks.
-        losses_of_ranks: some of the losses of each rank, if there are several, but no more than 64.
-        world: number of ranks.
-        waits: seconds spent fetching batches since the previous batch, 0 if no fetch was seen.
-        batches: seconds from the end of the previous batch to the end of this one.
-        spent: what the time of a mean batch is spent on.
-        sizes: number of elements in the inputs of each inspected batch, 0 if unknown.
-        layer_seconds: least seconds of a forward by layer, without the modules that it calls.
-        layer_work: its work in multiply-adds, see `layer_times.work_of`.
-        layer_ops: number of its operations, and of those that read a number of a tensor, as `.item()` does.
-        hook_seconds: least seconds of a forward that the user's hooks take, by their function.
-        backward_seconds: least seconds of a backward in functions written in Python, by function.
-        slowest_rank: the rank with most work of its own, if several were compared.
-        memory: bytes in use after each step, if known.
         stepped: index of the optimizer that made each recorded step, if known.
         observed: what could be inspected: "inputs", "labels", "loss", "attention", "backward", "steps" …
-        n_steps, n_skipped: number of optimizer steps, and of those that a GradScaler skipped.
+        n_steps: number of optimizer steps.
         is_by_hand: whether the loop updates its weights without an optimizer.
         is_one_backward: whether it comes from a single backward, without a training.
         observations: faults that probes observed directly.
@@ -277,38 +211,14 @@ class Run:
     looks: str = ""
     layers: dict[str, Layer] = field(default_factory=dict)
     params: dict[str, Param] = field(default_factory=dict)
-    frozen: dict[str, int] = field(default_factory=dict)
-    foreign: set[tuple[int, ...]] = field(default_factory=set)
     steps: dict[str, Series] = field(default_factory=dict)
     lr: Series = field(default_factory=Series)
     loss: Series = field(default_factory=Series)
-    losses: dict[int, Series] = field(default_factory=dict)
-    input_std: Series = field(default_factory=Series)
-    input_rms: Series = field(default_factory=Series)
-    rms_of_others: float = math.nan
-    input_columns: list[list[float]] = field(default_factory=list)
-    batch_hashes: list[list[tuple[int | None, int | None]]] = field(default_factory=list)
-    random_states: list[int] = field(default_factory=list)
-    reduced: tuple[str, Series] = field(default_factory=lambda: ("", Series()))
-    losses_of_ranks: list[Series] = field(default_factory=list)
-    world: int = 1
-    waits: Series = field(default_factory=Series)
-    batches: Series = field(default_factory=Series)
-    spent: Spent = field(default_factory=Spent)
-    sizes: Series = field(default_factory=Series)
-    layer_seconds: dict[str, float] = field(default_factory=dict)
-    layer_work: dict[str, float] = field(default_factory=dict)
-    layer_ops: dict[str, tuple[int, int]] = field(default_factory=dict)
-    hook_seconds: dict[str, float] = field(default_factory=dict)
-    backward_seconds: dict[str, float] = field(default_factory=dict)
-    slowest_rank: Straggler | None = None
-    memory: Series = field(default_factory=Series)
     stepped: list[int] = field(default_factory=list)
     observed: set[str] = field(default_factory=set)
     n_steps: int = 0
     is_by_hand: bool = False
     is_one_backward: bool = False
-    n_skipped: int = 0
     observations: list[Observation] = field(default_factory=list)
     silent: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -349,6 +259,10 @@ class Run:
         self.notes += new
         self.partial |= {key: why for key, why in live.partial.items() if key not in self.partial}
         return bool(new)
+
+    def why_unseen(self, what: str) -> str:
+        """Why nothing is known of what faults need to see."""
+        return self.missing.get(what, f"too little was seen of the {what}")
 
     def about(self, layer: str, param: str) -> str:
         """Type and sizes of a layer, or of the one that has a parameter; "" if unknown."""

@@ -10,8 +10,8 @@ from torch import Tensor, distributed
 from torch.optim import Optimizer
 
 from hookcb.core.arguments import check_count
-from hookcb.core.callback import Callback, as_written
-from hookcb.core.events import CancelStepException, Event
+from hookcb.core.callback import Callback
+from hookcb.core.events import CancelStepException
 from hookcb.core.optim import detached_scalar
 from hookcb.core.ranks import Ranks
 from hookcb.core.shards import is_divided, is_dtensor, is_fully_sharded, is_shard
@@ -23,15 +23,6 @@ from hookcb.gradients.records import GradientRecords
 from hookcb.gradients.steps import StepWatch, is_unscaled, running_stats, scale_of
 from hookcb.hooks.params import Which, check_which, find_params
 from hookcb.records.forward import forwarded, forwarded_attribute, forwarded_property
-
-# events at which only gradients of outputs are recorded
-OF_OUTPUTS = (
-    Event.BEFORE_BATCH,
-    Event.AFTER_PRED,
-    Event.BEFORE_BACKWARD,
-    Event.AFTER_CANCEL_BATCH,
-    Event.AFTER_BATCH,
-)
 
 
 class GradientHealth(Callback):
@@ -139,7 +130,6 @@ class GradientHealth(Callback):
         self._outputs = None if stats is None else OutputHooks(model, stats)
         self._watch = StepWatch(model, self._at_step)
         self._refresh(self.opt)
-        self.learn.rest([(self, frozenset() if self._outputs else as_written(self, OF_OUTPUTS))])
 
     def before_train(self) -> None:
         self._is_outdated = self.learn.is_calling  # torch.func.functional_call puts other tensors in

@@ -124,13 +124,8 @@ class StepWatch:
         return [param.name for param in params if id(param.p) not in self._ids]
 
     def close(self) -> None:
-        """Removes the hook on optimizers; `reopen` puts it back."""
+        """Removes the hook on optimizers."""
         self._hook.remove()
-
-    def reopen(self) -> None:
-        """Hooks the optimizers again."""
-        if not self._hook.is_on:
-            self._hook = StepHook(self._at_step)
 
 
 def _n_params(opt: Optimizer) -> int:

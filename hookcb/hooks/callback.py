@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 
 from hookcb.core.console import warn
-from hookcb.core.events import Event
 from hookcb.core.sampling import SamplingCallback
 from hookcb.core.shards import plain_class
 from hookcb.hooks.coverage import Coverage, added_layers, introduce, note_used
@@ -15,9 +14,7 @@ from hookcb.hooks.hook import HOOK_OPTIONS, HookFunc, Hooks
 from hookcb.hooks.modules import (
     ModelGoneError,
     Where,
-    contains_compiled,
     find_modules,
-    has_compiled,
     make_ready_for_hooks,
     named_modules,
 )
@@ -62,9 +59,6 @@ class HookCallback(SamplingCallback):
     """
 
     hook_options = HOOK_OPTIONS
-    idle_events = frozenset(
-        {Event.AFTER_PRED, Event.BEFORE_BACKWARD, Event.AFTER_BACKWARD, Event.AFTER_BATCH}
-    )
 
     def __init__(
         self,
@@ -109,9 +103,8 @@ class HookCallback(SamplingCallback):
         self._others = frozenset(named_modules(self.model).keys() - self.layers.keys())
         make_ready_for_hooks(self.model)
         self.hooks = Hooks(self.layers, self._function or self.hook, gate=self.hooks_act, **self._options)
-        # those in compiled code stay on the layers, and those whose results others see
-        observes = self.is_forward and not self._options.get("modify")
-        self._may_rest = observes and not contains_compiled(self.model)
+        for hook in self.hooks:
+            hook.is_idle = True  # until a batch is looked at
         introduce(self.hooks, self.model, f"{type(self).__name__}.hook")
 
     def hooks_act(self) -> bool:
@@ -122,50 +115,47 @@ class HookCallback(SamplingCallback):
         """
         return self._acts_in is self.learn.training and self.learn.in_loop_thread
 
+    def _let_act(self, training: bool | None) -> None:
+        """Has the hooks act in this value of `training`, or not at all: two states, as compiled code sees."""
+        if training is not self._acts_in:
+            self._acts_in = training
+            for hook in self.hooks or ():
+                hook.is_idle = training is None
+
     def before_train(self) -> None:
-        self._acts_in = None  # a batch that was cut short has left it set
+        self._let_act(None)  # a batch that was cut short has left it set
 
     def before_batch(self) -> None:
         super().before_batch()
-        if not self.hooks or self.outside_main_phase:
-            return
-        if self.is_looking:
-            self.hooks.wake()
-            self._acts_in = self.training
+        if self.is_looking and self.hooks and not self.outside_main_phase:
+            self._let_act(self.training)
             self.hooks.restart()
-        else:
-            self.rest_hooks()
-
-    def rest_hooks(self) -> None:
-        """Takes the hooks off their layers in a batch that is not looked at, if that changes no order."""
-        if self.hooks and self._may_rest and not self.hooks.is_resting and not has_compiled():
-            self.hooks.rest()
 
     def after_pred(self) -> None:
         self._has_pred = True
 
     def before_backward(self) -> None:
         if self.is_forward:  # a forward after this is recomputation by activation checkpointing
-            self._acts_in = None
+            self._let_act(None)
 
     def after_cancel_backward(self) -> None:
         self.is_looking = self.is_looking and self.is_forward
 
     def after_backward(self) -> None:
-        self._acts_in = None
+        self._let_act(None)
         if self.is_looking and not self.n_batches and self.hooks:
             note_used(self.layers, self.hooks)
 
     def after_batch(self) -> None:
         super().after_batch()
-        if not self.outside_main_phase:
-            self._acts_in = None
+        if self._is_due and not self.outside_main_phase:
+            self._let_act(None)
             is_first = self._has_pred and self.n_batches == 1
             if self.hooks and self.is_looking and is_first and not any(hook.fired for hook in self.hooks):
                 warn(self.coverage.warning(), stacklevel=2)
 
     def after_fit(self) -> None:
-        self._acts_in = None
+        self._let_act(None)
         self._added = self._find_added()
         if self.remove_end:
             self.remove()

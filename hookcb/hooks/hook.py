@@ -101,6 +101,7 @@ class Hook:
         self.detach = detach and not modify
         # called with module and output after the first call; if it returns False, gate and `hook_func` follow
         self.quick: Callable[[Any, Any], bool] | None = None
+        self.is_idle = False  # whether it does nothing, so that neither these nor the gate are called
         # called with an error of the function or the gate, which then does not reach the forward
         self.take_error: Callable[[Exception], object] | None = None
         _check(self, m)
@@ -203,27 +204,6 @@ class Hook:
         """Whether the hook was removed."""
         return not self._taps
 
-    def rest(self) -> bool:
-        """Takes a forward hook off its module until `wake`, as torch calls a module without hooks faster.
-
-        It stays on, and returns False, if it would come back in another place among hooks of others.
-        """
-        for handle in self._handles:
-            hooks = handle.hooks_dict_ref()
-            if hooks and handle.id in hooks:
-                if handle.id != next(iter(hooks) if self.prepend else reversed(hooks)):
-                    return False
-                del hooks[handle.id]
-        return True
-
-    def wake(self) -> None:
-        """Puts the hook back on its module."""
-        for handle, tap in zip(self._handles, self._taps, strict=True):
-            hooks = handle.hooks_dict_ref()
-            if hooks is not None and handle.id not in hooks:
-                hooks[handle.id] = tap
-                hooks.move_to_end(handle.id, last=not self.prepend)
-
     def remove(self) -> None:
         """Removes the hook; a second time does nothing. `stored` stays."""
         for tap in self._taps:
@@ -274,7 +254,6 @@ class Hooks:
         **options: Any,
     ) -> None:
         self.hooks: list[Hook] = []
-        self._n_off = 0  # hooks that are off their modules until `wake`
         try:
             for name, m in _named(ms):
                 hook = Hook(m, hook_func, is_forward, detach, cpu, gather, **options)
@@ -304,22 +283,6 @@ class Hooks:
         """Restarts each hook, see `Hook.restart`."""
         for hook in self.hooks:
             hook.restart()
-
-    def rest(self) -> None:
-        """Takes forward hooks off their modules until `wake`."""
-        self._n_off = sum([hook.rest() for hook in self.hooks])
-
-    @property
-    def is_resting(self) -> bool:
-        """Whether all hooks are off their modules."""
-        return self._n_off == len(self.hooks)
-
-    def wake(self) -> None:
-        """Puts forward hooks back on their modules, if any are off."""
-        if self._n_off:
-            self._n_off = 0
-            for hook in self.hooks:
-                hook.wake()
 
     def remove(self) -> None:
         """Removes all hooks; stored values stay."""

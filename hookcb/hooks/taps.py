@@ -23,6 +23,7 @@ class HookLike(Protocol):
     called: bool
     fired: bool
     quick: Callable[[Any, Any], bool] | None
+    is_idle: bool
     take_error: Callable[[Exception], object] | None
     why_silent: str
     without_grad: str | None
@@ -59,7 +60,7 @@ class Tap(OwnHook):
     def __call__(self, module: nn.Module, *seen: Any) -> Any:
         """Calls the hook if its gate is open; returns its result if the hook may modify."""
         hook = self.hook
-        if hook is None:
+        if hook is None or hook.is_idle:
             return None
         try:
             if hook.quick is not None and not is_compiling() and hook.fired and hook.quick(module, seen[-1]):

@@ -24,6 +24,10 @@ from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.frame import about
 from hookcb.diagnosis.gather import recorded
 from hookcb.diagnosis.led import Led
+from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.inputs import Inputs
+from hookcb.diagnosis.measurements.layer_times import LayerTimes
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.reader import Way, also, way_of
 from hookcb.diagnosis.run import Run, Series
 from hookcb.diagnosis.verdict import Verdict
@@ -144,7 +148,7 @@ def _how_to_record(kind: type[Callback], way: Way) -> str:
 def _run(cbs: Iterable[Callback], evidence: Run) -> dict[str, Series]:
     """Series of the whole run, with what is not finite."""
     recorder, health = _first(cbs, Recorder), _first(cbs, GradientHealth)
-    found = {"loss": evidence.loss, "lr": evidence.lr, "input_rms": evidence.input_rms}
+    found = {"loss": evidence.loss, "lr": evidence.lr, "input_rms": evidence.measured(Inputs).rms}
     if recorder is not None and recorder.losses:
         steps = list(range(len(recorder.losses)))
         found |= {"loss": Series(steps, recorder.losses), "lr": Series(steps, recorder.lrs)}
@@ -276,7 +280,9 @@ def _modules(model: torch.nn.Module) -> Iterator[tuple[str, str, str, int]]:
 
 def _time(cbs: Iterable[Callback], evidence: Run) -> TimeSpent | None:
     timer, profiler = _first(cbs, StepTimer), _first(cbs, ProfilerCallback)
-    found = TimeSpent(layers={name: [seconds] for name, seconds in evidence.layer_seconds.items()})
+    found = TimeSpent(
+        layers={name: [seconds] for name, seconds in evidence.measured(LayerTimes).seconds.items()}
+    )
     if profiler is not None:
         with suppress(RuntimeError):  # nothing was profiled
             found.layers = {
@@ -291,16 +297,16 @@ def _time(cbs: Iterable[Callback], evidence: Run) -> TimeSpent | None:
             for x in timer.outliers()
         ]
         found.sentences = [line for line in timer.report().lines if not line.startswith("- ")]
-    elif len(evidence.batches):
-        waits = dict(evidence.waits)
-        rest = [whole - waits.get(step, 0.0) for step, whole in evidence.batches]
-        found.phases = {"data": evidence.waits, "all else": Series(evidence.batches.steps, rest)}
+    elif len((curves := evidence.measured(Curves)).batches):
+        waits = dict(curves.waits)
+        rest = [whole - waits.get(step, 0.0) for step, whole in curves.batches]
+        found.phases = {"data": curves.waits, "all else": Series(curves.batches.steps, rest)}
     return found if found.phases or found.layers else None
 
 
 def _memory(cbs: Iterable[Callback], evidence: Run) -> MemoryUsed | None:
     stats = _first(cbs, MemoryStats)
-    found = MemoryUsed(used=evidence.memory)
+    found = MemoryUsed(used=evidence.measured(Curves).memory)
     with suppress(RuntimeError):  # no batch was watched
         if stats is not None:
             found.columns = ["kept", "parameters", "gradients", "optimizer"]
@@ -317,12 +323,11 @@ def _ranks(loop: Any, cbs: Iterable[Callback], evidence: Run) -> RanksCompared |
     times = None if timer is None else timer.records.ranks
     if loop.ranks.world == 1 and times is None:
         return None
+    losses = evidence.measured(Loss).of_ranks
     if times is None:
         sentences = ["Ranks were not compared; StepTimer() compares them."]
-        return RanksCompared(
-            loop.ranks.world, loop.ranks.rank, loss=evidence.losses_of_ranks, sentences=sentences
-        )
-    found = RanksCompared(len(times.hosts), times.rank, list(times.hosts), evidence.losses_of_ranks)
+        return RanksCompared(loop.ranks.world, loop.ranks.rank, loss=losses, sentences=sentences)
+    found = RanksCompared(len(times.hosts), times.rank, list(times.hosts), losses)
     steps = [n - 1 for n, _ in times.latest]
     by_rank = zip(*(own for _, own in times.latest), strict=True)
     found.phases = {OWN: [Series(steps, list(seconds)) for seconds in by_rank]}

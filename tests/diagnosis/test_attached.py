@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from hookcb import Callback, CancelFitException, Diagnose, GradientAccumulation, Learner, watch
+from hookcb.diagnosis.fault import findings_of
+from hookcb.diagnosis.measurements.curves import Curves
 from tests.support import each
 
 N = 200
@@ -46,8 +48,9 @@ def test_each_batch_is_known(epochs):
     assert (evidence.n_batches, evidence.n_steps) == (N, N)
     assert evidence.n_looked < N / 5
     firsts = set(range(0, N, N // epochs))  # whose fetch starts the loader
-    assert set(evidence.waits.steps) == set(evidence.batches.steps) == set(range(N)) - firsts
-    assert all(x > 0 for x in evidence.batches.values)
+    curves = evidence.measured(Curves)
+    assert set(curves.waits.steps) == set(curves.batches.steps) == set(range(N)) - firsts
+    assert all(x > 0 for x in curves.batches.values)
 
 
 @pytest.mark.parametrize("event", each(3, ["before_batch", "after_loss", "before_step", "after_batch"]))
@@ -57,7 +60,7 @@ def test_a_fit_that_ends_is_known_up_to_the_batch_before(event):
 
     evidence = evidence_of(at(140, event, end))
     assert evidence.loss.steps[:140] == list(range(140))
-    assert evidence.waits.steps[:139] == list(range(1, 140))
+    assert evidence.measured(Curves).waits.steps[:139] == list(range(1, 140))
 
 
 def test_steps_of_accumulated_batches_are_counted():
@@ -109,15 +112,14 @@ def test_another_optimizer_is_noticed():
     def swap(learn):
         learn.opt = torch.optim.SGD(learn.model.parameters(), 0.01)
 
-    losses = evidence_of(at(130, "before_batch", swap)).losses
+    losses = evidence_of(at(130, "before_batch", swap)).measured(Curves).losses
     assert [series.steps for series in losses.values()] == [list(range(130)), list(range(130, N))]
 
 
 def test_layers_that_change_their_mode_are_noticed():
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
     to_eval = at(131, "before_batch", lambda learn: learn.model.eval())
-    observations = evidence_of(to_eval, model=model).observations
-    assert [x.step for x in observations if x.code == "mode.mismatch"] == [131]
+    assert [x.step for x in findings_of("mode.mismatch", evidence_of(to_eval, model=model))] == [131]
 
 
 def test_a_verdict_on_the_way_knows_all_batches_so_far():

@@ -10,6 +10,8 @@ import pytest
 from hookcb.activations.stats import LAYER_STATS
 from hookcb.diagnosis.faults.head.stuck import StuckHead
 from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.rules import falls_slowly, finding, persistent, persistent_max
 from hookcb.diagnosis.run import Layer, Param, Run, Series, Span
@@ -70,15 +72,15 @@ def test_numbers_of_which_none_is_known_find_nothing_and_rule_nothing_out(n):
     kinds = ("Linear", "Linear", "Embedding", "LayerNorm")
     params = {
         f"{i}.weight": Param(
-            f"{i}.weight", f"{i}", kind, kind, i, (16, 16), i, weight_decay=0.1, dead=math.nan,
-            never_alive=math.nan, optimizer=i % 2, stats=dict.fromkeys(GRAD_STATS, unknown(n)),
+            f"{i}.weight", f"{i}", kind, kind, i, (16, 16), i, weight_decay=0.1,
+            optimizer=i % 2, stats=dict.fromkeys(GRAD_STATS, unknown(n)),
         ) for i, kind in enumerate(kinds)
     }  # fmt: skip
     layers = {
         f"{i}": Layer(f"{i}", kind, kind, i, dict.fromkeys(every, unknown(n))) for i, kind in enumerate(kinds)
     }
     curves = dict.fromkeys(
-        ("lr", "loss", "input_std", "input_rms", "waits", "batches", "sizes", "memory"),
+        ("lr", "loss"),
         unknown(n),
     )
     given = Run(
@@ -99,16 +101,18 @@ def test_numbers_of_which_none_is_known_find_nothing_and_rule_nothing_out(n):
         layers=layers,
         params=params,
         steps=dict.fromkeys(STEP_STATS, unknown(n)),
-        losses={0: unknown(n), 1: unknown(n)},
-        losses_of_ranks=[unknown(n)] * 2,
-        input_columns=[[math.nan] * 4] * 3,
-        reduced=("0.weight", unknown(n)),
         observed={"attention"},
         n_steps=n,
         **curves,
     )
+    vars(given.measured(Curves)).update(
+        {name: unknown(n) for name in ("waits", "batches", "memory")}, losses={0: unknown(n), 1: unknown(n)}
+    )
     measured(given, Loss, kind="mse", penalty=unknown(n))
     measured(given, StuckHead, shares=unknown(n))
+    inputs = given.measured(Inputs)
+    inputs.std, inputs.rms, inputs.sizes = unknown(n), unknown(n), unknown(n)
+    inputs.columns = [[math.nan] * 4] * 3
     verdict = judge(given)
     assert verdict.findings == ()
     assert not [text for text in verdict.ruled_out if "nan" in text.split("(")[-1]]

@@ -82,7 +82,7 @@ def test_time_memory_and_configuration_are_there(learn, page):
     assert page.memory.layers[row.name] == sizes
     config = {title: dict(rows) for title, rows in page.config.items()}
     assert config["Callbacks"]["MemoryStats"] == "every=4"
-    assert "AttachedStats" not in config["Callbacks"]
+    assert "LedStats" not in config["Callbacks"]
     assert config["Run"]["torch"] == torch.__version__
     assert config["Model"]["parameters"] == f"{sum(p.numel() for p in learn.model.parameters()):,}"
     assert page.notes == []

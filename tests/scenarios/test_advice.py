@@ -11,15 +11,18 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam
 
 from hookcb import Diagnose, Learner
-from hookcb.diagnosis.checks.attenuated import attenuated_gradients
-from hookcb.diagnosis.checks.exploding import exploding_gradients
-from hookcb.diagnosis.checks.layers import activation_scale, saturated_units
-from hookcb.diagnosis.checks.optimizer import constant_clipping
-from hookcb.diagnosis.checks.step_size import large_updates, small_updates
-from hookcb.diagnosis.checks.weight_decay import dominating_decay
+from hookcb.diagnosis.faults.gradients.attenuated import Attenuated
+from hookcb.diagnosis.faults.gradients.exploding import Exploding
 from hookcb.diagnosis.faults.loss.diverging import DivergingLoss
 from hookcb.diagnosis.faults.loss.init import FirstLoss
+from hookcb.diagnosis.faults.model.activation_scale import ActivationScale
+from hookcb.diagnosis.faults.model.saturated_units import SaturatedUnits
+from hookcb.diagnosis.faults.steps.clipping import ConstantClipping
+from hookcb.diagnosis.faults.steps.large_updates import LargeUpdates
+from hookcb.diagnosis.faults.steps.small_updates import SmallUpdates
+from hookcb.diagnosis.faults.steps.weight_decay import DominatingDecay
 from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series
 from hookcb.diagnosis.verdict import Finding
@@ -167,7 +170,7 @@ def runaway(first):
 
 @pytest.mark.parametrize(("first", "told"), [(0.1, "by 10"), (0.35, "by 20"), (14.0, "by 1,000")])
 def test_the_first_step_says_by_what_to_divide_the_learning_rate(first, told):
-    found = only(large_updates, runaway(first))
+    found = only(LargeUpdates().findings, runaway(first))
     assert found.value == 80.0
     assert found.next_steps[0] == f"Divide the learning rate {told}"
 
@@ -175,37 +178,37 @@ def test_the_first_step_says_by_what_to_divide_the_learning_rate(first, told):
 def test_steps_before_the_loss_rises_count_too():
     given = runaway(0.1)
     given.loss = series([2.3, 2.3] + [900.0] * (N - 2))
-    assert "by 500" in advice(only(large_updates, given))
+    assert "by 500" in advice(only(LargeUpdates().findings, given))
 
 
 def test_a_first_step_of_usual_size_says_no_number():
-    assert "Divide" not in advice(only(large_updates, runaway(0.005)))
+    assert "Divide" not in advice(only(LargeUpdates().findings, runaway(0.005)))
 
 
 @pytest.mark.parametrize(("usual", "largest", "told"), [(2e-6, 2e-6, "by 500"), (5e-6, 1e-4, "by 100")])
 def test_small_updates_are_multiplied_until_one_of_them_is_large(usual, largest, told):
     params = [weight(name, update_ratio=[usual] * N) for name in "abc"]
     given = evidence(*params, weight("d", update_ratio=[largest] * N))
-    assert told in advice(only(small_updates, given))
+    assert told in advice(only(SmallUpdates().findings, given))
 
 
 def test_a_rate_that_moves_one_layer_enough_is_not_too_low_for_the_others():
     params = [weight(name, update_ratio=[1e-7] * N) for name in "abc"]
-    found = only(small_updates, evidence(*params, weight("d", update_ratio=[0.01] * N)))
+    found = only(SmallUpdates().findings, evidence(*params, weight("d", update_ratio=[0.01] * N)))
     assert "Multiply" not in advice(found)
 
 
 def test_a_usual_weight_decay_is_never_raised():
     param = weight(clipped_norm=[1e-9] * N)
     param.weight_decay = 5e-4
-    found = only(dominating_decay, evidence(param))
+    found = only(DominatingDecay().findings, evidence(param))
     assert "0.01" not in advice(found)
     assert "weight_decay to 0 " in advice(found)
 
 
 def test_clipping_that_tames_huge_gradients_is_not_to_be_left_out():
     steps = {"clip_coef": series([1e-6] * N), "total_norm": series([1e6] * N)}
-    assert "leave it out" not in advice(only(constant_clipping, evidence(weight(), steps=steps)))
+    assert "leave it out" not in advice(only(ConstantClipping().findings, evidence(weight(), steps=steps)))
 
 
 def fading(norm):
@@ -216,12 +219,13 @@ def fading(norm):
 
 
 def test_an_initialization_is_only_advised_where_another_was_seen():
-    assert "kaiming" in advice(only(attenuated_gradients, evidence(*fading(0.04))))
-    assert "nitialize" not in advice(only(attenuated_gradients, evidence(*fading(4.0))))
+    assert "kaiming" in advice(only(Attenuated().findings, evidence(*fading(0.04))))
+    assert "nitialize" not in advice(only(Attenuated().findings, evidence(*fading(4.0))))
     grown = layer("body", 0, std=[5000.0] * N)
     for norm, is_large in ((4.0, False), (80.0, True)):
-        given = evidence(weight(weight_norm=[norm] * N), layers=[grown], input_std=series([1.0] * N))
-        assert ("kaiming" in advice(only(activation_scale, given))) == is_large
+        given = evidence(weight(weight_norm=[norm] * N), layers=[grown])
+        given.measured(Inputs).std = series([1.0] * N)
+        assert ("kaiming" in advice(only(ActivationScale, given))) == is_large
 
 
 # ---- trainings that do well
@@ -230,21 +234,21 @@ def test_an_initialization_is_only_advised_where_another_was_seen():
 def test_a_token_that_begins_near_zero_and_grows_is_no_large_step():
     norms = [1e-3 * (i + 1) ** 0.5 for i in range(N)]
     token = weight("token", (1, 1, 48), "Vit", update_ratio=[5.0] * 20 + [0.3] * 40, weight_norm=norms)
-    assert isinstance(only(large_updates, evidence(token, weight())), Passed)
+    assert isinstance(only(LargeUpdates().findings, evidence(token, weight())), Passed)
 
 
 def test_a_small_last_layer_that_grows_is_no_large_step():
     norms = [0.014 + 0.02 * i**0.5 for i in range(N)]
     head = weight("head", (2, 64), update_ratio=[0.6, 0.4, 0.3] + [0.25] * (N - 3), weight_norm=norms)
     rises = [20.0 + 0.5 * i for i in range(N)]
-    assert isinstance(only(large_updates, evidence(head, weight(), loss=rises)), Passed)
+    assert isinstance(only(LargeUpdates().findings, evidence(head, weight(), loss=rises)), Passed)
 
 
 @pytest.mark.parametrize("place", [1, None])
 def test_keys_that_are_learned_may_have_small_gradients_beside_the_way_of_the_input(place):
     memory = weight("attn", (2, 2, 4, 8), "Attention", place=1, layer_place=place, rms=[1e-6] * N)
     chain = [weight("stem", layer_place=0), weight("head", place=2, layer_place=2)]
-    assert isinstance(only(attenuated_gradients, evidence(memory, *chain)), Passed)
+    assert isinstance(only(Attenuated().findings, evidence(memory, *chain)), Passed)
 
 
 def test_the_head_of_a_value_beside_a_policy_may_have_by_far_the_largest_gradient():
@@ -257,9 +261,9 @@ def test_the_head_of_a_value_beside_a_policy_may_have_by_far_the_largest_gradien
         "actor.2": 2e-3,
     }
     params = [weight(name, place=i, rms=[x] * N) for i, (name, x) in enumerate(sizes.items())]
-    assert isinstance(only(exploding_gradients, evidence(*params)), Passed)
+    assert isinstance(only(Exploding().findings, evidence(*params)), Passed)
     params[1] = weight("critic.1", place=1, rms=[2.0] * N)
-    assert only(exploding_gradients, evidence(*params)).layer == "critic.2"
+    assert only(Exploding().findings, evidence(*params)).layer == "critic.2"
 
 
 def grows(kind, end_of_outputs):
@@ -301,7 +305,7 @@ def test_saturated_units_that_a_model_does_well_with_are_no_finding(end, is_fine
     tanh = layer("act", 0, "Tanh", saturated=[0.8] * N)
     head = weight("head", layer_place=1)
     given = evidence(head, layers=[tanh], loss=loss, constant=1.0)
-    assert isinstance(only(saturated_units, given), Passed) == is_fine
+    assert isinstance(only(SaturatedUnits, given), Passed) == is_fine
 
 
 @pytest.mark.parametrize(("end", "severity"), [(0.1, "info"), (0.3, "warning")])

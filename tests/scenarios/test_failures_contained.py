@@ -1,37 +1,30 @@
-"""A part of a diagnosis that fails costs what it is for: neither the verdict, nor the training.
-
-Which functions of which probes are called at which events is found out by a training that is traced.
-"""
+"""A part of a diagnosis that fails costs what it is for: neither the verdict, nor the training."""
 
 import gc
+import inspect
 import sys
 import threading
-from collections import defaultdict
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hookcb.diagnosis.recorder import EvidenceRecorder
 from torch import nn
 
 from hookcb import Callback, Diagnose, Event, Learner, watch
 from hookcb.cli.main import main
 from hookcb.core.torch_private import DataLoaderIter
-from hookcb.diagnosis import attached, probes
-from hookcb.diagnosis.fault import FAULTS
-from hookcb.diagnosis.guard import COSTS, Guard
+from hookcb.diagnosis.fault import FAULTS, HANDLERS, Part, parts_for
 from hookcb.diagnosis.judge import _run, judge
+from hookcb.diagnosis.led import LedHealth, LedStats
 from hookcb.diagnosis.measurements.lines import LineSamples
-from hookcb.diagnosis.probes.suite import Probes
+from hookcb.diagnosis.measurements.spent import SpentTime
 from hookcb.diagnosis.reader import SOURCES
 from hookcb.diagnosis.run import Passed
-from tests.support import covering, each, fit, make_batches, make_learner, make_model, same, weights
+from tests.support import covering, fit, make_batches, make_learner, make_model, same, weights
 
-FOLDER = str(Path(probes.__file__).parent)
 N = 9  # batches: six are inspected, and layers are timed in the one after them
 TEXT = "planted"
 
@@ -45,7 +38,7 @@ def nothing_stays():
 
 
 class Net(nn.Module):
-    """Something to look at for most probes."""
+    """Something to look at for most faults."""
 
     def __init__(self):
         super().__init__()
@@ -105,135 +98,78 @@ def unchecked(verdict):
 
 @cache
 def usual(train):
-    """The weights without a diagnosis, and what one does not check."""
-    return weights(train()[1]), unchecked(diagnosed(train)[1])
+    """The weights without a diagnosis, and what one does not check, and has for its checks."""
+    diagnosis, verdict, _ = diagnosed(train)
+    return weights(train()[1]), unchecked(verdict), diagnosis.evidence().sources
 
 
-@cache
-def calls(train):
-    """Functions of probes and the events at which others call them, with all parts that call them."""
-    found, parts, loops = [], defaultdict(set), []
-
-    def trace(frame, event, arg):
-        code, caller = frame.f_code, frame.f_back
-        if event != "call" or not _is_probe(code) or caller is None or "<" in code.co_qualname:
-            return
-        if code.co_name == "__torch_dispatch__":  # which runs the operation
-            return
-        place = Path(code.co_filename).stem, code.co_qualname
-        if not _is_probe(caller.f_code):
-            found.append((place, loops[0]._event))
-        while caller is not None and caller.f_code not in GUARDS:
-            caller = caller.f_back
-        parts[place].add(None if caller is None else caller.f_locals["part"])
-
-    first = Callback(name="first", before_fit=lambda cb: loops.append(cb.learn))
-    first.order = -1000
-    sys.setprofile(trace)
-    try:
-        train(first, Diagnose("ignore", show=False))
-    finally:
-        sys.setprofile(None)
-    return {(place, event): parts[place] for place, event in found}
+PARTS = parts_for(FAULTS.values())
+ENDS = ("tell", "close", "freeze")
+PLACES = [
+    (kind, name)
+    for kind in PARTS
+    for name in (*HANDLERS, *ENDS)
+    if getattr(kind, name, None) is not getattr(Part, name, None)
+]
 
 
-GUARDS = {Guard.call.__code__, Guard.always.__code__}
+def poison(monkeypatch, places):
+    """Has these methods of parts raise."""
+    for kind, name in places:
+        real = getattr(kind, name)
 
-
-def _is_probe(code):
-    file = code.co_filename
-    return file.startswith(FOLDER) and not file.endswith("suite.py")
-
-
-def poison(monkeypatch, places, event=None):
-    """Has functions of probes raise, all the time or at an event of the loop."""
-    loops = []
-    monkeypatch.setattr(
-        EvidenceRecorder, "before_fit", _noting(EvidenceRecorder.before_fit, loops), raising=True
-    )
-    for file, name in places:
-        module = sys.modules[f"{probes.__name__}.{file}"]
-        owner, _, attribute = name.rpartition(".")
-        real = vars(getattr(module, owner) if owner else module)[attribute]
-        if owner:
-            monkeypatch.setattr(getattr(module, owner), attribute, _raising(real, loops, event))
-            continue
-        for other in [m for key, m in sys.modules.items() if key.startswith("hookcb.diagnosis")]:
-            if vars(other).get(attribute) is real:
-                monkeypatch.setattr(other, attribute, _raising(real, loops, event))
-
-
-def _noting(real, loops):
-    def before_fit(cb):
-        loops.append(cb.learn)
-        real(cb)
-
-    return before_fit
-
-
-def _raising(real, loops, event):
-    function = real.fget if isinstance(real, property) else real
-
-    def raising(*args, **kwargs):
-        if event is None or loops[-1]._event == event:
-            if function.__name__ in ("close", "remove"):  # else it leaves something open
-                function(*args, **kwargs)
+        def fails(*args, _real=real, _name=name):
+            if _name == "close":  # else it leaves something open
+                _real(*args)
             raise RuntimeError(TEXT)
-        return function(*args, **kwargs)
 
-    return property(raising) if isinstance(real, property) else raising
+        monkeypatch.setattr(kind, name, fails)
 
 
-def check_contained(train, parts=None):
+def check_contained(train, kinds):
     """Asserts that a training is as without a diagnosis, and that its verdict lacks only what has failed."""
-    plain, gaps = usual(train)
+    plain, gaps, sources = usual(train)
     diagnosis, verdict, trained = diagnosed(train)
     assert same(trained, plain)
-    told = [note for note in verdict.looked if TEXT in note]
-    failed = diagnosis._guard._failed
-    assert told
-    assert failed
-    if parts is not None:
-        assert failed <= parts
-    partial = {cost for part in failed for cost in COSTS[part]}
-    lost = {code for code, check in FAULTS.items() if partial & {code, *check.needs}}
+    if not any(TEXT in note for note in verdict.looked):
+        return verdict  # it was not called
+    run = diagnosis.evidence()
+    gone = sources - run.sources
+    lost = {code for code, fault in FAULTS.items() if {*parts_for([fault])} & kinds or gone & {*fault.needs}}
     assert unchecked(verdict) - gaps <= lost
-    results = [result for code in lost for result in _run(FAULTS[code], diagnosis.evidence())]
+    hit = {code for code, fault in FAULTS.items() if {*parts_for([fault])} & kinds}
+    results = [result for code in hit for result in _run(FAULTS[code], run)]
     assert not [result for result in results if isinstance(result, Passed)]
     return verdict
 
 
 @by_loop
-def test_the_verdict_comes_if_all_probes_fail(train, monkeypatch):
-    poison(monkeypatch, {place for place, _ in calls(train)})
-    verdict = check_contained(train)
+def test_the_verdict_comes_if_all_parts_fail(train, monkeypatch):
+    poison(monkeypatch, PLACES)
+    verdict = check_contained(train, {kind for kind, _ in PLACES})
+    assert any(TEXT in note for note in verdict.looked)
     assert verdict.status in ("healthy", "unknown")
 
 
-EVENTS = [event for event in Event if "cancel" not in event]
-
-
-@pytest.mark.parametrize(("train", "event"), covering(LOOPS, EVENTS, of=1))
-def test_probes_that_fail_at_an_event_cost_what_they_are_for(train, event, monkeypatch):
-    places = {place: parts for (place, at), parts in calls(train).items() if at == event}
-    if not places:
-        pytest.skip("no probe acts at it")
-    poison(monkeypatch, places, event)
-    check_contained(train)
+@pytest.mark.parametrize(("train", "event"), covering(LOOPS, (*HANDLERS, *ENDS), of=1))
+def test_parts_that_fail_at_an_event_cost_what_they_are_for(train, event, monkeypatch):
+    places = [(kind, name) for kind, name in PLACES if name == event]
+    poison(monkeypatch, places)
+    check_contained(train, {kind for kind, _ in places})
 
 
 @pytest.mark.slow
 @by_loop
-def test_a_probe_that_fails_costs_only_what_it_is_for(train):
-    """Each function at each event, alone."""
+def test_a_part_that_fails_costs_only_what_it_is_for(train):
+    """Each method, alone."""
     wrong = []
-    for (place, event), parts in calls(train).items():
+    for kind, name in PLACES:
         with pytest.MonkeyPatch.context() as monkeypatch:
-            poison(monkeypatch, [place], event)
+            poison(monkeypatch, [(kind, name)])
             try:
-                check_contained(train, None if None in parts else parts)
+                check_contained(train, {kind})
             except Exception as error:  # all are to be told
-                wrong.append((*place, str(event), f"{error!r:.400}"))
+                wrong.append((kind.__name__, name, f"{error!r:.400}"))
     assert wrong == []
 
 
@@ -241,18 +177,21 @@ def raises(*args, **kwargs):
     raise RuntimeError(TEXT)
 
 
-# ---- what calls the probes, and what makes a verdict of what they have seen
+# ---- what makes a verdict of what they have seen
 
 
-OF_GUARD = ("__init__", "observe")  # which call the probes by a guard, before the training too
-HANDLERS = sorted(name for name, x in vars(Probes).items() if callable(x) and name not in OF_GUARD)
-ENDS = ["recorder.probed_evidence", "recorder.gather", "recorder.note_unseen", "callback.falls_slowly"]
-ENDS += ["callback.judge", "judge.explained", "gather._add_activations", "gather._add_gradients"]
-ENDS += ["recorder.Frame.of", "callback.Diagnose._judge"]
-ENDS += ["recorder.EvidenceRecorder.evidence", "recorder.EvidenceRecorder.finish"]
+ENDINGS = [
+    "callback.gather",
+    "callback.note_unseen",
+    "callback.judge",
+    "judge.explained",
+    "callback.Frame.of",
+]
+ENDINGS += ["gather._add_activations", "gather._add_gradients", "callback.Diagnose._judge"]
+ENDINGS += ["callback.Diagnose.evidence", "callback.Diagnose._end", "callback.note_end"]
 
 
-@pytest.mark.parametrize("place", each(6, [f"probes.suite.Probes.{name}" for name in HANDLERS] + ENDS))
+@pytest.mark.parametrize("place", ENDINGS)
 def test_the_training_goes_on_and_the_failure_is_told(place, monkeypatch):
     usual(by_watch)
     called = []
@@ -260,7 +199,7 @@ def test_the_training_goes_on_and_the_failure_is_told(place, monkeypatch):
 
     def fails(*args, **kwargs):
         called.append(place)
-        if real.__name__ in ("close", "finish"):  # else it leaves something open
+        if real.__name__ == "_end":  # else it leaves something open
             real(*args, **kwargs)
         raises()
 
@@ -274,7 +213,8 @@ def test_the_training_goes_on_and_the_failure_is_told(place, monkeypatch):
 # ---- callbacks that a diagnosis attaches, and its own events
 
 
-OURS = [Diagnose, attached.AttachedStats, attached.AttachedHealth]
+EVENTS = [event for event in Event if "cancel" not in event]
+OURS = [Diagnose, LedStats, LedHealth]
 ACTS = [
     (kind, event)
     for kind in OURS
@@ -294,7 +234,7 @@ def test_a_callback_of_ours_that_fails_ends_no_training(train, act, monkeypatch)
 
 
 def test_what_cannot_be_recorded_is_refused_before_the_training(monkeypatch):
-    monkeypatch.setattr(attached.AttachedHealth, "before_fit", lambda cb: raises())
+    monkeypatch.setattr(LedHealth, "before_fit", lambda cb: raises())
     with pytest.raises(RuntimeError, match=TEXT):
         by_watch(Diagnose(show=False))
 
@@ -307,22 +247,26 @@ def test_an_error_of_the_users_function_ends_the_training():
 # ---- checks
 
 
-def test_a_check_that_fails_costs_its_own_code(monkeypatch):
-    evidence = diagnosed(by_learner)[0].evidence()
-    gaps = unchecked(judge(evidence))
-    for code, check in FAULTS.items():
-        broken = replace(check, function=raises)
+def source_of(fault):
+    return inspect.getsource(sys.modules[fault.__module__])
+
+
+def test_a_fault_that_cannot_be_judged_costs_its_own_code_and_those_that_ask_for_its_findings():
+    run = diagnosed(by_learner)[0].evidence()
+    gaps = unchecked(judge(run))
+    for code, fault in FAULTS.items():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(FAULTS, code, broken)
-            verdict = judge(evidence)
-        assert unchecked(verdict) - {code} == gaps - {code}
-        (told,) = _run(broken, replace(evidence, sources=set(SOURCES), absent={}))
+            patch.setattr(fault, "findings", raises)
+            verdict = judge(run)
+            (told,) = _run(fault, replace(run, sources=set(SOURCES), absent={}))
+        lost = {code, *(c for c, f in FAULTS.items() if f'findings_of("{code}"' in source_of(f))}
+        assert unchecked(verdict) - lost == gaps - lost
         assert TEXT in told.reason
 
 
-def test_checks_that_all_fail_end_no_training(monkeypatch):
-    for code, check in FAULTS.items():
-        monkeypatch.setitem(FAULTS, code, replace(check, function=raises))
+def test_faults_that_cannot_be_judged_end_no_training(monkeypatch):
+    for fault in FAULTS.values():
+        monkeypatch.setattr(fault, "findings", raises)
     learn = fit(make_learner(30), cbs=Diagnose(show=False))  # judged at batch 20, too
     assert same(weights(learn.model), weights(fit(make_learner(30)).model))
     verdict = learn.diagnose()
@@ -338,7 +282,7 @@ def test_a_thread_of_ours_that_fails_is_told(monkeypatch):
     model = make_model()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     with watch(model, opt, Diagnose(show=False)) as w:
-        w.diagnosis._spent.lines.start()
+        w.diagnosis._dispatcher.run.measured(SpentTime).samples.start()
         for x, y in make_batches(3):
             F.mse_loss(model(x), y).backward()
             opt.step()
@@ -382,9 +326,8 @@ def command(tmp_path, capsys):
     return command
 
 
-def test_the_command_gives_a_verdict_if_all_probes_fail(command, monkeypatch):
-    places = {place for place, _ in calls(by_watch)}
-    poison(monkeypatch, places)
+def test_the_command_gives_a_verdict_if_all_parts_fail(command, monkeypatch):
+    poison(monkeypatch, PLACES)
     out = command()
     assert "Net, trained by Adam" in out
     assert TEXT in out

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hookcb import ActivationStats, Callback, Diagnose, watch
 from hookcb.cli.main import main
 from hookcb.core import threads
+from hookcb.diagnosis.measurements.spent import SpentTime
 from tests.core.support import in_child
 from tests.support import make_batches, make_model
 
@@ -60,7 +61,7 @@ def test_a_watch_does_nothing_in_a_forked_process():
             w.close()
             return len(seen), w.seen["after_step"], len(w.activation_stats.stats), sys.getswitchinterval()
 
-        w.diagnosis._spent.lines.start()
+        w.diagnosis._dispatcher.run.measured(SpentTime).samples.start()
         assert forked(act) == str((3, 3, 3, SWITCH))
         step()
     assert seen == ["step"] * 4 + ["end"]
@@ -82,7 +83,7 @@ def test_no_lock_of_another_thread_is_waited_for_in_a_forked_process():
     model, opt, step = make_step()
     with watch(model, opt, Diagnose(show=False)) as w:
         step(2)
-        lines = w.diagnosis._spent.lines
+        lines = w.diagnosis._dispatcher.run.measured(SpentTime).samples
         lines.start()
         held, done = threading.Event(), threading.Event()
 

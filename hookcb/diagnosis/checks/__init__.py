@@ -5,20 +5,5 @@ They register when they are imported, and are judged in the order of these impor
 
 # isort: off
 from hookcb.diagnosis.checks import (  # noqa: F401
-    parameters,
-    inputs,
-    gan,
-    attenuated,
-    exploding,
-    dead_units,
-    layers,
-    ranks,
-    step_size,
-    weight_decay,
-    optimizer,
-    runtime,
-    spent,
-    nonfinite,
     observed,
-    frozen,
 )

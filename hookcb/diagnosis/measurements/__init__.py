@@ -1,1 +1,1 @@
-"""What several faults read, measured once."""
+"""Measurements: parts that several faults read, each made once."""

@@ -1,4 +1,4 @@
-"""Clock: splits the time of a training."""
+"""Clock: splits the time of a training; RankTimes: that of several ranks."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ from hookcb.core.loop import label_of
 from hookcb.core.time_split import TimeSplit
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.run import Run
+from hookcb.profiling.steps.stragglers import Straggler
 
 N_WARM_UP = 5  # batches left out, in which memory is allocated
 PREFIX = "callback "  # of the names of callbacks
@@ -47,3 +48,13 @@ class Clock(Measurement):
             run.loop.leave_fetches(split)
             if run.loop.clock is split:
                 run.loop.clock = None
+
+
+class RankTimes(Measurement):
+    """Times of the ranks, which a `StepTimer` compares.
+
+    Attributes:
+        slowest: the rank with most work of its own, if several were compared.
+    """
+
+    slowest: Straggler | None = None

@@ -160,6 +160,11 @@ class Curves(Measurement):
         elif len(run.loss):
             run.sources.add("loss")
 
+    def why_unseen(self, run: Run) -> str:
+        """Why the error of a loss would not have been seen, "" if it would have been."""
+        has_begun = self.n_losses or run.n_steps or "batches" not in run.sources  # else a single batch
+        return "" if has_begun else run.why_unseen("loss or steps")
+
     def close(self, run: Run) -> None:
         if self._resident is not None:
             self._resident.close()

@@ -21,7 +21,7 @@ from torch.optim import LBFGS
 from hookcb.core.loop import Loop
 from hookcb.core.threads import in_each_fork
 from hookcb.core.whose import is_of_user, line_in
-from hookcb.diagnosis.probes.source import source_of
+from hookcb.diagnosis.measurements.source import source_of
 
 # a function and its line, negative if an `__iter__` runs there; 0 for the function as a whole
 Line = tuple[CodeType, int]

@@ -1,6 +1,9 @@
 """Loss: what the loss is, as its graph tells, and what guessing and the best constant would have."""
 
 import math
+from array import array
+from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 from torch import Tensor
@@ -9,13 +12,13 @@ from hookcb.core.batch import parts
 from hookcb.core.graph import COMPILED
 from hookcb.core.optim import detached_scalar
 from hookcb.diagnosis.fault import EVERY, LOOKS, Measurement
-from hookcb.diagnosis.measurements.curves import Curve
+from hookcb.diagnosis.measurements.curves import Curve, Curves
+from hookcb.diagnosis.measurements.external_batch import ExternalBatch
 from hookcb.diagnosis.measurements.loss_graph import LossGraph, last_parameters, n_between, read_loss
 from hookcb.diagnosis.measurements.penalty import penalty_of
 from hookcb.diagnosis.measurements.plain_run import graph_of_original
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
-from hookcb.diagnosis.probes.nan import ExternalBatch
 from hookcb.diagnosis.run import Run, Series
 from hookcb.nans.replay import Autocast, autocasts
 
@@ -27,6 +30,8 @@ PREDICTIONS = {
     "binary cross-entropy": "always predicting the share of ones",
     "mse": "always predicting the mean of the targets",
 }
+MAX_APART = 0.05  # relative difference between ranks of the loss of a guess, beyond which it is unknown
+MAX_SHOWN, N_SHOWN = 64, 100  # ranks, and losses of each, that are kept one by one
 
 
 class Loss(Measurement):
@@ -51,6 +56,7 @@ class Loss(Measurement):
         validation: loss of the last validation, NaN if there was none.
         has_penalty: whether penalties on parameters are a part of it.
         penalty: part of the loss that is a penalty on parameters, for each inspected and every eighth batch.
+        of_ranks: some of the losses of each rank, if there are several, but no more than 64.
     """
 
     uses = (Steps, Targets)
@@ -66,6 +72,7 @@ class Loss(Measurement):
         self.perfect = self.noise = 0.0
         self.n_targets = 1
         self.penalty, self._penalty, self._penalty_due = Series(), Curve(), 0
+        self.of_ranks: list[Series] = []
 
     @property
     def cadence(self) -> float:  # type: ignore[override]
@@ -117,6 +124,32 @@ class Loss(Measurement):
         predicting = PREDICTIONS.get(self.kind, "always predicting the median of the targets")
         return f"{predicting} would give {self.constant:.3g}"
 
+    def state(self, run: Run) -> tuple[Any, ...]:
+        every = max(1, math.ceil(len(run.loss) / N_SHOWN))
+        series = run.loss, self.penalty, *run.measured(Curves).losses.values()
+        values = [array("d", own.values) for own in series]
+        return values, self.guess, self.constant, (run.loss.steps[::every], run.loss.values[::every])
+
+    def merge(self, run: Run, of_ranks: Sequence[tuple[Any, ...]], rank: int) -> None:
+        """Takes the means of all losses over ranks, which is what they minimize together.
+
+        The loss of the best constant is averaged too; it is unknown if ranks have very different targets.
+        """
+        values, guesses, constants, shown = zip(*of_ranks, strict=True)
+        self.of_ranks = [Series(*own) for own in shown] if len(shown) <= MAX_SHOWN else []
+        if any([*map(len, own)] != [*map(len, values[0])] for own in values):
+            run.notes.append("ranks have recorded different batches, so each rank judges its own losses")
+            return
+        curves = run.parts[Curves] = copy(run.measured(Curves))
+        curves.freeze()
+        series = run.loss, self.penalty, *curves.losses.values()
+        run.loss, self.penalty, *losses = (
+            Series(own.steps, [sum(xs) / len(xs) for xs in zip(*of_each, strict=True)])
+            for own, of_each in zip(series, zip(*values, strict=True), strict=True)
+        )
+        curves.losses = dict(zip(curves.losses, losses, strict=True))
+        self.guess, self.constant = _agreed(guesses), _agreed(constants)
+
     def freeze(self) -> None:
         self.graph = self.autocasts = None
         self.graph_of_one = self.graph_of_one._replace(class_weights=None)
@@ -158,3 +191,10 @@ def guess_of(graph: LossGraph, pred: Any, yb: Any) -> float:
         has_same_shape = targets.shape == scores.shape
         return graph.scale * float(targets.float().square().mean()) if has_same_shape else math.nan
     return math.nan
+
+
+def _agreed(numbers: Sequence[float]) -> float:
+    """Mean of the numbers of ranks, NaN if it is unknown on one or they are far apart."""
+    high, low = max(numbers), min(numbers)
+    is_known = all(map(math.isfinite, numbers)) and high - low <= MAX_APART * abs(high)
+    return (high + low) / 2 if is_known else math.nan

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from hookcb.core.batch import parts
+from hookcb.diagnosis.measurements.external_batch import ExternalBatch
 from hookcb.diagnosis.measurements.loss_graph import LossGraph, head_of, read_loss
-from hookcb.diagnosis.probes.nan import ExternalBatch
 from hookcb.nans.replay import Autocast, BatchStarts, as_at_start
 
 

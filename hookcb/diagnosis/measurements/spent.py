@@ -4,7 +4,7 @@ from hookcb.core.time_split import BETWEEN, EPOCH, VALIDATION, TimeSplit
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.clock import PREFIX, Clock
 from hookcb.diagnosis.measurements.lines import LineSamples
-from hookcb.diagnosis.run import Run, Spent
+from hookcb.diagnosis.run import Run
 
 MIN_BATCHES = 10  # timed before lines are
 OF_USER = (BETWEEN, "loss")  # phases in which code of the user runs, in a loop of theirs
@@ -14,90 +14,108 @@ BLOCK = 7  # batches after which that is asked again
 
 
 class SpentTime(Measurement):
-    """Seconds of a training by what they are spent on, by line of the user's loop if much is between steps.
+    """Seconds of a mean batch by what they are spent on, without the first batches and the inspected ones.
+
+    Of each, the two batches that take longest are left out too, as a busy machine may have caused them; but
+    not of validations and the time between epochs.
 
     Attributes:
-        lines: samples of lines of a loop that hookcb does not run; those of a Learner are known.
+        n: number of batches, 0 if none was timed.
+        phases: seconds by phase: "data" (fetches), "forward", "loss", "backward", "optimizer", "between"
+            (all of the user's code between these), "validation", "epoch" (between epochs, and the start of a
+            loader), "garbage collection".
+        callbacks: seconds by name of the callback.
+        lines: seconds by line of the user's loop; a part of "loss" and "between".
+        fetches: likewise, by line that fetches batches, beyond what a DataLoader takes.
+        steps: likewise, by line that calls the model, its backward or an optimizer.
+        has_lines: whether lines were sampled, as much is spent between the steps.
+        samples: samples of lines of a loop that hookcb does not run; those of a Learner are known.
     """
 
     cadence = EVERY
     uses = (Clock,)
 
     def __init__(self) -> None:
-        self.lines: LineSamples | None = None
+        self.n, self.has_lines = 0, False
+        self.phases: dict[str, float] = {}
+        self.callbacks: dict[str, float] = {}
+        self.lines: dict[str, float] = {}
+        self.fetches: dict[str, float] = {}
+        self.steps: dict[str, float] = {}
+        self.samples: LineSamples | None = None
         self._split: TimeSplit | None = None
         self._n_batches, self._next_look = 0, BLOCK
+
+    @property
+    def whole(self) -> float:
+        """Seconds of a mean batch."""
+        return sum(self.phases.values()) + sum(self.callbacks.values())
 
     def on_model(self, run: Run) -> None:
         self._split = split = run.measured(Clock).split
         if run.loop.is_external and split is not None:
-            self.lines = LineSamples(lambda: split.phase in OF_USER)
+            self.samples = LineSamples(lambda: split.phase in OF_USER)
 
     def on_prediction(self, run: Run) -> None:
         """Notes which lines of a loop that hookcb does not run make a step."""
-        if run.looking and self.lines is not None:
-            self.lines.note_step()
+        if run.looking and self.samples is not None:
+            self.samples.note_step()
 
     on_gradients = on_between = on_prediction
 
     def on_batch_end(self, run: Run) -> None:
         """Begins to sample lines if the user's code takes much time."""
-        if (lines := self.lines) is None or (split := self._split) is None:
+        if (samples := self.samples) is None or (split := self._split) is None:
             return
         self._n_batches += 1
-        lines.end_batch(is_counted=not split.leaves_out)
-        if lines.is_running or self._n_batches < self._next_look:
+        samples.end_batch(is_counted=not split.leaves_out)
+        if samples.is_running or self._n_batches < self._next_look:
             return
         self._next_look = self._n_batches + BLOCK
         if split.n < MIN_BATCHES:
             return
         seconds = sum(split.seconds[phase] for phase in OF_USER)
         if seconds > max(MIN_SHARE * sum(split.seconds.values()), MIN_SECONDS * split.n):
-            lines.start()
+            samples.start()
 
     def tell(self, run: Run) -> None:
-        if self._split is not None:
-            run.spent = self._spent(self._split)
-            self._add_lines(run.spent)
+        if (split := self._split) is None:
+            return
+        if split.n:
+            mean = {name: _steady(split, name) / split.n for name in split.seconds if name}
+            self.n = split.n
+            self.phases = {name: x for name, x in mean.items() if not name.startswith(PREFIX)}
+            self.callbacks = {
+                name.removeprefix(PREFIX): x for name, x in mean.items() if name.startswith(PREFIX)
+            }
+        if self.samples is not None:
+            self._add_lines(self.samples)
 
     def close(self, run: Run) -> None:
         self._split = None
-        if self.lines is not None:
-            self.lines.close()
+        if self.samples is not None:
+            self.samples.close()
 
     def freeze(self) -> None:
-        self.lines = None
+        self.samples = None
 
-    def _spent(self, split: TimeSplit) -> Spent:
-        """Seconds in a mean batch, without those of lines."""
-        if not split.n:
-            return Spent()
-        mean = {name: _steady(split, name) / split.n for name in split.seconds if name}
-        return Spent(
-            split.n,
-            phases={name: x for name, x in mean.items() if not name.startswith(PREFIX)},
-            callbacks={name.removeprefix(PREFIX): x for name, x in mean.items() if name.startswith(PREFIX)},
-        )
-
-    def _add_lines(self, spent: Spent) -> None:
-        if self.lines is None:
-            return
-        if self.lines.failure is not None:
-            raise self.lines.failure
-        if not spent.n or not (seconds := self.lines.seconds()):
+    def _add_lines(self, samples: LineSamples) -> None:
+        if samples.failure is not None:
+            raise samples.failure
+        if not self.n or not (seconds := samples.seconds()):
             return  # without a look at the source of the user
-        of_user = sum(spent.phases.get(phase, 0.0) for phase in OF_USER)
-        fetches, steps = self.lines.fetches, self.lines.steps
-        spent.fetches, spent.has_lines = dict.fromkeys(fetches, 0.0), True
+        of_user = sum(self.phases.get(phase, 0.0) for phase in OF_USER)
+        fetches, steps = samples.fetches, samples.steps
+        self.lines, self.steps, self.fetches, self.has_lines = {}, {}, dict.fromkeys(fetches, 0.0), True
         scale = min(1.0, of_user / (sum(seconds.values()) or 1.0))
         for name, x in seconds.items():
             if not name:  # the start of a loader
-                spent.phases[EPOCH] = spent.phases.get(EPOCH, 0.0) + scale * x
-                spent.phases[BETWEEN] = max(0.0, spent.phases.get(BETWEEN, 0.0) - scale * x)
+                self.phases[EPOCH] = self.phases.get(EPOCH, 0.0) + scale * x
+                self.phases[BETWEEN] = max(0.0, self.phases.get(BETWEEN, 0.0) - scale * x)
                 continue
             if steps == {name}:  # all of a step is in this line, so its time tells nothing
                 continue
-            kind = spent.fetches if name in fetches else spent.steps if name in steps else spent.lines
+            kind = self.fetches if name in fetches else self.steps if name in steps else self.lines
             kind[name] = scale * x
 
 

@@ -24,6 +24,7 @@ class Steps(Measurement):
         n_given: number of backwards of losses of others, to which the model gives features or targets.
         is_beside: whether a backward was seen beside the model.
         n_optimizers: number of optimizers that have stepped.
+        n_skipped: number of steps that a GradScaler skipped.
         is_by_hand: whether the loop updates its weights without an optimizer.
     """
 
@@ -33,7 +34,7 @@ class Steps(Measurement):
         self.optimizers: dict[int, Optimizer] = {}
         self.stepped: list[int] = []
         self.first_param: nn.Parameter | None = None
-        self.n_backward = self.n_alone = self.n_given = self.n_optimizers = 0
+        self.n_backward = self.n_alone = self.n_given = self.n_optimizers = self.n_skipped = 0
         self.is_beside = self.is_by_hand = False
 
     def on_gradients(self, run: Run) -> None:

@@ -1,7 +1,6 @@
 """Targets of inspected batches: the loss of the best constant prediction, and whether they are one class."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from hookcb.diagnosis.measurements.baselines import Losses, losses_of_bits, loss
 from hookcb.diagnosis.measurements.loss_graph import LossGraph, main_term, target_of
 from hookcb.diagnosis.measurements.loss_terms import read_terms
 from hookcb.diagnosis.measurements.recovered import recovered_target
-from hookcb.diagnosis.run import Observation, Run
+from hookcb.diagnosis.run import Run
 
 MAX_ELEMENTS = 16_384  # of a batch that are kept, spread over it
 MAX_BATCHES = 64
@@ -29,11 +28,14 @@ class Targets(Measurement):
 
     Attributes:
         are_given: whether a loop tells them.
+        n_batches: number of batches whose targets are known.
+        is_known: whether targets were seen.
         is_of_output: whether the loss compares the model's output itself with them, see `compares_output`.
     """
 
     def __init__(self) -> None:
         self._batches: list[Tensor] = []
+        self.n_batches, self.is_known = 0, False
         self._is_only = True  # whether no batch had a second tensor among its targets
         self.is_of_output = self.are_given = False
         self._of_step = -1
@@ -64,16 +66,6 @@ class Targets(Measurement):
 
     on_end = on_batch_end
 
-    @property
-    def n_batches(self) -> int:
-        """Number of batches whose targets are known."""
-        return len(self._batches)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether targets were seen."""
-        return bool(self._batches)
-
     def add_batch(self, yb: Any) -> None:
         """Copies the first tensor of a batch's targets; every n-th sample of a large one."""
         tensors = [y for _, y in parts(yb) if isinstance(y, Tensor) and y.ndim and y.numel()]
@@ -86,6 +78,10 @@ class Targets(Measurement):
         first = self._batches[0] if self._batches else kept
         if (kept.shape[1:], kept.dtype, kept.device) == (first.shape[1:], first.dtype, first.device):
             self._batches.append(kept.clone())
+            self.n_batches, self.is_known = len(self._batches), True
+
+    def freeze(self) -> None:
+        self._batches = []
 
     def classes(self, graph: LossGraph) -> Tensor | None:
         """Class indices or bits that a classifier is trained with; None if too few, or not known to be that.
@@ -104,19 +100,6 @@ class Targets(Measurement):
         is_of_classes = graph.kind in ("cross-entropy", "nll") and not y.is_floating_point()
         y = y[(y >= 0) & (y != graph.ignored)] if is_of_classes else y
         return y if is_of_classes and y.numel() else None
-
-    def observe_single_class(self, graph: LossGraph) -> Iterator[Observation]:
-        """Labels of all inspected batches that are the same."""
-        y = self.classes(graph)
-        if y is not None and bool((y == y.flatten()[0]).all()):
-            yield Observation(
-                "label.single_class",
-                value=1.0,
-                text=f"All {y.numel():,} labels read from {len(self._batches)} inspected batches are "
-                f"{y.flatten()[0].item():g}, so predicting that class is enough.",
-                causes=("data sorted by class and not shuffled", "labels that were lost, or a wrong column"),
-                next_steps=("Count the labels of the data set: labels.unique(return_counts=True)",),
-            )
 
     def losses(self, graph: LossGraph) -> Losses:
         """Losses of the best constant, and of a perfect prediction; NaN if unknown.

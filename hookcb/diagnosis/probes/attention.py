@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from hookcb.core.text import as_layer
 from hookcb.core.torch_private import DispatchMode
 from hookcb.diagnosis.guard import Guard
+from hookcb.diagnosis.measurements.replicas import hash_of
+from hookcb.diagnosis.measurements.sequence_axis import SequenceAxis
+from hookcb.diagnosis.measurements.tokens import Tokens
 from hookcb.diagnosis.probes.dropout import DropoutProbe
-from hookcb.diagnosis.probes.samples import hash_of
-from hookcb.diagnosis.probes.sequence_axis import SequenceAxis
-from hookcb.diagnosis.probes.tokens import Tokens
 from hookcb.diagnosis.run import Observation
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import is_compiled, named_modules

@@ -4,8 +4,8 @@ import mmap
 
 import torch
 
+from hookcb.diagnosis.measurements import curves
 from hookcb.diagnosis.measurements.curves import MAX_POINTS, Curve, ResidentMemory
-from hookcb.diagnosis.probes import curves
 
 
 def test_a_curve_has_numbers_and_tensors_in_order():

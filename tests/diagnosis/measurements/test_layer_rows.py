@@ -1,11 +1,14 @@
 """The spread and the saturation of layers' outputs, against what a definition gives."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
-from hookcb.diagnosis.probes.layer import MAX_ELEMENTS, LayerProbe, spread
-from torch import nn
+from torch import Tensor, nn
+
+from hookcb.diagnosis.measurements.layer_rows import MAX_ELEMENTS, LayerRows, float_output, spread
+from hookcb.diagnosis.run import Run
 
 
 def test_the_spread_is_the_variance_across_the_batch_by_the_second_moment():
@@ -28,30 +31,37 @@ def test_of_a_large_output_the_spread_is_about_that_of_all():
     assert spread(x).item() == pytest.approx(expected.item(), rel=0.05)
 
 
+def batch(run, step, *outputs):
+    """A batch in which layers have these outputs."""
+    rows, run.loop = run.measured(LayerRows), SimpleNamespace(train_iter=step, model=nn.Sequential(nn.Tanh()))
+    if not step:
+        rows.on_model(run)
+    rows.on_batch(run)
+    assert rows.last == ""
+    for name, m, output in outputs:
+        rows.on_output(run, name, m, output)
+    assert rows.last == next((name for name, _, x in reversed(outputs) if isinstance(x, Tensor)), "")
+    rows.on_batch_end(run)
+    return rows
+
+
 def test_each_batch_makes_a_record_of_the_layers_that_were_called():
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
-    probe, layers = LayerProbe(model), {}
+    run, told = Run(), Run()
     for step, value in ((0, 0.0), (5, 9.0)):
-        probe.begin_record(step)
-        assert probe.last == ""
-        probe.measure_layer(model[1], torch.full((4, 4), math.tanh(value)))
-        assert probe.last == "1"
-        probe.end_record()
-    probe.add_to(layers, {"1": "Tanh"})
-    assert list(layers) == ["1"]
-    assert (layers["1"].kind, layers["1"].largest) == ("Tanh", torch.finfo(torch.float32).max)
-    assert layers["1"].series("saturated").steps == [0, 5]
-    assert layers["1"].series("saturated").values == [0.0, 1.0]
+        rows = batch(run, step, ("0", nn.Tanh(), torch.full((4, 4), math.tanh(value))))
+    rows.tell(told)
+    layer = told.layers["0"]
+    assert (layer.kind, layer.largest) == ("Tanh", torch.finfo(torch.float32).max)
+    assert layer.series("saturated").steps == [0, 5]
+    assert layer.series("saturated").values == [0.0, 1.0]
 
 
-def test_what_has_no_numbers_is_left_out_and_copies_are_counted():
-    model = nn.Sequential(nn.Linear(3, 4))
-    probe, layers = LayerProbe(model), {}
-    probe.begin_record(0)
-    for output in (None, torch.ones(3, dtype=torch.int64), torch.empty(0, 4), "text"):
-        probe.measure_layer(model[0], output)
-    probe.measure_layer(nn.Linear(3, 4), torch.ones(2, 4))
-    probe.end_record()
-    probe.add_to(layers, {})
-    assert layers == {}
-    assert probe.n_copies == 1
+def test_what_has_no_numbers_is_left_out_and_copies_are_told():
+    run, told = Run(), Run()
+    rows = batch(run, 0, ("0", nn.Tanh(), None), ("0", nn.Tanh(), "text"))
+    for output in (torch.ones(3, dtype=torch.int64), torch.empty(0, 4)):
+        assert float_output("0", output) is None
+    rows.on_output(run, "", nn.Tanh(), torch.ones(2, 4))
+    rows.tell(told)
+    assert told.layers == {}
+    assert "copies" in told.partial["activations"]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hookcb.core.batch import map_tensors
+from hookcb.diagnosis.measurements import lines as module
 from hookcb.diagnosis.measurements.lines import MIN_SAMPLES, LineSamples
-from hookcb.diagnosis.probes import lines as module
 from tests.core.support import without_lines
 from tests.support import Clock
 

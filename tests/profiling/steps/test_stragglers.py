@@ -210,4 +210,4 @@ def test_a_diagnosis_finds_it_with_a_timer_of_its_own(ranks):
     for one in ranks:
         (message,) = one["diagnosis"]["messages"]
         assert message.startswith("The other ranks wait for rank 1 (host ")
-        assert one["diagnosis"]["timer"] == "AttachedTimer"
+        assert one["diagnosis"]["timer"] == "LedTimer"

@@ -1,0 +1,65 @@
+"""param.frozen_between: layers that are frozen between trained ones."""
+
+import math
+from collections.abc import Collection, Iterable, Iterator
+
+from hookcb.core.text import join_names
+from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.frame import Frame
+from hookcb.diagnosis.run import Passed, Run, Skipped
+
+
+@fault(
+    "param.frozen_between",
+    headline="A layer between trained ones is frozen",
+    site=Site.BACKWARD,
+    needs=("gradients", "activations"),
+    exact=True,
+)
+class FrozenBetween(Fault):
+    """A frozen layer with trained layers before and after it: a note, as it may be on purpose.
+
+    Exact: `requires_grad` is False for all parameters of a linear, convolutional or recurrent layer, called
+    after a layer whose weight gets gradients and before another one. Left out are layers whose neighbors in
+    the same module are all frozen, as in a frozen network inside the model, and models in which more than
+    half of the layers, or several layers with more than half of the weights, are frozen, as in fine-tuning.
+    """
+
+    severity = "info"
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        trained = {p.layer: p for p in run.params.values() if p.is_weight and p.stats}
+        places = [p.place_of_layer for p in trained.values() if p.place_of_layer is not None]
+        if not places:
+            yield Skipped("no layer with gradients was called")
+            return
+        frozen = run.measured(Frame).frozen
+        n_frozen, n_trained = sum(frozen.values()), sum(math.prod(p.shape) for p in trained.values())
+        is_tuning = len(frozen) > len(trained) or (len(frozen) > 1 and n_frozen > n_trained)
+        layers = [run.layers[name] for name in frozen if name in run.layers and not is_tuning]
+        between = [
+            x for x in layers if min(places) < x.place < max(places) and _is_beside(x.name, trained, frozen)
+        ]
+        if not between:
+            yield Passed("a frozen layer between trained ones")
+            return
+        names, is_one = [layer.name for layer in between], len(between) == 1
+        yield self.finding(
+            f"{'Layer' if is_one else 'Layers'} {join_names(names, 4)} {'is' if is_one else 'are'} "
+            "frozen (requires_grad is False), while layers before and after are trained.",
+            at=between[0],
+            value=float(len(between)),
+            limit=0.0,
+            causes=("a layer frozen by mistake, or not unfrozen",),
+            next_steps=(f"If it should be trained: model.get_submodule({names[0]!r}).requires_grad_(True)",),
+        )
+
+
+def _is_beside(name: str, trained: Collection[str], frozen: Iterable[str]) -> bool:
+    """Whether the innermost module that has other layers too has a trained one among them."""
+    others = [*trained, *(other for other in frozen if other != name)]
+    while name:
+        name = name.rpartition(".")[0]
+        if inside := [x for x in others if not name or x.startswith(f"{name}.")]:
+            return any(x in trained for x in inside)
+    return False

@@ -1,0 +1,108 @@
+"""param.unregistered: parameters that the forward uses, and that the model does not have."""
+
+from collections.abc import Iterator
+
+from hookcb.core.text import join_names
+from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.measurements.outside import Outside, OutsideParameters
+from hookcb.diagnosis.run import Run
+
+UNSEEN = "too little was seen of the graph of the output"
+CONTAINER = "layers in a plain list or dict, or in an object that is not an nn.Module"
+OPERATION = "an operation on an nn.Parameter before it was assigned, as in nn.Parameter(x).to(device)"
+
+
+@fault(
+    "param.unregistered",
+    headline="The forward uses parameters that the model lacks",
+    site=Site.MODULES,
+    needs=("batches",),
+    leads_to=("param.not_in_optimizer", "loss.*", "update.*"),
+    exact=True,
+)
+class Unregistered(Fault):
+    """Parameters that the forward uses and that are not in `model.parameters()`, so no optimizer gets them.
+
+    Exact: an nn.Parameter in the autograd graph of the output, up to the inputs, which is neither the model's
+    nor in any optimizer, and has not changed in twenty steps, as in a layer in a plain list; or three graphs,
+    each with other such parameters than the one before, as of a layer that is created in forward; or one from
+    which an attribute of the model was computed, if torch's error of a second backward ended the training.
+
+    Source: torch.nn.Module, "Submodules assigned in this way will be registered"; torch.nn.ModuleList.
+    """
+
+    uses = (OutsideParameters,)
+    passed = "parameters that the model does not have"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._unless = UNSEEN
+
+    def tell(self, run: Run) -> None:
+        outside, n_steps = run.measured(OutsideParameters), run.n_steps
+        why = f"{outside.hidden_by} hides a part of the graph of the output" if outside.hidden_by else UNSEEN
+        self._unless = "" if outside.is_known(n_steps) else why
+        self.seen = []
+        if found := outside.made_anew():
+            self._see_made_anew(found)
+        elif found := outside.freed():
+            self._see_freed(found)
+        elif found := outside.untrained(n_steps):
+            self._see_untrained(found, n_steps)
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        yield from self.told(run, self.seen, self._unless)
+
+    def _see_made_anew(self, found: list[Outside]) -> None:
+        n = len(found)
+        self._see(
+            found,
+            f"The forward makes {n} parameter{'s' * (n != 1)} anew in each call, so that training "
+            f"changes nothing in {'it' if n == 1 else 'them'}: {_named(found)}.",
+            "a layer or nn.Parameter that is created in forward",
+            "Create it in __init__, and only use it in forward",
+        )
+
+    def _see_freed(self, found: list[Outside]) -> None:
+        self._see(
+            found,
+            "Tensors of the model were computed from an nn.Parameter when it was built, and the first "
+            f"backward has freed their graph: {_named(found)}.",
+            OPERATION,
+            "Assign the nn.Parameter itself, and compute from it in forward",
+        )
+
+    def _see_untrained(self, found: list[Outside], n_steps: int) -> None:
+        n, is_computed = len(found), any(x.is_computed for x in found)
+        step = (
+            "Assign the nn.Parameter itself, and move the model as a whole"
+            if is_computed
+            else "Put the layers into an nn.ModuleList or nn.ModuleDict before the optimizer is created"
+        )
+        self._see(
+            found,
+            f"{n} parameter{'s' * (n != 1)} that the forward uses {'is' if n == 1 else 'are'} not in "
+            f"model.parameters(), and no optimizer has changed {'it' if n == 1 else 'them'} in {n_steps} "
+            f"steps: {_named(found)}.",
+            OPERATION if is_computed else CONTAINER,
+            f"{step}; what is meant to stay, freeze with requires_grad_(False)",
+        )
+
+    def _see(self, found: list[Outside], message: str, cause: str, next_step: str) -> None:
+        name = found[0].name
+        self.see(
+            message,
+            at=name.rpartition(".")[0],
+            param=name,
+            value=float(len(found)),
+            causes=(cause,),
+            next_steps=(next_step,),
+        )
+
+
+def _named(found: list[Outside]) -> str:
+    """Names of the parameters, or their shapes."""
+    if all(x.name for x in found):
+        return join_names([x.name for x in found], 4)
+    shapes = ["×".join(map(str, x.shape)) or "()" for x in found]
+    return f"of shape{'s' * (len(found) != 1)} {join_names(shapes, 4)}"

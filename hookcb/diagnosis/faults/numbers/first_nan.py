@@ -1,0 +1,87 @@
+"""nonfinite.first: the first module that makes NaN or infinity."""
+
+import math
+from collections.abc import Iterator
+
+from hookcb.core.text import join_names
+from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.measurements.origin import Origin
+from hookcb.diagnosis.reader import why_unseen
+from hookcb.diagnosis.run import Passed, Run, Series, Skipped
+from hookcb.diagnosis.verdict import Finding
+
+UNSEEN = "too little was seen of the backward"
+
+
+@fault(
+    "nonfinite.first",
+    headline="A number is NaN or infinite",
+    site=Site.MODULES,
+    shown_by="layers.nonfinite",
+    draws_limit=True,
+    needs=(),
+    exact=True,
+    leads_to=("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "update.*", "amp.*", "head.*"),
+)
+class FirstNan(Fault):
+    """The first module that makes NaN or infinity from finite inputs, or from finite gradients.
+
+    Formula: the batch is run again, see `hookcb.nans.search`. Without `Diagnose`: the parameters with NaN or
+    infinite gradients at the first step with any. Steps that a GradScaler with a scale above 1 has skipped
+    are left out.
+    """
+
+    uses = (Origin,)
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        origin = run.measured(Origin)
+        if (found := origin.found).message:
+            named = self.finding(
+                found.message, at=found.at, when=(origin.step, origin.step), value=found.value,
+                causes=found.causes, next_steps=found.next_steps,
+            )  # fmt: skip
+            yield from self.told(run, [named])
+            return
+        bad = _nonfinite_gradients(run)
+        step = next((step for step, x in run.loss if not math.isfinite(x)), None)
+        if bad:
+            yield self._nonfinite(run, bad)
+        elif step is not None:
+            yield Skipped(f"the loss of step {step} was not finite; its origin was not searched for")
+        elif run.is_one_backward:
+            yield Passed("NaN and infinite gradients")
+        elif "batch" in run.sources:
+            yield Passed("NaN and infinities") if origin.has_looked else Skipped(UNSEEN)
+        else:
+            yield Skipped(why_unseen(["batch"], run.reader))
+
+    def _nonfinite(self, run: Run, bad: dict[str, int]) -> Finding:
+        step = min(bad.values())
+        first, *others = [run.params[name] for name, at in bad.items() if at == step]
+        n = dict(first.series("nonfinite")).get(step, math.nan)
+        number = "" if math.isnan(n) else f"{n:,.0f} "
+        more = f", as have {join_names([p.name for p in others], 3)}" if others else ""
+        return self.finding(
+            f"The gradient of {first.name} has {number}NaN or infinite element{'s' * (n != 1)} at step "
+            f"{step}{more}.",
+            at=first,
+            when=(step, None),
+            value=n,
+            limit=0.0,
+            causes=(
+                "an operation in the forward or backward that is not defined for its input, such as 0/0",
+            ),
+            next_steps=(run.advise("NaN"),),
+        )
+
+
+def _nonfinite_gradients(run: Run) -> dict[str, int]:
+    """First step with a NaN or infinite gradient that no GradScaler handles, by parameter."""
+    scale, skipped = (dict(run.steps.get(stat, Series())) for stat in ("scale", "skipped"))
+    bad = {}
+    for p in run.params.values():
+        steps = [step for step, n in p.series("nonfinite") if n > 0]
+        steps = [step for step in steps if not (skipped.get(step, 0) > 0 and scale.get(step, 1) > 1)]
+        if p.first_bad is not None or steps:
+            bad[p.name] = steps[0] if p.first_bad is None else p.first_bad
+    return bad

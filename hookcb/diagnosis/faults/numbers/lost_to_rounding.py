@@ -1,0 +1,92 @@
+"""update.lost_to_rounding: updates that are smaller than the spacing of low-precision numbers."""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.frame import LOW_PRECISION
+from hookcb.diagnosis.run import Run
+from hookcb.gradients.stats import sketch_copy
+from hookcb.hooks.params import named_params
+
+MAX_LOST = 0.5  # share of the weights
+MIN_STEPS = 3
+
+
+@fault(
+    "update.lost_to_rounding",
+    headline="Updates are lost to rounding",
+    site=Site.OPTIMIZER,
+    needs=("steps",),
+    leads_to=("param.not_stepped", "loss.flat", "loss.trivial", "update.too_small"),
+    subject="low precision",
+    exact=True,
+)
+class LostToRounding(Fault):
+    """Low-precision weights whose updates are smaller than the spacing of their numbers, so rounding drops them.
+
+    Formula: share of weights with a gradient that are bit-identical after a step > 0.5, in each of at least
+    three inspected steps.
+
+    Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.1.
+    """  # noqa: E501
+
+    passed = "updates lost to rounding"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._params: dict[str, nn.Parameter] = {}
+        self._before: list[tuple[str, nn.Parameter, Tensor, Tensor]] = []
+        self.shares: dict[str, list[tuple[int, Tensor]]] = {}  # by step
+        self._has_looked = False
+
+    def on_model(self, run: Run) -> None:
+        params = named_params(run.loop.model)
+        self._params = {name: p for name, p in params.items() if p.dtype in LOW_PRECISION and p.ndim > 1}
+
+    def on_step(self, run: Run) -> None:
+        self._before = [
+            (name, p, sketch_copy(p), sketch_copy(p.grad) != 0)
+            for name, p in self._params.items()
+            if p.grad is not None
+        ]
+
+    def on_cancel(self, run: Run, level: str) -> None:
+        if level == "step":
+            self._before = []
+
+    def on_between(self, run: Run) -> None:
+        for name, p, before, has_grad in self._before:
+            same = (sketch_copy(p) == before) & has_grad
+            share = same.sum() / has_grad.sum().clamp(min=1)
+            self.shares.setdefault(name, []).append((run.step, share.float()))
+        self._before = []
+
+    def tell(self, run: Run) -> None:
+        self._has_looked = any(len(shares) >= MIN_STEPS for shares in self.shares.values())
+        self.seen = []
+        for name, shares in self.shares.items():
+            values = [(step, float(share)) for step, share in shares]
+            if len(values) >= MIN_STEPS and all(share > MAX_LOST for _, share in values):
+                usual = sorted(share for _, share in values)[len(values) // 2]
+                dtype = str(self._params[name].dtype).removeprefix("torch.")
+                self.see(
+                    f"{usual:.0%} of the weights of {name} that have a gradient are bit-identical after a "
+                    f"step (limit {MAX_LOST:.0%}): the update is lost to rounding in {dtype}.",
+                    at=name.rpartition(".")[0],
+                    param=name,
+                    when=values[0][0],
+                    value=usual,
+                    causes=(
+                        f"weights are stored in {dtype}, and the learning rate is small relative to them",
+                    ),
+                    next_steps=("Keep weights in float32, and use autocast with bfloat16 for the forward",),
+                )
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        unless = "" if self._has_looked else "too little was seen of the weights around a step"
+        yield from self.told(run, self.seen, unless)
+
+    def freeze(self) -> None:
+        self._params, self._before, self.shares = {}, [], {}

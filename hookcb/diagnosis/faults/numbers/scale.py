@@ -1,0 +1,69 @@
+"""amp.scale_collapse: a GradScaler that skips many steps, or whose scale is below 1."""
+
+from collections.abc import Iterator
+
+from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.measurements.steps import Steps
+from hookcb.diagnosis.rules import (
+    ratio,
+)
+from hookcb.diagnosis.run import Passed, Run, Series, Skipped
+from hookcb.diagnosis.verdict import Finding
+
+# share and number of skipped steps; a scaler that begins too high skips a few, as it should
+MAX_SKIPPED, MAX_SKIPPED_STEPS = 0.1, 4
+
+
+@fault(
+    "amp.scale_collapse",
+    headline="The GradScaler skips too many steps",
+    site=Site.GRADIENTS,
+    shown_by="run.scale",
+    needs=("gradients",),
+    exact=True,
+    leads_to=("param.not_stepped", "update.too_small", "loss.flat", "loss.trivial"),
+    subject="scaler",
+)
+class CollapsedScale(Fault):
+    """A GradScaler that skips many steps or whose scale is below 1: gradients overflow at any scale.
+
+    Formula: more than 10 % of steps and at least five are skipped (a scaler that begins too high skips a
+    few), or the scale is below 1.
+
+    Source: torch.amp.GradScaler, which begins at 65,536 and halves at each overflow.
+    """
+
+    uses = (Steps,)
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        scales = run.steps.get("scale", Series())
+        low = next(((step, x) for step, x in scales if 0 <= x < 1), None)
+        n_skipped = run.measured(Steps).n_skipped
+        share = ratio(n_skipped, run.n_steps)
+        if low:
+            text = f"The GradScaler's scale has fallen to {low[1]:.2g} (limit 1)"
+            yield self._scale_collapse(*low, 1.0, f"{text}: gradients overflow at any scale.")
+        elif n_skipped > MAX_SKIPPED_STEPS and share > MAX_SKIPPED:
+            skipped = next((step for step, x in run.steps.get("skipped", Series()) if x > 0), None)
+            text = (
+                f"The GradScaler has skipped {n_skipped:,} of {run.n_steps:,} steps ({share:.0%}; "
+                f"limit {MAX_SKIPPED:.0%}), because gradients were NaN or infinite."
+            )
+            yield self._scale_collapse(skipped, share, MAX_SKIPPED, text)
+        elif run.n_steps or len(scales):
+            yield Passed(f"skipped steps ({n_skipped:,})")
+        else:
+            yield Skipped("no step was inspected")
+
+    def _scale_collapse(self, step: int | None, value: float, limit: float, text: str) -> Finding:
+        return self.finding(
+            text,
+            when=(step, None),
+            value=value,
+            limit=limit,
+            causes=("activations or gradients above 65,504, the maximum of float16", "NaN in the loss"),
+            next_steps=(
+                "Use bfloat16, which has the range of float32",
+                *(("Start with GradScaler(init_scale=2**12)",) if limit == MAX_SKIPPED else ()),
+            ),
+        )

@@ -1,0 +1,86 @@
+"""clip.always: clipping that cuts almost every gradient to a small part."""
+
+from collections.abc import Iterator
+
+from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.measurements.clipping import Clipping
+from hookcb.diagnosis.rules import (
+    USUAL_UPDATE,
+    before,
+    has_learned,
+    median,
+    need_not_fall,
+    recent_updates,
+    usual_update,
+)
+from hookcb.diagnosis.run import WINDOW, Passed, Run, Series, Skipped
+
+UNCLIPPED, MAX_CLIPPED = 0.999, 0.95  # coefficient of a gradient that is not clipped; share of records
+MIN_CLIPPED_TO, MIN_CLIPPED_TO_ANYWAY = 0.01, 1e-4  # median coefficient; the same if the loss falls
+MIN_UNHARMED = USUAL_UPDATE / 10  # update ratio of weights whose steps are not too small
+MAX_NORM = 100.0  # of all gradients; they are usually clipped to 0.1 to 10
+
+
+@fault(
+    "clip.always",
+    headline="Almost every gradient is clipped",
+    site=Site.GRADIENTS,
+    shown_by="run.clip_coef",
+    needs=("gradients",),
+    leads_to=("update.too_small", "loss.flat", "loss.trivial"),
+)
+class ConstantClipping(Fault):
+    """Gradient clipping that cuts almost every gradient to a small part, which only lowers the learning rate.
+
+    Formula: share of records with clipped norm / norm below 1, and the median of that ratio. Limit: above
+    95 % of at least ten records, and a median below 0.01. An error for optimizers like SGD, a warning for
+    those like Adam, which divide by the size of gradients anyway; a note for these, and for a loss of an
+    unknown kind, which need not fall, if steps change the median weight by 1e-4 of its size. No finding if
+    the loss falls by a fifth and the model is better than a constant, unless the median is below 1e-4. In a
+    loop that clips before hookcb reads the gradients, the ratio is that of one small gradient at the step and
+    after the backward.
+
+    Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013, who set the limit
+    by the mean norm over many updates.
+    """
+
+    uses = (Clipping,)
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        coefs = before(run.steps.get("clip_coef", Series()), run.converged_at())
+        if len(coefs) < WINDOW:
+            yield Skipped(f"fewer than {WINDOW} records of clipping before convergence")
+            return
+        share, usual = sum(x < UNCLIPPED for x in coefs.values) / len(coefs), coefs.median()
+        learns = has_learned(run, run.first_loss)
+        if share <= MAX_CLIPPED or usual >= MIN_CLIPPED_TO or (learns and usual >= MIN_CLIPPED_TO_ANYWAY):
+            yield Passed(f"clipping ({share:.0%} of steps, median ×{usual:.2g})", usual, MIN_CLIPPED_TO)
+            return
+        is_adaptive = any(p.is_adaptive for p in run.params.values())
+        size, note = usual_update(recent_updates(run)), ""
+        is_harmless = size >= MIN_UNHARMED and (is_adaptive or need_not_fall(run))
+        if is_harmless:
+            note = (
+                f" Steps still change the median weight by {size:.1e} of its size, so this does little harm."
+            )
+        elif is_adaptive:
+            note = " The optimizer divides by the size of gradients, so this may have little effect."
+        yield self.finding(
+            f"{share:.0%} of the gradients are clipped, to a median of {usual:.1e} of their norm (limit "
+            f"{MIN_CLIPPED_TO:g}): the effective learning rate is lower by that factor.{note}",
+            "info" if is_harmless else "warning" if is_adaptive or learns else "error",
+            when=coefs,
+            value=usual,
+            limit=MIN_CLIPPED_TO,
+            causes=("a clipping norm that is too low", "gradients that are summed rather than averaged"),
+            next_steps=(_clip_advice(run),),
+        )
+
+
+def _clip_advice(run: Run) -> str:
+    """Advice to clip near the median norm, unless that norm is what clipping protects from."""
+    norm = median(run.steps.get("total_norm", Series()).values)
+    if norm > MAX_NORM:
+        return f"Find out why gradients have a norm of {norm:.2g}: a summed loss, or inputs on a large scale"
+    usual = f"{norm:.2g}, the median" if norm > 0 else "the median of the gradients' norms"
+    return f"Clip to a norm of {usual}, or do not clip"

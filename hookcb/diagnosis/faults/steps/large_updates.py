@@ -1,0 +1,175 @@
+"""update.too_large: steps that change a weight by a large part of its size."""
+
+import math
+from collections.abc import Iterator
+
+from hookcb.diagnosis.advice import lower_rate
+from hookcb.diagnosis.fault import Fault, Result, Site, fault, findings_of
+from hookcb.diagnosis.rules import (
+    MAX_FIRST_UPDATE,
+    MAX_UPDATE,
+    N_FIRST,
+    N_LARGE,
+    N_WINDOW,
+    USUAL_UPDATE,
+    before,
+    format_factor,
+    has_learned,
+    loss_left,
+    median,
+    need_not_fall,
+    persistent,
+    persistent_max,
+    updates,
+    weights,
+)
+from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped, Span
+from hookcb.diagnosis.verdict import Finding
+
+N_LARGE_FIRST = 3  # of the first ten records
+LARGER_THAN_WEIGHTS = 1.0
+FAR_LARGER = 10.0  # one such step is enough
+LEARNED_WELL = 0.05  # share of the first loss that is left
+
+_Large = tuple[Param, float, Span, float]  # with the size of the update and its limit
+
+
+@fault(
+    "update.too_large",
+    headline="Steps are too large",
+    site=Site.OPTIMIZER,
+    shown_by="params.update_ratio",
+    draws_limit=True,
+    needs=("gradients",),
+    leads_to=(
+        "unit.*",
+        "act.*",
+        "loss.*",
+        "nonfinite.*",
+        "grad.*",
+        "attn.collapse",
+        "update.lost_to_rounding",
+    ),
+)
+class LargeUpdates(Fault):
+    """Steps that change a weight by a large part of its size.
+
+    Formula: max over weights of ‖ΔW‖ / ‖W‖, with ‖W‖ at least that of torch's default initialization, a std
+    of 1/sqrt(3 fan in), so weights that begin near zero and grow (a zero-initialized last layer, LoRA) do not
+    count as changed by much. Limit: 0.2 in three of the first ten records, 0.05 in five of eight later ones;
+    1e-3 is usual. 0.05 in three of ten records is enough before units die, or the outputs become the same for
+    all samples, that were not so at first. An error if two of the first ten steps are larger than the
+    weights, or if the loss rises. Left out are embeddings of tokens and positions, which are added, and
+    trainings with a loss that falls by a fifth, or, with steps larger than the weights, to a twentieth, if
+    the model is better than a constant; and, with smaller steps, those with a loss of an unknown kind, which
+    need not fall. It begins with the first of the inspected steps in a row, up to the large ones, that change
+    any weight by more than 0.05. The advice is computed from the first steps, up to the one after which the
+    loss is higher.
+
+    Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
+    """
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        until = run.converged_at()
+        sizes = [(p, updates(p, until)) for p in weights(run)]
+        sizes = [(p, series) for p, series in sizes if len(series)]
+        if max((len(series) for _, series in sizes), default=0) < N_LARGE_FIRST:
+            yield Skipped(f"fewer than {N_LARGE_FIRST} steps were inspected before convergence")
+            return
+        start = run.loss.values[0] if len(run.loss) else math.nan
+        left = loss_left(run, start)
+        is_idle = not (math.isnan(left) or has_learned(run, start) or need_not_fall(run))
+        huge = [x for x in (_huge(p, series) for p, series in sizes) if x]
+        large = [x for x in (_large(p, series) for p, series in sizes) if x and is_idle]
+        if not large:
+            death = _death(run)
+            large = [x for x in (_large_before(p, series, death) for p, series in sizes) if x]
+        if huge and not has_learned(run, start, LEARNED_WELL):
+            yield self._too_large(run, huge, _step_sizes(sizes), is_error=True)
+        elif large:  # large steps that are not known to do harm may be intended
+            yield self._too_large(run, large, _step_sizes(sizes), is_error=left > 1)
+        else:
+            worst = max(median(series.values) for _, series in sizes)
+            yield Passed(f"large updates (at most {worst:.1e} of a weight)", *_nearest(sizes, is_idle))
+
+    def _too_large(self, run: Run, large: list[_Large], largest: dict[int, float], is_error: bool) -> Finding:
+        param, size, span, limit = max(large, key=lambda x: x[1])
+        return self.finding(
+            f"A step changes {param.name} by {format_factor(size)} times its size (limit {limit:g}); "
+            f"{USUAL_UPDATE:g} is usual.",
+            "error" if is_error else "warning",
+            at=param,
+            when=(_beginning(large, largest), span.last),
+            value=size,
+            limit=limit,
+            causes=("the learning rate is too high", "no warmup"),
+            next_steps=(
+                *(lower_rate(run) or (run.advise("rate"),)),
+                "Add a learning rate warmup, or clip gradients",
+            ),
+        )
+
+
+def _huge(param: Param, series: Series) -> _Large | None:
+    first = Series(series.steps[:N_FIRST], series.values[:N_FIRST])
+    span = persistent(first, lambda x: x > LARGER_THAN_WEIGHTS, 2, N_FIRST)
+    span = span or persistent(first, lambda x: x > FAR_LARGER, 1, N_FIRST)
+    return (param, max(first.values), span, LARGER_THAN_WEIGHTS) if span else None
+
+
+def _large(param: Param, series: Series) -> _Large | None:
+    first = Series(series.steps[:N_FIRST], series.values[:N_FIRST])
+    if span := persistent(first, lambda x: x > MAX_FIRST_UPDATE, N_LARGE_FIRST, N_FIRST):
+        return param, median(first.between(span.first, span.last).values), span, MAX_FIRST_UPDATE
+    later = Series(series.steps[N_FIRST:], series.values[N_FIRST:])
+    if span := persistent(later, lambda x: x > MAX_UPDATE, N_LARGE, N_WINDOW):
+        return param, median(later.between(span.first, span.last).values), span, MAX_UPDATE
+    return None
+
+
+def _death(run: Run) -> int:
+    """First step after which units are dead, or outputs the same for all samples; 0 if none, or at once."""
+    found = [*findings_of("unit.dead", run), *findings_of("act.collapse", run)]
+    return min((f.step or 0 for f in found), default=0)
+
+
+def _large_before(param: Param, series: Series, death: int) -> _Large | None:
+    early = before(series, death)
+    if span := persistent(early, lambda x: x > MAX_UPDATE, N_LARGE_FIRST, N_FIRST):
+        return param, median(early.between(span.first, span.last).values), span, MAX_UPDATE
+    if span := persistent(early, lambda x: x > MAX_FIRST_UPDATE, 1, N_FIRST):  # one or two steps may do
+        return param, max(early.values), span, MAX_FIRST_UPDATE
+    return None
+
+
+def _nearest(updates_of: list[tuple[Param, Series]], is_idle: bool) -> tuple[float, float]:
+    """The update nearest to a limit, and that limit; two of three limits apply only if nothing is learned."""
+    sizes = []
+    for _, series in updates_of:
+        first = Series(series.steps[:N_FIRST], series.values[:N_FIRST])
+        later = Series(series.steps[N_FIRST:], series.values[N_FIRST:])
+        sizes.append((persistent_max(first, 2, N_FIRST), LARGER_THAN_WEIGHTS))
+        if is_idle:
+            sizes.append((persistent_max(first, N_LARGE_FIRST, N_FIRST), MAX_FIRST_UPDATE))
+            sizes.append((persistent_max(later, N_LARGE, N_WINDOW), MAX_UPDATE))
+    known = [(size, limit) for size, limit in sizes if math.isfinite(size)]
+    return max(known, key=lambda pair: pair[0] / pair[1], default=(math.nan, math.nan))
+
+
+def _step_sizes(sizes: list[tuple[Param, Series]]) -> dict[int, float]:
+    """The largest update of a weight, by inspected step; a NaN does not count."""
+    largest: dict[int, float] = {}
+    for _, series in sizes:
+        for step, x in series:
+            largest[step] = max(largest.get(step, 0.0), x if x > 0 else 0.0)
+    return largest
+
+
+def _beginning(large: list[_Large], largest: dict[int, float]) -> int:
+    """First of the inspected steps in a row, up to the first large one, with an update above 0.05."""
+    first = min(span.first for _, _, span, _ in large)
+    for step in sorted((step for step in largest if step < first), reverse=True):
+        if largest[step] <= MAX_UPDATE:
+            break
+        first = step
+    return first

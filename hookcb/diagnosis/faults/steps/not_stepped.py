@@ -1,0 +1,180 @@
+"""param.not_stepped: parameters that never change."""
+
+import math
+from collections.abc import Iterator
+from itertools import takewhile
+
+from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.measurements.cleared import ClearedGradients
+from hookcb.diagnosis.measurements.parameters import Parameters
+from hookcb.diagnosis.measurements.steps import Steps
+from hookcb.diagnosis.rules import LATEST, VISIBLE_UPDATE, finite, rates, ratio
+from hookcb.diagnosis.run import SPARSE_KINDS, Param, Passed, Run, Skipped, Span
+from hookcb.diagnosis.verdict import Finding
+
+MIN_BATCHES = 20  # with a backward, or steps without one
+MAX_PEAK = 30.0  # max |gradient| / RMS, which is 5 for normally distributed numbers
+SAMPLE_SIZE = 1024  # elements of a weight from which updates are read
+MIN_RESOLVED = 8  # expected update in units of the dtype's resolution
+N_NO_RATE, MIN_NO_RATE_SHARE, MIN_NO_RATE = 10, 0.1, 20  # batches with a learning rate of 0
+
+
+@fault(
+    "param.not_stepped",
+    headline="Parameters never change",
+    site=Site.OPTIMIZER,
+    needs=("gradients",),
+    leads_to=("loss.flat", "loss.trivial"),
+    exact=True,
+    shown_by="params.update_ratio",
+)
+class NotStepped(Fault):
+    """Parameters that never change: no step is made, the learning rate is 0, or steps do nothing.
+
+    Exact: no step in twenty batches with a backward, and no sampled element of any weight has changed. Or a
+    weight that is bit-identical after the last five or more steps that should have changed it, by
+    lr · ‖g‖ / ‖W‖ above 1e-6 and above eight times the resolution of its dtype; gradients with zero rows, or
+    so sparse that the sample of 1,024 elements may miss them, are left out. Or a learning rate of exactly 0
+    over the last ten batches if they are a tenth of the run, or over the last twenty, before convergence;
+    neither the very end of a decay nor the first step of a warmup is one.
+    """
+
+    uses = (ClearedGradients, Parameters, Steps)
+
+    def tell(self, run: Run) -> None:
+        cleared, steps, self.seen = run.measured(ClearedGradients), run.measured(Steps), []
+        if cleared.has_found:
+            self.see(
+                f"Gradients were cleared after the backward and before the step in all {cleared.n_steps} "
+                "steps, so the optimizer changes nothing.",
+                when=0,
+                value=float(cleared.n_cleared),
+                causes=("zero_grad() between backward() and step()",),
+                next_steps=("Call zero_grad() after optimizer.step(), or before backward()",),
+            )
+        if not run.measured(Parameters).is_still:
+            return
+        n_steps, n_backward = run.n_steps - steps.n_alone, steps.n_backward
+        if not (n_backward or steps.is_beside) and n_steps >= MIN_BATCHES:
+            self.see(
+                f"No backward was seen to reach the model before any of {n_steps} optimizer steps, and "
+                "all weights are bit-identical.",
+                when=0,
+                value=0.0,
+                causes=(
+                    "loss.backward() is missing, or is in a branch that is never taken",
+                    "the loss does not depend on the model, as after a .detach()",
+                ),
+                next_steps=("Call loss.backward() before optimizer.step()",),
+            )
+        if n_backward < MIN_BATCHES or run.n_steps:
+            return
+        if 2 * steps.n_given > n_backward:
+            self.see(
+                f"In {n_backward} batches the backward of another model's loss gave gradients to all "
+                "weights, which no optimizer has: nothing uses them.",
+                "info",
+                when=0,
+                value=0.0,
+                causes=("a network that gives targets or features, and is not frozen",),
+                next_steps=(
+                    "Freeze it with requires_grad_(False), or call it under torch.no_grad() if it only gives "
+                    "targets",
+                ),
+            )
+        else:
+            self.see(
+                f"In {n_backward} batches with a backward pass no optimizer of the model has made a "
+                "step, and all weights are bit-identical.",
+                when=0,
+                value=0.0,
+                causes=(
+                    "the optimizer step is missing, or is in a branch that is never taken",
+                    "the optimizer was created with the parameters of another model",
+                ),
+                next_steps=(
+                    "Call optimizer.step() after loss.backward(), with an optimizer of model.parameters()",
+                ),
+            )
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        if self.seen:
+            yield from self.told(run, self.seen)
+            return
+        lr = dict(rates(run))
+        unmoved = [(p, span) for p in run.params.values() if (span := _unmoved(p, lr))]
+        if stop := _without_rate(run):
+            yield self._no_rate(run, stop)
+        elif unmoved:
+            yield self._still(unmoved)
+        elif not any(len(p.series("update_ratio")) >= LATEST for p in run.params.values()):
+            yield Skipped(f"fewer than {LATEST} steps were inspected")
+        else:
+            yield Passed("parameters that do not move (0)")
+
+    def _still(self, unmoved: list[tuple[Param, Span]]) -> Finding:
+        (param, span), *others = unmoved
+        are = "parameters are" if len(others) > 1 else "parameter is"
+        more = f"; {len(others)} more {are}, too" if others else ""
+        return self.finding(
+            f"Parameter {param.name} has gradients and a learning rate, but is bit-identical after "
+            f"{span.n} steps{more}.",
+            at=param,
+            when=span,
+            value=0.0,
+            limit=0.0,
+            causes=(
+                "the optimizer has a copy of it, or is never stepped",
+                "something puts the old value back",
+            ),
+            next_steps=("Create the optimizer after the model is moved or changed, and call its step()",),
+        )
+
+    def _no_rate(self, run: Run, span: Span) -> Finding:
+        top = max(finite(rates(run).values), default=0.0)
+        past = f"; before, it was up to {top:.2g}" if top > 0 else ""
+        return self.finding(
+            f"The learning rate has been 0 since step {span.first}{past}. Nothing is learned.",
+            when=span,
+            value=0.0,
+            limit=0.0,
+            causes=("a schedule that ends too early" if top > 0 else "a learning rate of 0",),
+            next_steps=(
+                "Check the scheduler: its number of steps, and whether it counts batches or epochs"
+                if top > 0
+                else "Set the learning rate",
+            ),
+        )
+
+
+def _unmoved(param: Param, lr: dict[int, float]) -> Span | None:
+    """The last steps that should have changed the parameter and did not."""
+    if not param.is_optimized or param.kind in SPARSE_KINDS:
+        return None
+    table = {name: dict(series) for name, series in param.stats.items()}
+
+    def at(name: str, step: int) -> float:
+        return table.get(name, {}).get(step, math.nan)
+
+    visible = max(VISIBLE_UPDATE, MIN_RESOLVED * param.resolution)
+    is_large = math.prod(param.shape) > SAMPLE_SIZE
+    moves: list[tuple[int, float]] = []
+    for step, x in param.series("update_ratio"):
+        expected = lr.get(step, math.nan) * ratio(at("clipped_norm", step), at("weight_norm", step))
+        is_peaked = not at("abs_max", step) <= MAX_PEAK * at("rms", step)  # True if it was not read
+        is_sparse = at("zero_rows", step) > 0 or (is_large and is_peaked)
+        if visible < expected < math.inf and not is_sparse:
+            moves.append((step, x))
+    still = [step for step, _ in takewhile(lambda move: move[1] == 0, reversed(moves))]
+    return Span(still[-1], still[0], len(still)) if len(still) >= LATEST else None
+
+
+def _without_rate(run: Run) -> Span | None:
+    """The last batches if their learning rate was 0 for too long to be the end of a decay."""
+    lr = rates(run)
+    zeros = [step for step, _ in takewhile(lambda pair: pair[1] == 0, reversed(list(lr)))]
+    n = len(zeros)
+    is_long = n >= N_NO_RATE and (n >= MIN_NO_RATE_SHARE * len(lr) or n >= MIN_NO_RATE)
+    if not is_long or run.converged_at() <= zeros[-1]:
+        return None
+    return Span(zeros[-1], zeros[0], n)

@@ -1,0 +1,102 @@
+"""param.unreachable: layers that are called and get no gradient."""
+
+from collections.abc import Iterator, Sequence
+
+from hookcb.core.text import as_layer, join_names
+from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.measurements.cleared import ClearedGradients
+from hookcb.diagnosis.measurements.parameters import Parameters
+from hookcb.diagnosis.measurements.steps import Steps
+from hookcb.diagnosis.rules import records_needed
+from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped
+from hookcb.diagnosis.verdict import Finding
+
+
+@fault(
+    "param.unreachable",
+    headline="A layer gets no gradient",
+    site=Site.BACKWARD,
+    needs=("gradients",),
+    leads_to=("loss.flat", "loss.trivial"),
+    exact=True,
+    shown_by="params.norm",
+)
+class Unreachable(Fault):
+    """A layer that was called in the forward and never received a gradient.
+
+    Formula: `requires_grad`, and `.grad` is None in at least five inspected steps, or after one backward
+    without a training. Left out are parameters that are frozen, had a gradient at some step, or belong to a
+    layer that was not called, or in less than half of the inspected batches, as a branch that is switched
+    off. A warning if the calls of layers were not recorded. Nothing is said if no backward was seen at all.
+    """
+
+    uses = (Parameters, ClearedGradients, Steps)
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        steps, needed = run.steps.get("total_norm"), records_needed(run)
+        if steps is None or len(steps) < needed:
+            yield Skipped(f"fewer than {needed} steps were inspected")
+            return
+        if run.measured(ClearedGradients).has_found:
+            yield Skipped("gradients were cleared between the backward and the step")
+            return
+        is_watched = "batches" in run.sources  # so that a backward would have been seen
+        has_backward = run.measured(Steps).n_backward > 0 or run.measured(Steps).is_beside
+        if is_watched and not has_backward and not any(p.stats for p in run.params.values()):
+            yield Skipped("no backward was seen")
+            return
+        ungraded = [p for p in run.params.values() if not p.stats and p.n_without >= needed]
+        without = [p for p in ungraded if p.layer in run.layers and _takes_part(run, p.layer)]
+        unknown = [p for p in ungraded if p.layer not in run.layers and p.layer not in run.silent]
+        if unknown and "activations" not in run.sources and any(p.stats for p in run.params.values()):
+            yield self._without_gradient(unknown, steps)
+            return
+        if not without and unknown:
+            yield Skipped(f"{unknown[0].name} had no gradient, and it is not known whether its layer is used")
+            return
+        if not without:
+            yield Passed("layers without gradient")
+            return
+        last = max(without, key=lambda p: run.layers[p.layer].place)  # nearest to where the graph was cut
+        layers = list(dict.fromkeys(p.layer for p in without if p.layer != last.layer))
+        more = f", nor did {join_names(map(as_layer, layers), 3)}" if layers else ""
+        of = as_layer(last.layer) or "the model"
+        yield self.finding(
+            f"Parameter {last.name} received no gradient in {len(steps)} steps{more}, although its layer "
+            "is used in the forward.",
+            at=last,
+            when=steps,
+            value=float(len(without)),
+            limit=0.0,
+            causes=(
+                "a .detach(), .data, no_grad or NumPy operation after this layer cuts it off from the loss",
+            ),
+            next_steps=(f"Follow the output of {of} to the loss; find where it is cut",),
+        )
+
+    def _without_gradient(self, params: Sequence[Param], steps: Series) -> Finding:
+        """Finding about parameters of layers that may not have been called."""
+        first, names, n = params[0], [p.name for p in params], len(steps)
+        looks = "one backward" if n == 1 else f"{n} steps"
+        many = f"Parameters {join_names(names, 4)}", "them"
+        subject, it = (f"Parameter {names[0]}", "it") if len(names) == 1 else many
+        return self.finding(
+            f"{subject} received no gradient in {looks}; the loss may not depend on {it}.",
+            "warning",
+            at=first,
+            when=steps,
+            value=float(len(params)),
+            limit=0.0,
+            causes=("a layer that is not used in the forward, or an output that does not reach the loss",),
+            next_steps=(f"Check that the forward uses {as_layer(first.layer) or first.name}, or freeze it",),
+        )
+
+
+def _takes_part(run: Run, layer: str) -> bool:
+    """Whether a layer was called in most of the batches in which any layer was."""
+    most = max(_n_calls(run, name) for name in run.layers)
+    return 2 * _n_calls(run, layer) > most or not most
+
+
+def _n_calls(run: Run, layer: str) -> int:
+    return max(map(len, run.layers[layer].stats.values()), default=0)

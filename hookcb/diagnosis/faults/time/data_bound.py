@@ -1,0 +1,132 @@
+"""time.data_bound: training that waits for its batches."""
+
+import math
+from collections.abc import Iterable, Iterator
+
+from hookcb.core.threads import n_cores
+from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.inputs import Inputs
+from hookcb.diagnosis.measurements.spent import SpentTime
+from hookcb.diagnosis.rules import median, ratio
+from hookcb.diagnosis.run import Passed, Run, Skipped
+from hookcb.diagnosis.verdict import Finding
+
+MAX_WAITING, MAX_WAITING_WARNING = 0.3, 0.6  # share of a batch's time
+MIN_WAIT = 0.003  # seconds; a small batch takes that long to collate, and nothing can be gained
+MIN_ALARM = 0.01  # seconds; a shorter wait is a note
+MIN_MEAN = 2e-3  # seconds, if most batches come at once and some are slow
+MIN_SLOW, MIN_SLOWDOWN = 3, 10.0  # slow batches, and multiple of the median from which one is slow
+MIN_EXCESS_DELAY = 2.0  # multiple of the delays that a busy machine would have caused
+MAX_WORKERS = 4  # that are advised
+N_WARM_UP, MIN_BATCHES = 5, 10  # first batches, in which workers start; batches after these
+
+
+@fault("time.data_bound", headline="Training waits for its batches", site=Site.RUN, needs=("time",))
+class DataBound(Fault):
+    """Training that waits for its batches, for each of them or for some.
+
+    Formula: median time to fetch a batch / median time from the end of one batch to the end of the next,
+    without the first five; or the same with means, if three batches or more take ten times the median to
+    fetch, and these delays are longer than those of the rest of the batches, and twice as long as a busy
+    machine would make them in proportion. Garbage collections in a fetch do not count. Limit: 0.3, and 0.6
+    for an error. Waits below 3 ms are ignored, as there is nothing to gain; of means, those
+    below 2 ms. Below 10 ms it is a note, and lower quartiles are compared in place of medians, as a busy
+    machine delays many batches of a small training. A Learner fetches its batches itself. In any other loop
+    the fetches of a DataLoader are seen, and other fetches if a fifth of the time is spent between the steps:
+    as the time of a `for` statement with a step in its body, or of a statement that calls `next`. Whatever
+    else the loop does between its steps does not count as waiting.
+
+    Source: Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", 2021.
+    """
+
+    uses = (Curves, SpentTime, Inputs)
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        curves, fetches = run.measured(Curves), run.measured(SpentTime).fetches
+        waits = dict(curves.waits)
+        pairs = [(waits.get(step, math.nan), x) for step, x in list(curves.batches)[N_WARM_UP:]]
+        pairs = [(wait, x) for wait, x in pairs if math.isfinite(wait) and math.isfinite(x)]
+        if len(pairs) < MIN_BATCHES:
+            yield Skipped(f"fewer than {N_WARM_UP + MIN_BATCHES} batches were timed")
+            return
+        n_fetched = sum(wait > 0 for wait, _ in pairs)
+        if 2 * n_fetched <= len(pairs) and fetches:
+            yield self._slow_fetches(run)
+            return
+        if 2 * n_fetched <= len(pairs):
+            yield Skipped(f"the fetch of a batch was seen before {n_fetched} of {len(pairs)} batches")
+            return
+        wait, whole = median(wait for wait, _ in pairs), median(x for _, x in pairs)
+        if wait < MIN_ALARM:
+            wait, whole = _low(wait for wait, _ in pairs), _low(x for _, x in pairs)
+        share, some, delay = ratio(wait, whole), "", wait
+        if not (share > MAX_WAITING and wait >= MIN_WAIT) and (slow := _slow_batches(run)) is not None:
+            wait, whole, delay, some = slow
+            share = ratio(wait, whole)
+        if not (share > MAX_WAITING and (wait >= MIN_WAIT or some)):
+            yield Passed(
+                f"waiting for data ({share:.0%} of the time, {1e3 * wait:.1f} ms)", share, MAX_WAITING
+            )
+            return
+        yield self._data_bound(run, share, delay, f"{1e3 * wait:.1f} of {1e3 * whole:.1f} ms per batch", some)
+
+    def _slow_fetches(self, run: Run) -> Result:
+        """Verdict on the fetches that were seen as lines of the loop."""
+        spent = run.measured(SpentTime)
+        wait, line = math.fsum(spent.fetches.values()), max(spent.fetches, key=spent.fetches.__getitem__)
+        share = ratio(wait, spent.whole)
+        if not (share > MAX_WAITING and wait >= MIN_WAIT):
+            return Passed(
+                f"waiting for data ({share:.0%} of the time, {1e3 * wait:.1f} ms)", share, MAX_WAITING
+            )
+        text = f"{1e3 * wait:.1f} of {1e3 * spent.whole:.1f} ms per batch"
+        return self._data_bound(run, share, wait, text, f" They are fetched in {line}.")
+
+    def _data_bound(self, run: Run, share: float, delay: float, text: str, more: str) -> Finding:
+        n = min(MAX_WORKERS, n_cores())  # with more workers than processors they wait for each other
+        why = f", as this process may use {n} processor{'s' * (n > 1)}" if n < MAX_WORKERS else ""
+        steps = run.measured(Curves).batches.steps
+        return self.finding(
+            f"Training waits for batches {share:.0%} of the time: {text} (limit {MAX_WAITING:.0%}).{more}",
+            "info" if delay < MIN_ALARM else "error" if share > MAX_WAITING_WARNING else "warning",
+            when=(steps[N_WARM_UP], steps[-1]),
+            value=share,
+            limit=MAX_WAITING,
+            causes=("samples that are slow to load or transform", "no worker processes, or too few"),
+            next_steps=(
+                f"Give the DataLoader persistent_workers=True and num_workers={n}{why}",
+                "Transform or decode the data once, before training",
+            ),
+        )
+
+
+def _low(values: Iterable[float]) -> float:
+    """The lower quartile."""
+    in_order = sorted(values)
+    return in_order[len(in_order) // 4]
+
+
+def _slow_batches(run: Run) -> tuple[float, float, float, str] | None:
+    """Mean seconds of fetches and of batches, those of a slow fetch, and what to say, if some are slow."""
+    curves = run.measured(Curves)
+    waits, inspected = dict(curves.waits), set(run.measured(Inputs).sizes.steps)
+    pairs = [
+        (waits[step], x)
+        for step, x in list(curves.batches)[N_WARM_UP:]
+        if step in waits and step not in inspected and math.isfinite(waits[step]) and math.isfinite(x)
+    ]
+    if len(pairs) < MIN_BATCHES:
+        return None
+    usual = median(wait for wait, _ in pairs)
+    usual_rest = median(x - wait for wait, x in pairs)
+    slow = [wait for wait, _ in pairs if wait > MIN_SLOWDOWN * usual]
+    delay = math.fsum(wait - usual for wait in slow)
+    # a busy machine delays both, each as long as it usually takes
+    delay_of_rest = math.fsum(max(0.0, x - wait - usual_rest) for wait, x in pairs)
+    as_much = delay_of_rest * max(1.0, MIN_EXCESS_DELAY * ratio(usual, usual_rest))
+    mean_wait, mean = (math.fsum(column) / len(pairs) for column in zip(*pairs, strict=True))
+    if len(slow) < MIN_SLOW or mean_wait < MIN_MEAN or delay < as_much:
+        return None
+    text = f" One batch in {len(pairs) / len(slow):.0f} takes {1e3 * median(slow):.0f} ms to fetch."
+    return mean_wait, mean, median(slow), text

@@ -1,0 +1,130 @@
+"""memory.growth and memory.graphs_kept: memory that grows, and graphs of past batches that are kept."""
+
+from collections import deque
+from collections.abc import Iterator
+from weakref import ReferenceType, ref
+
+from hookcb.diagnosis.fault import EVERY, Fault, Result, Site, fault
+from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.rules import median
+from hookcb.diagnosis.run import Passed, Run, Skipped
+from hookcb.profiling.memory.growth import fit_line
+
+N_TRACKED = 60  # batches
+EACH = 8  # batches, of which one is tracked once there are so many: a token takes 20 µs of a small step
+KEY = "hookcb"
+N_WARM_UP, MIN_STEPS = 10, 50  # first steps, which allocate buffers and optimizer state
+MAX_GROWTH, N_SIGMAS = 1e6, 1.96  # bytes per step; standard errors of a 95 % confidence interval
+MIN_PART = 0.15  # of the growth, in each half: a single larger batch makes a jump rather than a slope
+MAX_BYTES = 1e18  # more cannot be real
+
+
+class _Token:
+    """Lives as long as the graph node that holds it."""
+
+    __slots__ = ("__weakref__",)
+
+
+@fault(
+    "memory.graphs_kept",
+    headline="The graphs of past batches stay in memory",
+    site=Site.RUN,
+    needs=("batches",),
+    leads_to=("memory.growth",),
+    exact=True,
+)
+class GraphsKept(Fault):
+    """The autograd graphs of past batches stay in memory, one more with each batch.
+
+    Formula: the nodes of the last 60 losses, other than the last two, are all still alive.
+    """
+
+    cadence = EVERY
+    severity = "warning"
+    passed = "retained graphs"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tokens: deque[tuple[int, ReferenceType[_Token]]] = deque(maxlen=N_TRACKED)
+        self._n = self._due = 0
+
+    def on_loss(self, run: Run) -> None:
+        """Puts a token on the node of a loss, which lives as long as any tensor computed from that."""
+        if self._n >= N_TRACKED and run.step < self._due:
+            return
+        self._n, self._due = self._n + 1, run.step + EACH
+        if (node := run.loop.loss_node) is not None:
+            token = _Token()
+            node.metadata[KEY] = token
+            self._tokens.append((run.step, ref(token)))
+
+    def on_batch_end(self, run: Run) -> None:
+        if not run.looking or self.seen:
+            return
+        past = list(self._tokens)[:-2]  # the last two may be in use
+        alive = [step for step, token in past if token() is not None]
+        if len(past) >= N_TRACKED - 2 and len(alive) == len(past):
+            self.see(
+                f"The graphs of {len(alive)} batches since step {alive[0]} are all still in memory, and each "
+                "batch adds one.",
+                when=alive[0],
+                value=float(len(alive)),
+                causes=("losses or outputs are collected or summed with their graph",),
+                next_steps=("Collect numbers: losses.append(loss.item()), or loss.detach()",),
+            )
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        has_looked = len(self._tokens) >= N_TRACKED
+        unless = "" if has_looked else "too little was seen of the graphs of 60 losses"
+        yield from self.told(run, self.seen, unless)
+
+
+@fault("memory.growth", headline="Memory grows with each step", site=Site.RUN, needs=("memory",))
+class GrowingMemory(Fault):
+    """Memory that grows from step to step until it runs out.
+
+    Formula: slope by least squares over 50 steps or more after the first ten. Limit: 1 MB per step, with a
+    95 % confidence interval above zero, and growth in both halves of the run. Not judged if LBFGS alone
+    trains the model: its history of up to `history_size` steps grows at first.
+
+    Source: Draper & Smith, "Applied Regression Analysis", 1998, for the standard error of a slope; the
+    PyTorch FAQ, "My model reports cuda runtime error(2): out of memory", for losses that are kept.
+    """
+
+    uses = (Curves,)
+    severity = "warning"
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        if run.is_by_closure:
+            yield Skipped("LBFGS keeps a history of its steps, which grows at first")
+            return
+        memory = run.measured(Curves).memory
+        points = [(float(step), x) for step, x in list(memory)[N_WARM_UP:] if 0 <= x < MAX_BYTES]
+        if len(points) < MIN_STEPS or points[0][0] >= points[-1][0]:
+            yield Skipped(f"memory was recorded in fewer than {N_WARM_UP + MIN_STEPS} steps")
+            return
+        slope, error = fit_line(points)
+        if slope - N_SIGMAS * error <= 0 or slope <= MAX_GROWTH or not _is_steady([x for _, x in points]):
+            yield Passed(f"growing memory ({slope / 1e6:.2f} MB per step)", slope, MAX_GROWTH)
+            return
+        n_steps = points[-1][0] - points[0][0]  # more than len(points): a long run keeps only some
+        yield self.finding(
+            when=(int(points[0][0]), int(points[-1][0])),
+            value=slope,
+            limit=MAX_GROWTH,
+            message=f"Memory grows by {slope / 1e6:.1f} MB per step, {slope * n_steps / 1e9:.1f} GB so far "
+            f"(limit {MAX_GROWTH / 1e6:.0f} MB per step).",
+            causes=(
+                "losses or outputs that are kept with their graph",
+                "a list that tensors are appended to",
+            ),
+            next_steps=("Keep loss.item() or loss.detach() rather than the loss itself",),
+        )
+
+
+def _is_steady(values: list[float]) -> bool:
+    """Whether memory grows from the first third to the second, and from the second to the last."""
+    n = len(values) // 3
+    first, second, third = (median(part) for part in (values[:n], values[n : 2 * n], values[2 * n :]))
+    smallest = MIN_PART * (third - first)
+    return min(second - first, third - second) > max(0.0, smallest)

@@ -1,0 +1,207 @@
+"""DeadUnits: units that no longer receive a gradient, in all steps at the beginning."""
+
+import statistics
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hookcb.core.batch import n_samples
+from hookcb.core.torch_private import Convolution, parameters_of
+from hookcb.diagnosis.fault import Measurement
+from hookcb.diagnosis.frame import is_of_torch, own_weight
+from hookcb.diagnosis.rules import MIN_UNITS
+from hookcb.diagnosis.run import Run
+from hookcb.hooks.modules import named_modules
+
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+MIN_LOOKS, MIN_EXAMPLES = 8, 512  # without a gradient, both required for a dead unit
+N_DENSE, MAX_DENSE = 64, 512  # steps at the beginning that are all inspected
+MAX_EXAMPLES = 4 * MIN_EXAMPLES  # of them, after which `N_DENSE` steps suffice
+
+
+class Dead(NamedTuple):
+    """Shares of a weight's units that received no gradient.
+
+    Attributes:
+        lately: share without a gradient in the last `n_looked` steps measured.
+        never: share that never had a gradient.
+        since: step since which half of these units have had no gradient.
+        n_looked, n_examples: number of steps and examples that `lately` covers, see `MIN_LOOKS`.
+        n_units: number of units.
+    """
+
+    lately: float
+    never: float
+    since: int
+    n_looked: int
+    n_examples: int
+    n_units: int
+
+
+class _Units(NamedTuple):
+    """A weight, its bias, and whether the units are known to be its rows."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    is_row: bool
+
+
+class DeadUnits(Measurement):
+    """Tracks the units of linear and convolutional layers, and of custom matrices with a bias.
+
+    A unit without any gradient was active for no sample. The gradient of its bias is read first, as that is
+    cheapest; if it is zero, which it also is if the loss depends on differences only, the unit's row of the
+    weight's gradient is read. Steps in which no unit has a gradient are ignored: the loss is then satisfied
+    or constant.
+
+    Attributes:
+        n_examples: number of examples in all steps that count.
+        of: what is known of each weight that was measured, by its name.
+    """
+
+    cadence = MAX_DENSE
+
+    def __init__(self) -> None:
+        self._layers: dict[str, _Units] = {}  # by name of the weight
+        # the last step in which a unit had a gradient, counted from 1; an int if it is the same for all units
+        self._last: dict[str, Tensor | int] = {}
+        self._n_units: dict[str, int] = {}
+        self._looks: dict[str, list[tuple[int, int]]] = {}  # steps and numbers of examples
+        self._in_step = self._in_batch = 0  # examples in the gradients of the next step, and in the batch
+        self._is_dense, self._is_cancelled = True, False
+        self.n_examples = 0
+        self.of: dict[str, Dead] = {}
+
+    def on_model(self, run: Run) -> None:
+        self.follow(run.loop.model)
+
+    def follow(self, model: nn.Module) -> None:
+        """Finds the weights of a model that are measured."""
+        for name, m in named_modules(model).items():
+            if isinstance(m, nn.Linear | Convolution) and not isinstance(m, TRANSPOSED):
+                path = f"{name}.weight" if name else "weight"
+                if (weight := own_weight(m)) is not None:
+                    self._layers[path] = _Units(weight, parameters_of(m).get("bias"), is_row=True)
+        self._layers |= _bare_layers(model)
+
+    def on_batch(self, run: Run) -> None:
+        if run.looking or self._is_dense:
+            n = n_samples((*run.loop.yb, run.loop.xb))
+            self._in_batch = 1 if n is None else n
+            self._in_step += self._in_batch
+
+    def on_step(self, run: Run) -> None:
+        if run.looking or self._is_dense:
+            self.read_gradients(run.step, self._in_step)
+
+    def on_cancel(self, run: Run, level: str) -> None:
+        if level == "step":
+            self._is_cancelled = True  # its gradients may stay for the next step
+        else:
+            self._in_step -= self._in_batch
+            self._in_batch = 0
+
+    def on_between(self, run: Run) -> None:
+        self._is_dense = self._is_dense and run.n_steps < (MAX_DENSE if self.has_few else N_DENSE)
+        if not (self._is_cancelled and self._is_dense):
+            self._in_step = 0
+        self._is_cancelled = False
+
+    def on_batch_end(self, run: Run) -> None:
+        self._in_batch = 0
+
+    @property
+    def has_few(self) -> bool:
+        """Whether more examples are needed than `N_DENSE` steps have had."""
+        return self.n_examples < MAX_EXAMPLES
+
+    def tell(self, run: Run) -> None:
+        self.of = self.dead_shares()
+
+    def freeze(self) -> None:
+        self._layers, self._last, self._looks = {}, {}, {}
+
+    def read_gradients(self, step: int, n_examples: int) -> None:
+        """Notes which units have a gradient now, from `n_examples` examples."""
+        measured = {name: _alive(*units) for name, units in self._layers.items()}
+        alive = {name: x for name, x in measured.items() if x is not None}
+        if not any(isinstance(x, int) or not x.is_cpu or bool(x.any()) for x in alive.values()):
+            return
+        self.n_examples += n_examples
+        for name, x in alive.items():
+            looks = self._looks.setdefault(name, [])
+            looks.append((step, n_examples))
+            if isinstance(x, int):
+                self._n_units[name], self._last[name] = x, len(looks)
+            else:
+                self._n_units[name] = len(x)
+                self._last[name] = torch.where(x, len(looks), self._last.get(name, 0))
+
+    def dead_shares(self) -> dict[str, Dead]:
+        """`Dead` by name of the weight; waits for the device."""
+        return {name: self._shares_of(name) for name in self._looks}
+
+    def _shares_of(self, name: str) -> Dead:
+        looks, known = self._looks[name], self._last[name]
+        last = [known] * self._n_units[name] if isinstance(known, int) else known.tolist()
+        n, n_examples = 0, 0
+        for n, (_, size) in enumerate(reversed(looks), start=1):
+            n_examples += size
+            if n >= MIN_LOOKS and n_examples >= MIN_EXAMPLES:
+                break
+        dead = [x for x in last if x <= len(looks) - n]
+        since = int(statistics.median(dead)) if dead else 0
+        never = sum(x == 0 for x in last) / len(last)
+        step = looks[min(since, len(looks) - 1)][0]
+        return Dead(len(dead) / len(last), never, step, n, n_examples, len(last))
+
+
+def _alive(weight: nn.Parameter, bias: nn.Parameter | None, is_row: bool) -> Tensor | int | None:
+    """Whether each unit has a gradient, or their number if all have; None if the gradient cannot be read."""
+    grad = weight.grad
+    if grad is None or grad.layout is not torch.strided or hasattr(grad, "full_tensor"):
+        return None
+    of_bias = None if bias is None or bias.grad is None else bias.grad.detach()
+    if of_bias is not None and of_bias.is_cpu and bool(of_bias.all()):  # the usual case
+        return len(of_bias)
+    by_bias = None if of_bias is None else of_bias != 0
+    rows = grad.detach().flatten(1)
+    if by_bias is None:
+        return rows.any(1)
+    if is_row or rows.shape[0] != rows.shape[1]:
+        return by_bias | rows.any(1 if rows.shape[0] == len(by_bias) else 0)
+    return by_bias | _alive_in_square(rows, by_bias)
+
+
+def _alive_in_square(rows: Tensor, by_bias: Tensor) -> Tensor:
+    """Whether each unit of a square matrix has a gradient.
+
+    The units are its rows or its columns, whichever are zero for all units with a zero gradient of the bias.
+    """
+    by_row, by_column = rows.any(1), rows.any(0)
+    if by_bias.is_cpu:
+        for alive in (by_row, by_column):
+            if not bool(alive[~by_bias].any()):
+                return alive
+    return by_row | by_column
+
+
+def _bare_layers(model: nn.Module) -> dict[str, _Units]:
+    """Matrices that are parameters of custom modules, each with the first vector of its size as bias."""
+    params = [
+        (f"{prefix}.{name}" if prefix else name, p)
+        for prefix, m in named_modules(model).items()
+        if not is_of_torch(m)
+        for name, p in parameters_of(m).items()
+        if p is not None and not isinstance(p, nn.parameter.UninitializedParameter)
+    ]
+    vectors = [p for _, p in params if p.ndim == 1]
+    units: dict[str, _Units] = {}
+    for name, weight in params:
+        if weight.ndim == 2 and min(weight.shape) >= MIN_UNITS:
+            bias = next((p for p in vectors if len(p) in weight.shape), None)
+            if bias is not None:
+                vectors = [p for p in vectors if p is not bias]
+                units[name] = _Units(weight, bias, is_row=False)
+    return units

@@ -1,0 +1,191 @@
+"""Origin: where the first NaN or infinity comes from, found by running the batch again."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from hookcb.core import graph
+from hookcb.core.batch import parts
+from hookcb.core.optim import detached_scalar
+from hookcb.core.ranks import is_sharded
+from hookcb.core.text import as_layer
+from hookcb.diagnosis.fault import EVERY, Measurement
+from hookcb.diagnosis.measurements.external_batch import ExternalBatch
+from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.steps import Steps
+from hookcb.diagnosis.reader import ADVICE, way_of
+from hookcb.diagnosis.run import Run
+from hookcb.hooks.modules import named_modules
+from hookcb.nans.loss_operation import operation_in_loss
+from hookcb.nans.nonfinite import tensors_in
+from hookcb.nans.replay import Autocast, BatchStarts
+from hookcb.nans.report import BATCH, LOSS, MODEL, NanReport
+from hookcb.nans.search import search
+
+MAX_OUTPUT = 65_536  # elements of an output that is checked in each batch
+FROM_WEIGHTS = "a gradient that was not finite, or a step that was too large"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found of a NaN or infinity: a finding, unless it is in the inputs of the batch.
+
+    Attributes:
+        message, at, value, causes, next_steps: see `Fault.finding`; "" if nothing was found.
+        n_inputs: number of elements of the inputs that are not finite.
+    """
+
+    message: str = ""
+    at: str = ""
+    value: float = math.nan
+    causes: tuple[str, ...] = ()
+    next_steps: tuple[str, ...] = ()
+    n_inputs: int = 0
+
+    @property
+    def is_from_weights(self) -> bool:
+        """Whether it was in the weights already, so that it began in an earlier step."""
+        return FROM_WEIGHTS in self.causes
+
+
+class Origin(Measurement):
+    """Where the first NaN or infinity of a loss, a gradient or an output comes from; looked for once.
+
+    Attributes:
+        found: what was found.
+        step: number of the batch in which one was seen, None if that is unknown.
+        is_sought: whether one was seen.
+        has_looked: whether a backward was seen.
+    """
+
+    cadence = EVERY
+    uses = (Steps,)  # and `Loss`, without which it does its work
+
+    def __init__(self) -> None:
+        self.found = Found()
+        self.step: int | None = None
+        self.is_sought = self.has_looked = False
+        self._n_losses = 0
+
+    def on_prediction(self, run: Run) -> None:
+        if run.loop.is_external and self._n_losses < max(1, run.n_batches):  # which may never tell its loss
+            outputs = [x for _, x in parts(run.loop.pred) if isinstance(x, Tensor) and x.is_floating_point()]
+            at_hand = [x.detach() for x in outputs if x.is_cpu and x.numel() <= MAX_OUTPUT]
+            if not all(bool(x.isfinite().all()) for x in at_hand):
+                self._seek(run, "The model's output is not finite")
+
+    def on_loss(self, run: Run) -> None:
+        self._n_losses += 1
+        number = detached_scalar(run.loop.loss)
+        if isinstance(number, float) and not math.isfinite(number):
+            self._seek(run, f"The loss is {number}", loss_node=run.loop.loss_node)
+
+    def on_gradients(self, run: Run) -> None:
+        """Checks the first layer's gradient, which any non-finite number in the backward reaches."""
+        self.has_looked, scaler = True, run.loop.scaler
+        param = run.measured(Steps).first_param
+        if (scaler is not None and scaler.is_enabled()) or param is None or (grad := param.grad) is None:
+            return
+        if grad.is_cpu and not math.isfinite(grad.detach().sum().item()):
+            self._seek(run, "A gradient is not finite", gradient=True)
+
+    def _seek(self, run: Run, noticed: str, gradient: bool = False, loss_node: Any = None) -> None:
+        if self.is_sought:
+            return
+        loop, self.step, self.is_sought, run.alarmed = run.loop, run.step, True, True
+        batch = ExternalBatch(loop) if loop.is_external else loop
+        given = noticed, gradient, run.step, run.measured(Loss).autocasts, loss_node
+        self.found = find_origin(batch, *given)
+
+
+def find_origin(
+    learn: Any,
+    noticed: str,
+    gradient: bool,
+    step: int,
+    autocast: Sequence[Autocast] | None,
+    loss_node: Any = None,
+) -> Found:
+    """Runs the batch again to find the operation that produced the first non-finite number.
+
+    Of a loss function that is unknown, it reads the graph instead.
+
+    Args:
+        learn: learner in the middle of a training batch, which is left as it was, or an `ExternalBatch`.
+        noticed: observation to begin the message with.
+        gradient: whether that was a gradient.
+        step: number of the batch.
+        autocast: state of autocast in the forward, if known.
+        loss_node: autograd node of the loss, if its graph may still be read.
+    """
+    is_external = isinstance(learn, ExternalBatch)
+    advice = ADVICE["NaN"][way_of(learn.way if is_external else "learner")]
+    if layers := _nonfinite_layers(learn.model):
+        return _from_weights(layers, noticed, step, advice)
+    if is_sharded(learn.model):
+        text = (
+            f"{noticed} at step {step}. To find where it began, all ranks would have to run the batch again."
+        )
+        return Found(text, next_steps=(advice,))
+    start = BatchStarts().note(learn)
+    start.autocasts = list(autocast or start.autocasts)
+    report = search(learn, start, noticed, gradient)
+    if report.where == BATCH:
+        return Found(n_inputs=_n_bad(learn.xb))
+    is_behind = report.repeated and report.where != LOSS
+    if is_external and not is_behind:
+        report = replace(report, op=operation_in_loss(loss_node, graph.roots(learn.pred)))
+    return _from_report(report, is_external, noticed, step, advice)
+
+
+def _n_bad(xb: Any) -> int:
+    return sum(int(x.isfinite().logical_not().sum()) for _, x in tensors_in(xb))
+
+
+def _nonfinite_layers(model: nn.Module) -> list[str]:
+    """Layers with a parameter that is already non-finite, in the order of the model."""
+    return [
+        name
+        for name, m in named_modules(model).items()
+        if any(not bool(x.isfinite().all()) for _, x in tensors_in(list(m.parameters(recurse=False))))
+    ]
+
+
+def _from_weights(layers: list[str], noticed: str, step: int, advice: str) -> Found:
+    """Non-finite weights; the gradient that caused them came from behind the last layer."""
+    last = layers[-1]
+    return Found(
+        f"{noticed} at step {step}: weights of {len(layers)} layer{'s' * (len(layers) != 1)} became NaN "
+        f"or infinite in an earlier step; {as_layer(last)} is the last of them before the loss.",
+        last,
+        float(len(layers)),
+        causes=(FROM_WEIGHTS,),
+        next_steps=(advice,),
+    )
+
+
+def _from_report(report: NanReport, is_external: bool, noticed: str, step: int, advice: str) -> Found:
+    is_layer = report.where not in ("", MODEL, LOSS)
+    layer = report.where.partition("#")[0].partition("[")[0] if is_layer else ""
+    by = f"{report.op} in " if report.op else ""
+    line = f", at {report.line}: {report.code}" if report.line and report.code else ""
+    if report.repeated and not (report.where == LOSS and is_external):
+        kind = f" ({report.type})" if report.type else ""
+        origin = f"{by}the {report.direction} of {as_layer(report.where)}{kind}"
+        how = f"The first NaN or infinity comes from {origin}, with finite inputs{line}"
+    elif is_external and report.op:
+        how = f"The model's output is finite; the first NaN or infinity comes from {report.op} in the loss"
+    elif is_external:
+        how = "The model's output is finite, so it comes from the loss, or from code between the two"
+    else:
+        how = "It did not repeat when the batch was run again"
+    hint = report.hint.partition(": ")
+    return Found(
+        f"{noticed} at step {step}. {how}.",
+        layer,
+        causes=(hint[0],) if hint[0] else (),
+        next_steps=(hint[2] or advice,),
+    )

@@ -1,0 +1,61 @@
+"""Parameters: which of the model's have moved since the beginning, and which had no gradient."""
+
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+
+from hookcb.core.shards import has_no_part
+from hookcb.diagnosis.fault import Measurement
+from hookcb.diagnosis.measurements.outside import OutsideParameters
+from hookcb.diagnosis.run import Run
+from hookcb.gradients.stats import is_readable, sketch_copy
+from hookcb.hooks.params import find_params
+
+
+class Parameters(Measurement):
+    """Copies some elements of each parameter at the beginning, and counts steps without a gradient.
+
+    Attributes:
+        begins: each parameter that can be read, and the copy, by name.
+        moved: whether any copied element has changed, by name.
+        is_still: whether parameters are trained, and none of them has moved.
+    """
+
+    cadence = 64  # steps at the beginning
+    uses = (OutsideParameters,)
+
+    def __init__(self) -> None:
+        self.begins: dict[str, tuple[nn.Parameter, Tensor]] = {}
+        self.moved: dict[str, bool] = {}
+        self.is_still = False
+        self._params: list[tuple[str, nn.Parameter]] = []
+        self._n_without: Counter[str] = Counter()
+
+    def on_model(self, run: Run) -> None:
+        self._params = [(name, p) for name, p, _ in find_params(run.loop.model)]
+        for name, p in self._params:
+            is_known = name in self.begins and self.begins[name][0] is p
+            is_there = is_readable(p) and not isinstance(p, nn.parameter.UninitializedParameter)
+            if is_there and p.numel() and not is_known:
+                self.begins[name] = p, sketch_copy(p)
+
+    def on_step(self, run: Run) -> None:
+        if run.looking and run.measured(OutsideParameters).has_joined:
+            self.on_model(run)
+        without = ((name, p) for name, p in self._params if p.requires_grad and p.grad is None)
+        self._n_without.update(name for name, p in without if not has_no_part(p))
+
+    def tell(self, run: Run) -> None:
+        self.moved = {
+            name: not torch.equal(sketch_copy(p), begin) for name, (p, begin) in self.begins.items()
+        }
+        trained = [name for name, (p, _) in self.begins.items() if p.requires_grad]
+        self.is_still = bool(trained) and not any(self.moved[name] for name in trained)
+        for name in run.params.keys() & self.moved.keys():
+            run.params[name].has_moved = self.moved[name]
+        for name in run.params.keys() & self._n_without.keys():
+            run.params[name].n_without = self._n_without[name]
+
+    def freeze(self) -> None:
+        self.begins, self._params = {}, []

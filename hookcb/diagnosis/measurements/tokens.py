@@ -1,0 +1,269 @@
+"""Tokens of a language model: those it embeds, those it attends to, and those that are its targets."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hookcb.core.batch import parts
+from hookcb.diagnosis.fault import Measurement
+from hookcb.diagnosis.run import Run
+from hookcb.hooks.hook import Hook
+
+MIN_BATCHES = 3  # and no more are compared
+MIN_LENGTH = 4  # tokens of a sequence
+MIN_TARGETS = 64  # in all batches
+MIN_WEIGHT = 1e-6  # of attention; a mask of -1e4 leaves 0
+MIN_ROWS = 8  # of a table of positions
+
+UNKNOWN = -1  # index of a target that does not count
+
+
+class Embedded(NamedTuple):
+    """Call of an embedding in this batch: the layer, the index of its padding or -1, and the indices."""
+
+    layer: str
+    padding: int
+    indices: Tensor
+
+
+class Counts(NamedTuple):
+    """Targets of a batch compared with the indices of an embedding.
+
+    Attributes:
+        layer: name of the embedding.
+        padding: index of the padding, -1 if there is none.
+        numbers: on the device: targets, those that are not the token at their own position, those that are
+            not the next token, and those that are padding after padding.
+        seeing: share of the positions with a target that attend to later ones, by layer of attention.
+    """
+
+    layer: str
+    padding: int
+    numbers: Tensor
+    seeing: dict[str, Tensor]
+
+
+class View(NamedTuple):
+    """Attention of a sequence of so many tokens to itself: which of the `places` attend to later ones."""
+
+    layer: str
+    length: int
+    places: Tensor
+    sees: Tensor
+
+
+class Relation(NamedTuple):
+    """Embedded tokens that are also the targets.
+
+    Attributes:
+        is_next: whether the target is the next token; else it is the token at the same position.
+        layer: name of the embedding.
+        padding: index of the padding, -1 if there is none.
+        n_targets, n_padding: number of targets, and of those that are padding after padding.
+        seeing: smallest share, over the batches, of positions with a target that attend to later ones, by
+            layer of self-attention.
+    """
+
+    is_next: bool
+    layer: str
+    padding: int
+    n_targets: int
+    n_padding: int
+    seeing: dict[str, float]
+
+
+class Tokens(Measurement):
+    """Compares the indices that a model embeds with the targets of its loss, in the first inspected batches.
+
+    It reads the indices that embeddings get rather than the input of the model, which may shift its input
+    itself. They are copied, and dropped when the gradient is known, which
+    tells the targets.
+
+    Attributes:
+        n_batches: number of batches that were compared.
+        has_embeddings: whether an embedding was called.
+        has_compared: whether each embedded token may have a target of its own, as in a language model or a
+            tagger.
+        relations: embedded tokens that are the targets, in all batches that were compared.
+        indices: number of calls, and smallest and largest index in them, of embeddings that were called in
+            enough batches, by layer.
+    """
+
+    def __init__(self) -> None:
+        self._embedded: list[Embedded] = []
+        self._views: list[View] = []
+        self._counts: dict[tuple[int, int], list[Counts]] = {}  # by order of the call in its batch, and `dim`
+        self._hook: Hook | None = None  # on the scores of the current batch
+        self._ends: dict[str, list[Tensor]] = {}  # smallest and largest index of each call, by layer
+        self.n_batches, self.has_embeddings, self.has_compared = 0, False, False
+        self.relations: list[Relation] = []
+        self.indices: dict[str, tuple[int, int, int]] = {}
+        self._failure: Exception | None = None  # in the backward
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether tokens were seen, and more batches are compared."""
+        return 0 < self.n_batches < MIN_BATCHES
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more batches are compared."""
+        return self.n_batches < MIN_BATCHES
+
+    def on_batch(self, run: Run) -> None:
+        self._forget()
+
+    on_batch_end = on_batch
+
+    def on_cancel(self, run: Run, level: str) -> None:
+        if level == "batch":
+            self._forget()
+
+    def _forget(self) -> None:
+        self._embedded, self._views = [], []
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def add_indices(self, layer: str, n_rows: int, indices: Tensor, padding: int) -> None:
+        """Records a call of an embedding with so many rows."""
+        self.has_embeddings = True
+        if not self.is_open or not indices.ndim or not indices.numel():
+            return
+        if MIN_ROWS <= indices.shape[-1] <= n_rows:
+            self._ends.setdefault(layer, []).append(torch.stack(indices.aminmax()))
+        if indices.ndim == 2:
+            self._embedded.append(Embedded(layer, padding, indices.clone()))
+
+    def add_attention(self, layer: str, weights: Tensor, places: Tensor) -> None:
+        """Records which positions attend to later ones.
+
+        Args:
+            layer: name of the layer.
+            weights: attention weights `(…, len(places), T)`, of a sequence of T to itself.
+            places: positions whose weights these are.
+        """
+        if self.is_open and self._embedded:
+            length = weights.shape[-1]
+            is_later = torch.arange(length, device=weights.device) > places[:, None]
+            sees = ((weights > MIN_WEIGHT) & is_later).any(-1)
+            self._views.append(View(layer, length, places, sees.flatten(0, -2)))
+
+    def on_prediction(self, run: Run) -> None:
+        """Has the targets compared with the tokens when the gradient of the model's scores is known."""
+        outputs = (x for _, x in parts(run.loop.pred) if isinstance(x, Tensor) and x.is_floating_point())
+        scores = next((x for x in outputs if x.grad_fn is not None and x.ndim in (2, 3)), None)
+        if self._embedded and self._hook is None and scores is not None:
+            self._hook = Hook(scores, lambda _, grad: self._take(grad), pre=True)
+
+    def _take(self, grad: Tensor) -> None:
+        if self._failure is None:
+            try:
+                self.compare(grad)
+            except Exception as error:  # the user's backward must go on, whatever it is
+                self._failure = error
+
+    def compare(self, grad: Tensor) -> None:
+        """Compares the targets of the batch with all that was embedded in it.
+
+        Args:
+            grad: gradient of the scores; that of a cross-entropy is negative for the target alone, and zero
+                if the target does not count.
+        """
+        embedded, self._embedded = self._embedded, []
+        self.n_batches += 1
+        for i, seen in enumerate(embedded):
+            for dim in (1, 0):
+                if (y := _targets_like(seen.indices, grad, dim)) is not None:
+                    self._counts.setdefault((i, dim), []).append(self._count(seen, y, dim))
+                    self.has_compared = True
+
+    def _count(self, seen: Embedded, y: Tensor, dim: int) -> Counts:
+        x, is_target = seen.indices, y != UNKNOWN
+        n, n_next = y.shape[dim], x.shape[dim] - 1
+        own, has_next = x.narrow(dim, 0, n), is_target.narrow(dim, 0, n_next)
+        is_not_next = y.narrow(dim, 0, n_next) != x.narrow(dim, 1, n_next)
+        is_padding = is_target & (y == seen.padding) & (own == seen.padding)
+        kinds = (is_target, is_target & (y != own), has_next & is_not_next, is_padding)
+        numbers = torch.stack([kind.sum() for kind in kinds])
+        seeing: dict[str, Tensor] = {}
+        for view in self._views:
+            if view.length == x.shape[dim] and len(view.sees) % x.shape[1 - dim] == 0:
+                share = _share_seeing(view, has_next.movedim(dim, 1))
+                before = seeing.get(view.layer, share)
+                seeing[view.layer] = torch.minimum(before, share)
+        return Counts(seen.layer, seen.padding, numbers, seeing)
+
+    def tell(self, run: Run) -> None:
+        self.relations = self._relations()
+        self.indices = {
+            layer: _range_of(ends) for layer, ends in self._ends.items() if len(ends) >= MIN_BATCHES
+        }
+        if not self.is_open and not self.relations:
+            run.absent["tokens"] = "the targets of the loss are not the tokens that the model embeds"
+        elif not self.is_open:
+            unknown = "the embedding of the tokens has no padding_idx, so it is not known what is padding"
+            run.missing["padding of the tokens"] = unknown
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self, run: Run) -> None:
+        self._forget()
+
+    def freeze(self) -> None:
+        self._counts, self._ends, self._failure = {}, {}, None
+
+    def _relations(self) -> list[Relation]:
+        found = []
+        for counts in self._counts.values():
+            numbers = torch.stack([x.numbers for x in counts]).sum(0).tolist()
+            n, n_not_own, n_not_next, n_padding = numbers
+            if len(counts) < MIN_BATCHES or n < MIN_TARGETS or (n_not_own and n_not_next):
+                continue
+            first, *others = counts
+            layers = [name for name in first.seeing if all(name in x.seeing for x in others)]
+            seeing = {name: min(float(x.seeing[name]) for x in counts) for name in layers}
+            found.append(Relation(not n_not_next, first.layer, first.padding, n, n_padding, seeing))
+        return found
+
+
+def _range_of(ends: list[Tensor]) -> tuple[int, int, int]:
+    both = torch.stack(ends)
+    return len(ends), int(both[:, 0].min()), int(both[:, 1].max())
+
+
+def _targets_like(x: Tensor, grad: Tensor, dim: int) -> Tensor | None:
+    """Targets in the shape of `x`, which may be one longer along `dim`; None if they do not fit.
+
+    Args:
+        x: indices `(N, T)`, or `(T, N)`.
+        grad: gradient of the scores, `(N, T, C)`, `(T, N, C)`, `(N · T, C)` or `(N, C, T)`.
+        dim: dimension of the positions in `x`.
+    """
+    shorter = list(x.shape)
+    shorter[dim] -= 1
+    shapes = [tuple(x.shape), tuple(shorter)]
+    for classes in range(grad.ndim - 1, 0, -1):
+        rest = grad.shape[:classes] + grad.shape[classes + 1 :]
+        for shape in shapes if x.shape[dim] >= MIN_LENGTH else ():
+            is_swapped = rest == shape[::-1] and rest != shape
+            if rest == shape or is_swapped or rest == (math.prod(shape),):
+                low, index = grad.min(classes)
+                y = index.masked_fill(low >= 0, UNKNOWN)
+                return y.T if is_swapped else y.reshape(shape)
+    return None
+
+
+def _share_seeing(view: View, has_next: Tensor) -> Tensor:
+    """Share of the positions with a target, the last one left out, that attend to later positions.
+
+    Args:
+        view: attention of one layer.
+        has_next: whether a position `(N, T - 1)` has a target.
+    """
+    is_inside = view.places < has_next.shape[1]
+    sees = view.sees.reshape(len(has_next), -1, len(view.places)).any(1)
+    counted = has_next[:, view.places.clamp(max=has_next.shape[1] - 1)] & is_inside
+    return (sees & counted).sum() / counted.sum().clamp(min=1)

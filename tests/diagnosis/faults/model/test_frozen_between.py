@@ -1,0 +1,60 @@
+"""Layers that are frozen between trained ones."""
+
+import pytest
+import torch
+from torch import nn
+
+from hookcb.diagnosis.faults.model.frozen_between import FrozenBetween
+from hookcb.diagnosis.frame import Frame
+from hookcb.diagnosis.run import Run, Skipped
+from tests.diagnosis.faults.support import small_net, trained
+
+
+def frozen_in(model, *names):
+    for name in names:
+        model.get_submodule(name).requires_grad_(False)
+    found = trained(model).findings
+    return [(x.severity, x.layer) for x in found if x.code == "param.frozen_between"]
+
+
+def deep(*hidden):
+    torch.manual_seed(0)
+    pairs = [(nn.Linear(8, 8), nn.ReLU()) for _ in range(5)]
+    layers = [layer for pair in pairs for layer in pair]
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), *layers, *hidden, nn.Linear(8, 1))
+
+
+def test_a_frozen_layer_between_trained_ones_is_noted_once():
+    assert frozen_in(deep(), "4") == [("info", "4")]
+    assert frozen_in(deep(), "4", "8") == [("info", "4")]
+    assert frozen_in(small_net(), "2") == [("info", "2")]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        (),
+        ("0",),
+        ("12",),
+        ("0", "2", "4"),  # features below that are kept
+        ("2", "4", "6", "8"),  # fine-tuning
+        ("2", "4", "6"),  # half of the layers, with more than half of the weights
+    ],
+)
+def test_layers_frozen_at_an_end_or_for_fine_tuning_are_not(names):
+    assert frozen_in(deep(), *names) == []
+
+
+def test_a_frozen_network_inside_and_norms_and_parts_of_a_layer_are_not():
+    inner = nn.Sequential(nn.Linear(8, 2), nn.ReLU(), nn.Linear(2, 8))
+    assert frozen_in(deep(inner), "12") == []
+    assert frozen_in(deep(nn.BatchNorm1d(8)), "12") == []
+    model = deep()
+    model[4].weight.requires_grad_(False)  # but not its bias
+    assert frozen_in(model) == []
+
+
+def test_without_gradients_or_calls_nothing_is_said_of_frozen_layers():
+    given = Run()
+    given.measured(Frame).frozen = {"b": 64}
+    assert [type(x) for x in FrozenBetween().findings(given)] == [Skipped]

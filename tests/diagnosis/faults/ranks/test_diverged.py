@@ -1,0 +1,49 @@
+"""Replicas in two processes that are alike, and that are not."""
+
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from hookcb.core.ranks import ALONE
+from hookcb.diagnosis.faults.ranks.diverged import DivergedReplicas
+from hookcb.diagnosis.run import Run, Skipped
+from tests.diagnosis.faults.ranks.support import replicas
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return replicas(tmp_path_factory)
+
+
+@pytest.mark.parametrize("what", ["alike", "low precision", "buffers differ", "no replica", "left out"])
+def test_replicas_with_the_same_parameters_are_fine(ranks, what):
+    assert [r[what] for r in ranks] == [[], []]
+
+
+@pytest.mark.parametrize(
+    "what", ["rank 1 differs", "rank 0 differs", "a bit", "in another order", "rank 1 is NaN"]
+)
+def test_a_parameter_that_differs_on_one_rank_is_told_on_all_ranks_alike(ranks, what):
+    assert ranks[0][what] == ranks[1][what]
+    ((code, step, value, param, text),) = ranks[0][what]
+    assert (code, step, value, param) == ("replica.diverged", 7, 1.0, "2.weight")
+    assert text.startswith("Parameter 2.weight differs on rank 1 from that of rank 0")
+
+
+def test_rates_that_differ_are_told(ranks):
+    assert ranks[0]["rates differ"] == ranks[1]["rates differ"]
+    ((code, _, value, param, text),) = ranks[0]["rates differ"]
+    assert (code, value, param) == ("replica.diverged", 1.0, "")
+    assert text.startswith("The learning rate differs on rank 1 from that of rank 0")
+
+
+def test_replicas_that_went_to_nan_together_have_not_diverged(ranks):
+    assert [r["all are NaN"] for r in ranks] == [[], []]
+
+
+def test_without_other_processes_there_is_nothing_to_compare():
+    fault, run = DivergedReplicas(), Run(loop=SimpleNamespace(model=nn.Linear(3, 2), ranks=ALONE))
+    fault.on_epoch(run)
+    (result,) = fault.findings(run)
+    assert result == Skipped("too little was seen of the replicas at the end of an epoch")

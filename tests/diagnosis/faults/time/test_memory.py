@@ -1,0 +1,232 @@
+"""Graphs of past batches that are kept alive, in loops that keep them or not; memory that grows, made up."""
+
+import gc
+import random
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hookcb.diagnosis.faults.time.memory import EACH, KEY, N_TRACKED, GraphsKept, GrowingMemory
+from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.run import Passed, Run, Series, Skipped
+from hookcb.diagnosis.verdict import Finding
+from hookcb.hooks.coverage import BY_CLOSURE
+from tests.diagnosis.faults.time.support import only
+
+MB = 1e6
+X, Y = torch.ones(4, 3), torch.zeros(4, 2)
+
+
+def mark(fault, node, step):
+    fault.on_loss(Run(loop=SimpleNamespace(train_iter=step, loss_node=node)))
+
+
+def count(fault):
+    fault.on_batch_end(Run(looking=True))
+
+
+def findings(fault):
+    return [found for found in fault.findings(Run()) if isinstance(found, Finding)]
+
+
+def loop(keep, n=N_TRACKED + 10, every=5):
+    """Findings in a training that calls `keep` with each loss."""
+    torch.manual_seed(0)
+    model, fault = nn.Linear(3, 2), GraphsKept()
+    opt = torch.optim.SGD(model.parameters(), 0.01)
+    loss = pred = None
+    for step in range(n):
+        pred = model(X)
+        loss = F.mse_loss(pred, Y)
+        mark(fault, loss.grad_fn, step)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        keep(loss, pred)
+        if step % every == 0:
+            count(fault)
+    count(fault)
+    return findings(fault)
+
+
+class Running:
+    """A sum that goes on with its graph."""
+
+    def __init__(self):
+        self.total = 0.0
+
+    def __call__(self, loss, pred):
+        self.total = self.total + loss
+
+
+def appended():
+    losses = []
+    return lambda loss, pred: losses.append(loss)
+
+
+def into_dict():
+    rows = []
+    return lambda loss, pred: rows.append({"loss": (loss / 2, pred.shape)})
+
+
+@pytest.mark.parametrize("keep", [appended, Running, into_dict])
+def test_losses_that_are_kept_with_their_graph_are_told(keep):
+    (found,) = loop(keep())
+    assert (found.code, found.value) == ("memory.graphs_kept", N_TRACKED - 2)
+    assert f"The graphs of {N_TRACKED - 2} batches since step" in found.message
+
+
+def detached():
+    losses = []
+    return lambda loss, pred: losses.append(loss.detach())
+
+
+def numbers():
+    losses = []
+    return lambda loss, pred: losses.append(loss.item())
+
+
+def the_last_two():
+    losses = []
+
+    def keep(loss, pred):
+        losses.append(loss)
+        del losses[:-2]
+
+    return keep
+
+
+def every_second():
+    losses = []
+    return lambda loss, pred: losses.append(loss if len(losses) % 2 else None)
+
+
+def an_epoch():
+    """Losses of ten batches, which are averaged and dropped."""
+    losses = []
+
+    def keep(loss, pred):
+        losses.append(loss)
+        if len(losses) == 10:
+            losses.clear()
+
+    return keep
+
+
+@pytest.mark.parametrize("keep", [detached, numbers, the_last_two, every_second, an_epoch])
+def test_losses_that_are_dropped_in_time_or_kept_as_numbers_are_no_finding(keep):
+    assert loop(keep()) == []
+
+
+def test_a_loop_that_only_holds_its_last_batch_is_no_finding():
+    assert loop(lambda loss, pred: None) == []
+
+
+def test_fewer_batches_than_it_follows_are_too_few():
+    assert loop(appended(), n=N_TRACKED - 3) == []
+    assert len(loop(appended(), n=N_TRACKED)) == 1
+
+
+def test_it_is_told_even_where_the_losses_are_dropped_afterwards():
+    losses, fault = [], GraphsKept()
+    for step in range(N_TRACKED):
+        losses.append(torch.ones(3, requires_grad=True).sum())
+        mark(fault, losses[-1].grad_fn, step)
+    count(fault)
+    losses.clear()
+    count(fault)
+    (found,) = findings(fault)
+    assert (found.step, found.value) == (0, N_TRACKED - 2)
+
+
+def test_the_first_step_it_names_is_one_that_it_follows():
+    (found,) = loop(appended(), n=3 * N_TRACKED, every=3 * N_TRACKED - 1)
+    assert found.step == 2 * N_TRACKED // EACH
+
+
+def test_losses_without_a_graph_are_not_followed():
+    fault = GraphsKept()
+    for step in range(2 * N_TRACKED):
+        mark(fault, None, step)
+        count(fault)
+    assert findings(fault) == []
+
+
+def test_it_keeps_no_graph_alive_itself():
+    x = torch.ones(3, requires_grad=True)
+    fault, loss = GraphsKept(), (x * 2).sum()
+    node = loss.grad_fn
+    mark(fault, node, 0)
+    token = weakref.ref(node.metadata[KEY])
+    assert token() is not None
+    del loss, node
+    gc.collect()
+    assert token() is None
+
+
+def test_gradients_of_a_noted_loss_are_to_the_bit_as_without():
+    x = torch.arange(3.0, requires_grad=True)
+    loss = (x.exp() * x).sum()
+    mark(GraphsKept(), loss.grad_fn, 0)
+    loss.backward()
+    assert torch.equal(x.grad, (x.exp() * x + x.exp()).detach())
+
+
+def test_graphs_that_are_kept_later_on_are_told_too():
+    kept = []
+    (found,) = loop(lambda loss, pred: kept.append(loss), n=10 * N_TRACKED)
+    assert found.step == 0
+    late = []
+    n = (EACH + 2) * N_TRACKED
+    calls = iter(range(n))
+    (found,) = loop(lambda loss, pred: next(calls) > N_TRACKED and late.append(loss), n=n)
+    assert found.step > N_TRACKED
+
+
+# ---- memory.growth
+
+
+def memory(values, steps=None, **about):
+    run = Run(**about)
+    run.measured(Curves).memory = Series.of(range(len(values)) if steps is None else steps, values)
+    return run
+
+
+def test_memory_that_grows_is_told():
+    random_ = random.Random(0)
+    found = only(GrowingMemory, memory([100 * MB + 3 * MB * i + random_.random() * MB for i in range(100)]))
+    assert (found.code, found.severity, found.step) == ("memory.growth", "warning", 10)
+    assert found.value == pytest.approx(3 * MB, rel=0.01)
+
+
+def test_of_a_long_run_the_growth_so_far_is_that_of_all_its_steps():
+    steps = range(0, 4_000, 4)  # of which every fourth is kept
+    found = only(GrowingMemory, memory([2 * MB * step for step in steps], steps))
+    assert "Memory grows by 2.0 MB per step, 7.9 GB so far" in found.message
+
+
+def test_the_history_of_lbfgs_may_grow():
+    given = memory([2 * MB * i for i in range(100)], unseen={"before_step": BY_CLOSURE})
+    assert "history" in only(GrowingMemory, given).reason
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [100 * MB] * 100,
+        [100 * MB + 0.5 * MB * i for i in range(100)],
+        [30 * MB * i for i in range(10)] + [300 * MB] * 90,
+        [100 * MB] * 60 + [900 * MB] * 40,
+        [100 * MB + 500 * MB * (i % 2) for i in range(100)],
+    ],
+)
+def test_memory_that_stays_jumps_once_or_swings_is_no_finding(values):
+    assert isinstance(only(GrowingMemory, memory(values)), Passed)
+
+
+def test_fifty_nine_steps_are_too_few_for_growth():
+    assert isinstance(only(GrowingMemory, memory([9 * MB * i for i in range(59)])), Skipped)
