@@ -109,6 +109,7 @@ class Fault(Part):
         draws_limit: whether `Finding.limit` is in the unit of that series.
         severity: of what its handlers have seen.
         passed: the fault, in the list of those that were ruled out.
+        unless: if nothing was seen, the reason why it is not ruled out, "" if it is.
         seen: findings of its handlers.
     """
 
@@ -123,13 +124,14 @@ class Fault(Part):
     draws_limit: ClassVar[bool]
     severity: ClassVar[Severity] = "error"
     passed: ClassVar[str] = ""
+    unless = ""
 
     def __init__(self) -> None:
         self.seen: list[Finding] = []
 
     def findings(self, run: Run) -> Iterator[Result]:
         """Findings, or what was ruled out, or why that is unknown; has no effects, and needs no event."""
-        yield from self.told(run, self.seen)
+        yield from self.told(run, self.seen, self.unless)
 
     def told(self, run: Run, seen: Iterable[Finding], unless: str = "") -> Iterator[Result]:
         """One finding per severity of all that was seen, with the places of the others.

@@ -32,6 +32,7 @@ def judge(
         told: errors that were told during the training; those that are over by now are among the findings.
     """
     evidence._found.clear()  # of a verdict before: ranks have shared their losses since then
+    evidence._found = {}  # of before it was merged with others
     results = [(check, result) for check in FAULTS.values() for result in _run(check, evidence)]
     found = [result for _, result in results if isinstance(result, Finding)]
     passed = [(check, result.text) for check, result in results if isinstance(result, Passed)]

@@ -32,7 +32,7 @@ class ClearedGradients(Measurement):
         self.n_steps += 1
         self.n_cleared += self._param is not None and not is_there(self._param.grad)
         self._param = None
-        self.done = self.n_steps >= MAX_STEPS
+        self.done |= self.n_steps >= MAX_STEPS
 
     @property
     def has_found(self) -> bool:

@@ -23,6 +23,8 @@ from hookcb.diagnosis.run import Run, Series
 from hookcb.nans.replay import Autocast, autocasts
 
 PENALTY_EVERY = 8  # batches, as a penalty may change fast
+MAX_APART = 0.05  # relative difference between ranks of the loss of a guess, beyond which it is unknown
+MAX_SHOWN, N_SHOWN = 64, 100  # ranks, and losses of each, that are kept one by one
 ENTROPIES = ("cross-entropy", "binary cross-entropy", "nll")
 NEVER_NEGATIVE = (*ENTROPIES, "mse", "mae", "huber", "smooth l1")
 PREDICTIONS = {
@@ -30,8 +32,6 @@ PREDICTIONS = {
     "binary cross-entropy": "always predicting the share of ones",
     "mse": "always predicting the mean of the targets",
 }
-MAX_APART = 0.05  # relative difference between ranks of the loss of a guess, beyond which it is unknown
-MAX_SHOWN, N_SHOWN = 64, 100  # ranks, and losses of each, that are kept one by one
 
 
 class Loss(Measurement):
@@ -119,11 +119,6 @@ class Loss(Measurement):
         run.missing["graph"] = graph.why_hidden
         run.sources |= set() if graph.why_hidden else {"graph"}
 
-    def constant_in_words(self) -> str:
-        """The best constant prediction and its loss."""
-        predicting = PREDICTIONS.get(self.kind, "always predicting the median of the targets")
-        return f"{predicting} would give {self.constant:.3g}"
-
     def state(self, run: Run) -> tuple[Any, ...]:
         every = max(1, math.ceil(len(run.loss) / N_SHOWN))
         series = run.loss, self.penalty, *run.measured(Curves).losses.values()
@@ -149,6 +144,11 @@ class Loss(Measurement):
         )
         curves.losses = dict(zip(curves.losses, losses, strict=True))
         self.guess, self.constant = _agreed(guesses), _agreed(constants)
+
+    def constant_in_words(self) -> str:
+        """The best constant prediction and its loss."""
+        predicting = PREDICTIONS.get(self.kind, "always predicting the median of the targets")
+        return f"{predicting} would give {self.constant:.3g}"
 
     def freeze(self) -> None:
         self.graph = self.autocasts = None

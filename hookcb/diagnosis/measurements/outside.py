@@ -143,17 +143,17 @@ class OutsideParameters(Measurement):
         return self._n_graphs > 0 and not self.hidden_by and not is_open
 
     def made_anew(self) -> list[Outside]:
-        """Those of the latest graph, if each graph has others than the one before."""
+        """Parameters of the latest graph, if each graph has others than the one before."""
         is_anew = self._is_on and self._n_anew >= MIN_GRAPHS and not self._has_stayed
         return self._latest if is_anew else []
 
     def freed(self) -> list[Outside]:
-        """Those from which an attribute was computed, if a second backward through it ended the training."""
+        """Parameters from which an attribute was computed, if a second backward ended the training."""
         still = self._still() if self._is_error_twice else []
         return [x for x in still if x.is_computed]
 
     def untrained(self, n_steps: int) -> list[Outside]:
-        """Those that no step changes, and that no optimizer has."""
+        """Parameters that no step changes, and that no optimizer has."""
         still = [x for x in self._still() if n_steps - x.n_steps >= MIN_STEPS]
         if still:
             trained = _in_optimizers()

@@ -13,6 +13,7 @@ from tests.support import fit
 def graph_of(model, monkeypatch):
     """Loss graph that was read, the loss of guessing, and the trained learner."""
     seen = []
+
     freeze = Loss.freeze
     monkeypatch.setattr(Loss, "freeze", lambda self: (seen.append((self.graph, self.guess)), freeze(self)))
     torch.manual_seed(0)

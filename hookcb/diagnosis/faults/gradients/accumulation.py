@@ -1,13 +1,12 @@
 """accum.divisor: losses of several backwards that are summed to one step."""
 
 import math
-from collections.abc import Iterator
 from contextlib import suppress
 
 from torch import Tensor
 
 from hookcb.core.optim import detached_scalar, is_adaptive, mark_of
-from hookcb.diagnosis.fault import EVERY, Fault, Result, Site, fault
+from hookcb.diagnosis.fault import EVERY, Fault, Site, fault
 from hookcb.diagnosis.measurements.cleared import is_there
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.steps import Steps
@@ -40,6 +39,7 @@ class Accumulation(Fault):
     uses = (Steps, Loss)
     severity = "info"
     passed = "accumulated losses that are not divided"
+    unless = "it is not known by what number the loss is divided"
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Accumulation(Fault):
         self._n, self._is_known = 0, True  # since the last step
         self._mark: tuple[int, int] | None = None  # of the gradient when the last backward had ended
         self._factors: list[float | Tensor] = []  # gradients of the first losses that were reported
-        self._is_external, self._is_compared = True, False
+        self._is_external = True
 
     def on_model(self, run: Run) -> None:
         self._is_external = run.loop.is_external
@@ -101,7 +101,7 @@ class Accumulation(Fault):
             graph.scale * (factors.pop() if len(factors) == 1 else math.nan),
             min(self._counts, default=0),
         )
-        self._is_compared = not math.isnan(scale)
+        self.unless = self.unless if math.isnan(scale) else ""
         if n > 1 and self._counts == {n} and scale == 1:
             self.see(
                 f"Each step adds up the gradients of {n} backwards, and each of their losses is a whole "
@@ -123,10 +123,6 @@ class Accumulation(Fault):
             run.absent["accumulation"] = "each step has the gradients of one backward"
         elif any(map(is_adaptive, run.measured(Steps).optimizers.values())):
             run.absent["accumulation"] = "the optimizer divides by the size of gradients"
-
-    def findings(self, run: Run) -> Iterator[Result]:
-        unless = "" if self._is_compared else "it is not known by what number the loss is divided"
-        yield from self.told(run, self.seen, unless)
 
     def freeze(self) -> None:
         self._factors = []

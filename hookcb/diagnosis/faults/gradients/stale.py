@@ -1,6 +1,6 @@
 """grad.stale: gradients of the last step that are still there when the next backward adds to them."""
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from statistics import median
 from typing import NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookcb.core.optim import detached_scalar
-from hookcb.diagnosis.fault import EVERY, EVERYTHING, Fault, Result, Site, fault
+from hookcb.diagnosis.fault import EVERY, EVERYTHING, Fault, Site, fault
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run
 from hookcb.gradients.hand_steps import StepByHand
@@ -18,6 +18,7 @@ from hookcb.gradients.stats import sketch_copy
 
 DOWN, ALONG = -0.1, 0.9  # cosine of a gradient and a move of its weight, if the move is a step along it
 MIN_STEPS, MAX_STEPS = 3, 64
+UNSEEN = "too little was seen of the time before a backward"
 
 
 class _Track(NamedTuple):
@@ -62,6 +63,7 @@ class StaleGradients(Fault):
     cadence = EVERY
     uses = (Steps,)
     passed = "gradients left over from the step before"
+    unless = UNSEEN
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +71,7 @@ class StaleGradients(Fault):
         self._tracks: MutableMapping[Optimizer, _Track] = WeakKeyDictionary()
         self._weight: tuple[nn.Parameter, Tensor] | None = None  # that the loop moves itself, and its values
         self._cosines: list[float | Tensor] = []  # of its gradient and its move
-        self._is_cancelled = self._has_looked = False
+        self._is_cancelled = False
 
     def on_model(self, run: Run) -> None:
         self._ids = {id(p) for p in run.loop.model.parameters()}
@@ -97,7 +99,8 @@ class StaleGradients(Fault):
     def on_between(self, run: Run) -> None:
         if run.loop.opt is not None and not self._is_cancelled:
             self._end_step(run.loop.opt)
-        self._is_cancelled, self.done = False, run.n_steps >= MAX_STEPS
+        self._is_cancelled = False
+        self.done |= run.n_steps >= MAX_STEPS
 
     def _end_step(self, opt: Optimizer) -> None:
         if self._weight is not None and (grad := self._weight[0].grad) is not None:
@@ -115,11 +118,11 @@ class StaleGradients(Fault):
         self._tracks[opt] = _Track(None, n_steps + 1, n_stale, n_seen + (dirty is not None))
 
     def tell(self, run: Run) -> None:
-        self.seen, tracks = [], list(self._tracks.values())
+        self.seen, self.unless, tracks = [], UNSEEN, list(self._tracks.values())
         if run.measured(Steps).n_optimizers != 1:  # several may clear each other's gradients unseen
-            self._has_looked = False
             return
-        self._has_looked = any(track.n_seen >= MIN_STEPS - 1 for track in tracks)
+        if any(track.n_seen >= MIN_STEPS - 1 for track in tracks):
+            self.unless = ""
         is_idle = bool(self._cosines) and DOWN < median(map(float, self._cosines)) < ALONG
         for track in tracks:
             if track.n_steps >= MIN_STEPS and float(track.n_stale) >= track.n_steps - 1:
@@ -148,10 +151,6 @@ class StaleGradients(Fault):
                 causes=("gradients are not cleared after a step",),
                 next_steps=("Call optimizer.zero_grad() after each optimizer.step()",),
             )
-
-    def findings(self, run: Run) -> Iterator[Result]:
-        unless = "" if self._has_looked else "too little was seen of the time before a backward"
-        yield from self.told(run, self.seen, unless)
 
     def freeze(self) -> None:
         self._tracks, self._weight, self._cosines = {}, None, []

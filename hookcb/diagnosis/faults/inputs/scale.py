@@ -139,8 +139,8 @@ def _harm(run: Run, inputs: Inputs, is_one_column: bool) -> str:
     saturated = [layer.series("saturated").values[:N_FIRST] for layer in layers]
     if largest > MAX_FIRST_UPDATE:
         return f"a step changes weights by {format_factor(largest)} times their size"
-    if first > MAX_FIRST_LOSS * run.measured(Loss).guess:
-        return f"the first loss is {first:.3g}, while guessing gives {run.measured(Loss).guess:.3g}"
+    if first > MAX_FIRST_LOSS * (guess := run.measured(Loss).guess):
+        return f"the first loss is {first:.3g}, while guessing gives {guess:.3g}"
     if any(p.kind in RECURRENT and p.place == 0 for p in params):
         return "they saturate the gates of a recurrent layer"
     if any(median(values) > MAX_SATURATED for values in saturated):

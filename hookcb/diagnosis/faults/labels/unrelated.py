@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hookcb.core.ranks import is_sharded
 from hookcb.core.restore import preserve_attribute, preserve_random
 from hookcb.diagnosis.fault import FAULTS, Fault, Result, Site, fault
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.rules import falls_slowly
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
@@ -44,6 +45,7 @@ class UnrelatedLabels(Fault):
     Closer Look at Memorization in Deep Networks", 2017: real labels are fitted faster than random ones.
     """
 
+    uses = (Loss,)
     severity = "info"
     passed = "labels that do not follow from the inputs"
 

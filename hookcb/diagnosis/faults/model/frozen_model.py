@@ -1,8 +1,6 @@
 """param.frozen: a model without a parameter that requires a gradient."""
 
-from collections.abc import Iterator
-
-from hookcb.diagnosis.fault import EVERYTHING, Fault, Result, Site, fault
+from hookcb.diagnosis.fault import EVERYTHING, Fault, Site, fault
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run
 
@@ -23,6 +21,7 @@ class FrozenModel(Fault):
 
     uses = (Steps,)
     passed = "a model that is frozen as a whole"
+    unless = "too little was seen of the backward"
 
     def on_end(self, run: Run) -> None:
         params, steps = list(run.loop.model.parameters()), run.measured(Steps)
@@ -42,6 +41,6 @@ class FrozenModel(Fault):
             ),
         )
 
-    def findings(self, run: Run) -> Iterator[Result]:
-        unless = "" if run.measured(Steps).n_backward else "too little was seen of the backward"
-        yield from self.told(run, self.seen, unless)
+    def tell(self, run: Run) -> None:
+        if run.measured(Steps).n_backward:
+            self.unless = ""

@@ -60,7 +60,7 @@ class Modes(Fault):
         self._names = list(self._norms)
         self._drops = any(isinstance(m, Dropout) and m.p > 0 for m in modules.values())
         self._frozen = {name for name, m in self._norms.items() if not m.training and _has_learned(m)}
-        self.done = not (self._names or self._drops)
+        self.done = not (self._names or self._drops)  # as there is nothing to see
 
     def on_batch(self, run: Run) -> None:
         loop, is_whole = run.loop, run.loop.model.training

@@ -82,7 +82,7 @@ class Symmetric(Fault):
         self.seen = list(self._at_start)
         for name, p in self._constant:
             rows = p.detach().flatten(1)
-            if run.measured(Parameters).moved[name] and max(map(_share_alike, (rows, rows.T))) >= ALIKE:
+            if run.measured(Parameters).moved.get(name) and max(map(_share_alike, (rows, rows.T))) >= ALIKE:
                 self.see(
                     f"Parameter {name} began as a constant, and after {run.n_steps} steps all its units "
                     "still have the same weights: they act as a single unit.",

@@ -1,9 +1,7 @@
 """param.unregistered: parameters that the forward uses, and that the model does not have."""
 
-from collections.abc import Iterator
-
 from hookcb.core.text import join_names
-from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.fault import Fault, Site, fault
 from hookcb.diagnosis.measurements.outside import Outside, OutsideParameters
 from hookcb.diagnosis.run import Run
 
@@ -33,15 +31,12 @@ class Unregistered(Fault):
 
     uses = (OutsideParameters,)
     passed = "parameters that the model does not have"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._unless = UNSEEN
+    unless = UNSEEN
 
     def tell(self, run: Run) -> None:
         outside, n_steps = run.measured(OutsideParameters), run.n_steps
         why = f"{outside.hidden_by} hides a part of the graph of the output" if outside.hidden_by else UNSEEN
-        self._unless = "" if outside.is_known(n_steps) else why
+        self.unless = "" if outside.is_known(n_steps) else why
         self.seen = []
         if found := outside.made_anew():
             self._see_made_anew(found)
@@ -49,9 +44,6 @@ class Unregistered(Fault):
             self._see_freed(found)
         elif found := outside.untrained(n_steps):
             self._see_untrained(found, n_steps)
-
-    def findings(self, run: Run) -> Iterator[Result]:
-        yield from self.told(run, self.seen, self._unless)
 
     def _see_made_anew(self, found: list[Outside]) -> None:
         n = len(found)

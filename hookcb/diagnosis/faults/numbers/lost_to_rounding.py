@@ -1,10 +1,8 @@
 """update.lost_to_rounding: updates that are smaller than the spacing of low-precision numbers."""
 
-from collections.abc import Iterator
-
 from torch import Tensor, nn
 
-from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.fault import Fault, Site, fault
 from hookcb.diagnosis.frame import LOW_PRECISION
 from hookcb.diagnosis.run import Run
 from hookcb.gradients.stats import sketch_copy
@@ -33,13 +31,13 @@ class LostToRounding(Fault):
     """  # noqa: E501
 
     passed = "updates lost to rounding"
+    unless = "too little was seen of the weights around a step"
 
     def __init__(self) -> None:
         super().__init__()
         self._params: dict[str, nn.Parameter] = {}
         self._before: list[tuple[str, nn.Parameter, Tensor, Tensor]] = []
         self.shares: dict[str, list[tuple[int, Tensor]]] = {}  # by step
-        self._has_looked = False
 
     def on_model(self, run: Run) -> None:
         params = named_params(run.loop.model)
@@ -64,7 +62,8 @@ class LostToRounding(Fault):
         self._before = []
 
     def tell(self, run: Run) -> None:
-        self._has_looked = any(len(shares) >= MIN_STEPS for shares in self.shares.values())
+        if any(len(shares) >= MIN_STEPS for shares in self.shares.values()):
+            self.unless = ""
         self.seen = []
         for name, shares in self.shares.items():
             values = [(step, float(share)) for step, share in shares]
@@ -83,10 +82,6 @@ class LostToRounding(Fault):
                     ),
                     next_steps=("Keep weights in float32, and use autocast with bfloat16 for the forward",),
                 )
-
-    def findings(self, run: Run) -> Iterator[Result]:
-        unless = "" if self._has_looked else "too little was seen of the weights around a step"
-        yield from self.told(run, self.seen, unless)
 
     def freeze(self) -> None:
         self._params, self._before, self.shares = {}, [], {}

@@ -1,9 +1,8 @@
 """param.duplicated: parameters that are in the groups of an optimizer more than once."""
 
 from collections import Counter
-from collections.abc import Iterator
 
-from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.fault import Fault, Site, fault
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.params import named_params
@@ -25,15 +24,12 @@ class Duplicated(Fault):
 
     uses = (Steps,)
     passed = "parameters twice in the optimizer"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._has_looked = False
+    unless = "too little was seen of the groups of the optimizer"
 
     def on_end(self, run: Run) -> None:
         several: Counter[int] = Counter()  # highest count in one optimizer, by id of the parameter
         for opt in run.measured(Steps).optimizers.values():
-            self._has_looked = True
+            self.unless = ""
             several |= Counter(id(p) for group in opt.param_groups for p in group["params"])
         for name, p in named_params(run.loop.model).items():
             if (n := several[id(p)]) > 1:
@@ -45,7 +41,3 @@ class Duplicated(Fault):
                     causes=("tied weights, or a part of the model that was passed twice",),
                     next_steps=("Pass each parameter once: list(dict.fromkeys(params)) removes duplicates",),
                 )
-
-    def findings(self, run: Run) -> Iterator[Result]:
-        unless = "" if self._has_looked else "too little was seen of the groups of the optimizer"
-        yield from self.told(run, self.seen, unless)

@@ -50,7 +50,10 @@ class SmallUpdates(Fault):
     Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
     """
 
-    uses = (Curves,)
+    uses = (
+        Loss,
+        Curves,
+    )
     severity = "warning"
 
     def findings(self, run: Run) -> Iterator[Result]:

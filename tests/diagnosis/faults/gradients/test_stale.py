@@ -50,7 +50,7 @@ class Stale:
 
     @property
     def has_looked(self):
-        return self.fault._has_looked
+        return not self.fault.unless
 
 
 def trained(clear, n=12, every=1, opt=torch.optim.SGD, stop=None):

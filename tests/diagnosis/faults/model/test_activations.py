@@ -180,7 +180,7 @@ def test_outputs_that_are_constant_in_places_are_no_finding(given):
 def test_a_spread_lost_layer_by_layer_is_a_warning_if_nothing_is_learned(constant, severity):
     given = collapse(1.0, 1e-2, 1e-4, 1e-6 / 2, 1e-8)
     given.loss = series([1.0] * 60, every=1)
-    given.measured(Loss).constant = constant
+    measured(given, Loss, constant=constant)
     assert only(CollapsedActivations, given).severity == severity
 
 

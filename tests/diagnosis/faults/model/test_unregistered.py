@@ -325,7 +325,6 @@ def test_graphs_are_read_seldom_after_the_first(monkeypatch):
         return iter(())
 
     monkeypatch.setattr("hookcb.core.graph.walk", count)
-    monkeypatch.setattr("hookcb.diagnosis.measurements.outside.nodes_behind", count)
     for i in range(40):
         follow(outside, run, model, i)
     assert n_read == 4 + 9
