@@ -146,8 +146,6 @@ def _observe_loss(found: Run, learn: Any, last: str) -> None:
             part.on_first_graph(found)
         if isinstance(part, Output):
             part.layer = last
-        if isinstance(part, Fault):
-            part.seen = [replace(x, step=None, last_step=None) for x in part.seen]
     found.measured(Output).on_loss(found)
     found.measured(Loss).tell(found)
     found.measured(ScoresDropout).look(learn.loss.grad_fn, last, None)

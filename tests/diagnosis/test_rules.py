@@ -110,6 +110,8 @@ def test_numbers_of_which_none_is_known_find_nothing_and_rule_nothing_out(n):
     vars(given.measured(Curves)).update(
         {name: unknown(n) for name in ("waits", "batches", "memory")}, losses={0: unknown(n), 1: unknown(n)}
     )
+    measured(given, Loss, kind="mse", penalty=unknown(n))
+    measured(given, StuckHead, shares=unknown(n))
     inputs = given.measured(Inputs)
     inputs.std, inputs.rms, inputs.sizes = unknown(n), unknown(n), unknown(n)
     inputs.columns = [[math.nan] * 4] * 3

@@ -11,6 +11,7 @@ from hookcb.diagnosis.measurements.clock import RankTimes
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.dead_units import Dead, DeadUnits
 from hookcb.diagnosis.measurements.inputs import Inputs
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.run import Absent, Layer, Param, Passed, Run, Series, Skipped
 from hookcb.diagnosis.verdict import Finding
 from hookcb.profiling.steps.stragglers import Straggler
@@ -55,11 +56,11 @@ class Odd:
             layers={x.name: x for x in map(self.layer, range(5))},
             params={x.name: x for x in map(self.param, range(8))},
             steps={stat: self.series() for stat in OF_STEPS},
-            loss_kind=self.random.choice(("", "cross-entropy", "nll", "mse")),
-            guess=self.number(),
             n_steps=self.random.choice((0, 1, 100)),
             **{name: self.series() for name in given},
         )
+        loss, kinds = run.measured(Loss), ("", "cross-entropy", "nll", "mse")
+        loss.kind, loss.guess = self.random.choice(kinds), self.number()
         vars(run.measured(Curves)).update({name: self.series() for name in ("waits", "batches", "memory")})
         vars(run.measured(Inputs)).update(
             {name: self.series() for name in ("std", "rms", "sizes", "nonfinite")}

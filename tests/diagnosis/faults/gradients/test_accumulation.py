@@ -9,7 +9,7 @@ from torch import nn
 from hookcb import Diagnose, watch
 from hookcb.diagnosis.faults.gradients.accumulation import Accumulation
 from hookcb.diagnosis.measurements.loss import Loss
-from hookcb.diagnosis.probes.loss_graph import LossGraph
+from hookcb.diagnosis.measurements.loss_graph import LossGraph
 from tests.diagnosis.faults.support import followed
 from tests.support import covering
 

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from hookcb import Diagnose, Learner
 from hookcb.diagnosis.faults.labels.single_class import SingleClass
 from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.loss_graph import LossGraph
 from hookcb.diagnosis.measurements.targets import Targets
-from hookcb.diagnosis.probes.loss_graph import LossGraph
 from hookcb.diagnosis.run import Run
 
 SCORES = LossGraph("cross-entropy", True, 1.0, applies="softmax", is_raw=True)

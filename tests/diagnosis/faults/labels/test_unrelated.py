@@ -10,6 +10,7 @@ from torch import nn
 from hookcb import Callback, Finding, Learner
 from hookcb.diagnosis.faults.labels import unrelated
 from hookcb.diagnosis.faults.labels.unrelated import UnrelatedLabels
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.run import Run, Series
 from tests.support import everything, fit
 
@@ -46,7 +47,8 @@ def look(learn, findings, n_batches, falls_slowly=False):
     fault, live, told = UnrelatedLabels(), Run(loop=learn, n_batches=n_batches), Run()
     fault.on_model(live)
     if falls_slowly:
-        told.loss, told.guess = Series.of(range(60), [1.0 - 5e-4 * i for i in range(60)]), 1.0
+        told.loss = Series.of(range(60), [1.0 - 5e-4 * i for i in range(60)])
+        told.measured(Loss).guess = 1.0
     assert fault.on_doubt(told, findings) == bool(fault.seen)
     return fault.seen
 
