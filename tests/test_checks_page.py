@@ -279,7 +279,7 @@ def test_a_number_is_optional_where_something_is_ruled_out():
 
 def test_a_second_fault_of_a_code_is_refused():
     with pytest.raises(ValueError, match=r"there is already a fault 'hook\.silent', SilentLayer"):
-        fault("hook.silent", headline="A second one", site=Site.MODULES)
+        fault("hook.silent", Site.MODULES)
     assert FAULTS["hook.silent"].__name__ == "SilentLayer"
 
 

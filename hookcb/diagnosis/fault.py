@@ -15,7 +15,8 @@ F = TypeVar("F", bound="type[Fault]")
 Result = Finding | Passed | Skipped | Absent
 When = Span | Series | int | tuple[int | None, int | None]
 
-EVERYTHING = ("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "update.*", "amp.*", "head.*")
+# what a fault at the beginning of a training may lead to
+EVERYTHING = "act.* attn.* grad.* loss.* nonfinite.* unit.* update.* amp.* head.*"
 
 EVERY = math.inf  # cadence: each batch
 LOOKS = 0  # inspected batches only; a number n: also all batches until n steps were made
@@ -38,9 +39,6 @@ HANDLERS = (
     "on_error",  # an error ends the training: (run, error)
     "on_end",  # the training has ended
     "on_doubt",  # it has been judged: (run, findings); True if this has found something more
-)
-EVERYTHING = (  # codes of what a fault at the beginning of a training may lead to
-    *("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "update.*", "amp.*", "head.*"),
 )
 RARE = (  # those at which the cadence does not matter
     *("on_model", "on_first_graph", "on_validation", "on_epoch", "on_cancel", "on_error", "on_end"),
@@ -224,31 +222,27 @@ FAULTS: dict[str, type[Fault]] = {}  # by code, in the order of registration
 
 def fault(
     code: str,
-    *,
-    headline: str,
     site: Site,
-    needs: tuple[str, ...] = (),
-    leads_to: tuple[str, ...] = (),
+    *,
+    needs: str = "",
+    leads_to: str = "",
     subject: str = "",
     exact: bool = False,
     shown_by: str = "",
     draws_limit: bool = False,
 ) -> Callable[[F], F]:
-    """Registers a fault; see `Fault` for the arguments.
+    """Registers a fault; see `Fault` for the arguments, of which `needs` and `leads_to` are words here.
 
     Raises:
         ValueError: If there is already a fault with this code.
     """
     if code in FAULTS:
         raise ValueError(f"there is already a fault {code!r}, {FAULTS[code].__name__}; choose another code")
-    about: dict[str, Any] = {
-        "code": code, "headline": headline, "site": site, "needs": needs, "leads_to": leads_to,
-        "subject": subject, "exact": exact, "shown_by": shown_by, "draws_limit": draws_limit,
-    }  # fmt: skip
 
     def register(kind: F) -> F:
-        for name, value in about.items():
-            setattr(kind, name, value)
+        kind.code, kind.site, kind.subject, kind.exact = code, site, subject, exact
+        kind.needs, kind.leads_to = tuple(needs.split()), tuple(leads_to.split())
+        kind.shown_by, kind.draws_limit = shown_by, draws_limit
         FAULTS[code] = kind
         return kind
 

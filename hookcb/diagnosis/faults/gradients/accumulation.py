@@ -15,14 +15,7 @@ from hookcb.diagnosis.run import Run
 MIN_STEPS = MAX_FACTORS = 3
 
 
-@fault(
-    "accum.divisor",
-    headline="Accumulated losses are not divided",
-    site=Site.GRADIENTS,
-    needs=("batches", "steps"),
-    subject="accumulation",
-    exact=True,
-)
+@fault("accum.divisor", Site.GRADIENTS, needs="batches steps", subject="accumulation", exact=True)
 class Accumulation(Fault):
     """Losses of several backwards that are summed to one step: a note, as they may be losses of their own.
 
@@ -32,6 +25,7 @@ class Accumulation(Fault):
     from its gradient. Not for optimizers like Adam, which undo the factor.
     """
 
+    headline = "Accumulated losses are not divided"
     # It follows one small gradient. One that is gone, or zero on a CPU, before a later backward was cleared,
     # so that what came before does not count; if it was changed otherwise, the number is unknown.
 

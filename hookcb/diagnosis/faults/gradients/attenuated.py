@@ -32,11 +32,10 @@ _Low = tuple[Param, float, Span]  # a weight with small gradients, their ratio t
 
 @fault(
     "grad.attenuated",
-    headline="The first layers barely learn",
-    site=Site.BACKWARD,
+    Site.BACKWARD,
+    needs="gradients",
+    leads_to="update.too_small loss.flat loss.trivial param.not_stepped",
     shown_by="params.norm",
-    needs=("gradients",),
-    leads_to=("update.too_small", "loss.flat", "loss.trivial", "param.not_stepped"),
 )
 class Attenuated(Fault):
     """Gradients that fade on the way from the loss to the input, so early layers do not learn.
@@ -51,6 +50,8 @@ class Attenuated(Fault):
     Source: Glorot & Bengio, "Understanding the difficulty of training deep feedforward neural networks",
     2010.
     """
+
+    headline = "The first layers barely learn"
 
     def findings(self, run: Run) -> Iterator[Result]:
         until, n = run.converged_at(), records_needed(run)

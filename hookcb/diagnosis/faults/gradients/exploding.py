@@ -27,19 +27,10 @@ MAX_RISE, MIN_AFTER = 2.0, 3  # loss after a jump / loss before it, and the numb
 
 @fault(
     "grad.exploding",
-    headline="Gradients explode",
-    site=Site.BACKWARD,
+    Site.BACKWARD,
+    needs="gradients",
+    leads_to="update.too_large nonfinite.first loss.diverging loss.spike act.scale unit.dead param.*",
     shown_by="params.norm",
-    needs=("gradients",),
-    leads_to=(
-        "update.too_large",
-        "nonfinite.first",
-        "loss.diverging",
-        "loss.spike",
-        "act.scale",
-        "unit.dead",
-        "param.*",
-    ),
 )
 class Exploding(Fault):
     """Gradients that grow on the way from the loss to the input, or from one step to the next.
@@ -53,6 +44,8 @@ class Exploding(Fault):
 
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", 2013.
     """
+
+    headline = "Gradients explode"
 
     def findings(self, run: Run) -> Iterator[Result]:
         until, n = run.converged_at(), records_needed(run)

@@ -40,14 +40,7 @@ class _Track(NamedTuple):
         return self.n_stale < self.n_steps - 1
 
 
-@fault(
-    "grad.stale",
-    headline="Gradients are never cleared",
-    site=Site.GRADIENTS,
-    needs=("batches", "steps"),
-    leads_to=EVERYTHING,
-    exact=True,
-)
+@fault("grad.stale", Site.GRADIENTS, needs="batches steps", leads_to=EVERYTHING, exact=True)
 class StaleGradients(Fault):
     """Gradients that are never zeroed, so each step adds to those of the step before.
 
@@ -56,6 +49,7 @@ class StaleGradients(Fault):
     -0.1 to 0.9), as those of a target network: nothing uses these gradients.
     """
 
+    headline = "Gradients are never cleared"
     # It reads the first and last gradient of each optimizer. If any backward between two of its steps finds
     # them zero or None, they were cleared. If the step finds other tensors there, they were replaced, for
     # example by gradients from torch.autograd.grad, and nothing was added.

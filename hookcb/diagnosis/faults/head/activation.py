@@ -20,10 +20,9 @@ HEAD_ADVICE = {  # by the function that the loss applies itself
 
 @fault(
     "head.activation",
-    headline="An activation does not suit the loss",
-    site=Site.LOSS,
-    needs=("batch", "graph"),
-    leads_to=("loss.*", "grad.*", "unit.*", "update.too_small", "act.collapse"),
+    Site.LOSS,
+    needs="batch graph",
+    leads_to="loss.* grad.* unit.* update.too_small act.collapse",
     exact=True,
 )
 class HeadActivation(Fault):
@@ -35,6 +34,7 @@ class HeadActivation(Fault):
     log-probabilities.
     """  # noqa: E501
 
+    headline = "An activation does not suit the loss"
     passed = "an activation before the loss"
     uses = (Loss, Output)
 

@@ -34,14 +34,7 @@ class ClassScores(NamedTuple):
     is_direct: bool
 
 
-@fault(
-    "head.axis",
-    headline="The softmax runs over the wrong axis",
-    site=Site.LOSS,
-    needs=("batch", "graph"),
-    leads_to=EVERYTHING,
-    exact=True,
-)
+@fault("head.axis", Site.LOSS, needs="batch graph", leads_to=EVERYTHING, exact=True)
 class ClassAxis(Fault):
     """A cross-entropy over another axis than that of the classes, as after a view in place of a permute.
 
@@ -54,6 +47,7 @@ class ClassAxis(Fault):
     Source: torch.nn.CrossEntropyLoss, "Shape"; torch.Tensor.view, which keeps the order of the elements.
     """
 
+    headline = "The softmax runs over the wrong axis"
     passed = "classes on another axis"
 
     def __init__(self) -> None:

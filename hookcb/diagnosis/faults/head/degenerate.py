@@ -8,14 +8,7 @@ from hookcb.diagnosis.measurements.output import Output
 from hookcb.diagnosis.run import Absent, Run, Skipped
 
 
-@fault(
-    "head.degenerate",
-    headline="The softmax runs over one number",
-    site=Site.LOSS,
-    needs=("batch",),
-    leads_to=EVERYTHING,
-    exact=True,
-)
+@fault("head.degenerate", Site.LOSS, needs="batch", leads_to=EVERYTHING, exact=True)
 class DegenerateHead(Fault):
     """A softmax or log_softmax over a dimension of size 1: its output is 1 whatever the weights are.
 
@@ -24,6 +17,7 @@ class DegenerateHead(Fault):
     Source: torch.nn.Softmax, whose outputs along `dim` sum to 1.
     """
 
+    headline = "The softmax runs over one number"
     passed = "a softmax over one number"
     uses = (Loss, Output)
 

@@ -46,14 +46,7 @@ class Head(NamedTuple):
         return f"range {low} to {high} of the {name_of(self.name)}"
 
 
-@fault(
-    "head.range",
-    headline="The model cannot reach its targets",
-    site=Site.LOSS,
-    needs=("batch", "graph"),
-    leads_to=EVERYTHING,
-    exact=True,
-)
+@fault("head.range", Site.LOSS, needs="batch graph", leads_to=EVERYTHING, exact=True)
 class HeadOutOfReach(Fault):
     """Targets that the model's last operation cannot reach, of a squared, absolute or Huber error.
 
@@ -62,6 +55,7 @@ class HeadOutOfReach(Fault):
     out of range on purpose.
     """
 
+    headline = "The model cannot reach its targets"
     passed = "targets out of the model's reach"
     uses = (Output,)
 

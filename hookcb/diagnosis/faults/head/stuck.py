@@ -22,10 +22,9 @@ MAX_STUCK, ALL_STUCK, N_STUCK = 0.4, 0.999, 3  # shares of the error; batches
 
 @fault(
     "head.stuck",
-    headline="A ReLU holds outputs at zero",
-    site=Site.LOSS,
-    needs=("loss", "batch", "graph"),
-    leads_to=("loss.*", "update.*", "grad.*", "unit.dead", "act.collapse"),
+    Site.LOSS,
+    needs="loss batch graph",
+    leads_to="loss.* update.* grad.* unit.dead act.collapse",
     shown_by="run.loss",
 )
 class StuckHead(Fault):
@@ -39,6 +38,7 @@ class StuckHead(Fault):
     Source: Lu et al., "Dying ReLU and Initialization: Theory and Numerical Examples", 2020.
     """
 
+    headline = "A ReLU holds outputs at zero"
     uses = (Curves, Loss, Targets)
 
     def __init__(self) -> None:

@@ -11,13 +11,7 @@ MIN_BATCHES = 3
 
 
 @fault(
-    "layer.batch_first",
-    headline="A layer takes samples for steps",
-    site=Site.MODULES,
-    needs=("batches",),
-    leads_to=EVERYTHING,
-    subject="sequences",
-    exact=True,
+    "layer.batch_first", Site.MODULES, needs="batches", leads_to=EVERYTHING, subject="sequences", exact=True
 )
 class BatchFirst(Fault):
     """A recurrent or attention layer that takes the samples of a batch for the steps of a sequence.
@@ -28,6 +22,7 @@ class BatchFirst(Fault):
     Source: torch.nn.LSTM and torch.nn.MultiheadAttention, `batch_first`.
     """
 
+    headline = "A layer takes samples for steps"
     uses = (SequenceAxis,)
     severity = "warning"
     passed = "samples taken for steps of a sequence"

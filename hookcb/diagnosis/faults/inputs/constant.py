@@ -9,20 +9,14 @@ from hookcb.diagnosis.run import Run
 MIN_BATCHES = 3
 
 
-@fault(
-    "input.constant",
-    headline="All samples of a batch are alike",
-    site=Site.INPUT,
-    needs=("batch",),
-    leads_to=EVERYTHING,
-    exact=True,
-)
+@fault("input.constant", Site.INPUT, needs="batch", leads_to=EVERYTHING, exact=True)
 class ConstantInputs(Fault):
     """All samples of a batch are identical, in each of at least three inspected batches.
 
     Formula: no element differs from that of the first sample; batches of one sample are left out.
     """
 
+    headline = "All samples of a batch are alike"
     uses = (Inputs,)
     passed = "constant inputs"
 

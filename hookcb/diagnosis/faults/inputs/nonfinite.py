@@ -8,20 +8,14 @@ from hookcb.diagnosis.measurements.origin import Origin
 from hookcb.diagnosis.run import Run
 
 
-@fault(
-    "input.nonfinite",
-    headline="The inputs contain NaN or infinity",
-    site=Site.INPUT,
-    needs=("batch",),
-    leads_to=EVERYTHING,
-    exact=True,
-)
+@fault("input.nonfinite", Site.INPUT, needs="batch", leads_to=EVERYTHING, exact=True)
 class NonfiniteInputs(Fault):
     """NaN or infinity in the inputs of a batch.
 
     Formula: any element that is not finite, in an inspected batch or in one whose loss is not finite.
     """
 
+    headline = "The inputs contain NaN or infinity"
     uses = (Inputs, Origin)
     passed = "NaN in the inputs"
 

@@ -32,12 +32,11 @@ MAX_FIRST_LOSS, MAX_DEAD = 3.0, 0.5  # times the loss of guessing; share of unit
 
 @fault(
     "input.scale",
-    headline="The inputs are far too large or too small",
-    site=Site.INPUT,
+    Site.INPUT,
+    needs="batch gradients",
+    leads_to="act.* attn.* grad.* loss.* nonfinite.* unit.* update.*",
     shown_by="run.input_rms",
     draws_limit=True,
-    needs=("batch", "gradients"),
-    leads_to=("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "update.*"),
 )
 class InputScale(Fault):
     """Inputs on a scale far above 1 that harm the training, or far below 1 where nothing is learned.
@@ -59,6 +58,7 @@ class InputScale(Fault):
     Source: LeCun et al., Efficient BackProp, 1998, section 4.3.
     """
 
+    headline = "The inputs are far too large or too small"
     uses = (Inputs,)
 
     def findings(self, run: Run) -> Iterator[Result]:

@@ -7,14 +7,7 @@ from hookcb.diagnosis.measurements.output import SLACK, Output
 from hookcb.diagnosis.run import Run
 
 
-@fault(
-    "label.range",
-    headline="Targets are not between 0 and 1",
-    site=Site.INPUT,
-    needs=("batch", "graph"),
-    leads_to=EVERYTHING,
-    exact=True,
-)
+@fault("label.range", Site.INPUT, needs="batch graph", leads_to=EVERYTHING, exact=True)
 class TargetsOutOfRange(Fault):
     """Targets of a binary cross-entropy below 0 or above 1: the loss then has no minimum.
 
@@ -23,6 +16,7 @@ class TargetsOutOfRange(Fault):
     Source: torch.nn.BCEWithLogitsLoss, whose targets are numbers between 0 and 1.
     """
 
+    headline = "Targets are not between 0 and 1"
     passed = "targets of a binary cross-entropy"
     uses = (Output,)
 

@@ -8,14 +8,7 @@ from hookcb.diagnosis.measurements.output import Output
 from hookcb.diagnosis.run import Run
 
 
-@fault(
-    "label.broadcast",
-    headline="Targets are broadcast to all pairs",
-    site=Site.INPUT,
-    needs=("batch", "graph"),
-    leads_to=EVERYTHING,
-    exact=True,
-)
+@fault("label.broadcast", Site.INPUT, needs="batch graph", leads_to=EVERYTHING, exact=True)
 class BroadcastTargets(Fault):
     """One output and one target per sample whose shapes differ, so the loss compares all pairs of samples.
 
@@ -25,6 +18,7 @@ class BroadcastTargets(Fault):
     Source: torch.nn.MSELoss, whose targets have the shape of the input.
     """
 
+    headline = "Targets are broadcast to all pairs"
     passed = "targets that are broadcast"
     uses = (Output,)
 

@@ -13,12 +13,11 @@ COPIED = 0.05  # share of the first loss
 
 @fault(
     "label.copies_input",
-    headline="The targets are the input tokens",
-    site=Site.INPUT,
-    needs=("batches", "graph"),
-    exact=True,
-    leads_to=("loss.*", "update.*"),
+    Site.INPUT,
+    needs="batches graph",
+    leads_to="loss.* update.*",
     subject="tokens",
+    exact=True,
 )
 class CopiedInput(Fault):
     """Targets that are the tokens which the model embeds at the same position.
@@ -28,6 +27,7 @@ class CopiedInput(Fault):
     and the loss has fallen below a twentieth, as it does if only the input must be copied.
     """
 
+    headline = "The targets are the input tokens"
     uses = (Tokens, Loss)
     passed = "targets that are not shifted"
 

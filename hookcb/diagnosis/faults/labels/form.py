@@ -64,14 +64,7 @@ REFUSALS = (
 )
 
 
-@fault(
-    "label.form",
-    headline="The loss refuses the form of the targets",
-    site=Site.INPUT,
-    needs=("batch",),
-    leads_to=EVERYTHING,
-    exact=True,
-)
+@fault("label.form", Site.INPUT, needs="batch", leads_to=EVERYTHING, exact=True)
 class RefusedTargets(Fault):
     """Targets whose shape or type a loss of torch refuses, such as one-hot rows in place of class indices.
 
@@ -80,6 +73,7 @@ class RefusedTargets(Fault):
     Source: torch.nn.CrossEntropyLoss and torch.nn.BCEWithLogitsLoss, "Shape".
     """
 
+    headline = "The loss refuses the form of the targets"
     uses = (Curves,)
     passed = "targets that the loss refuses"
 

@@ -17,14 +17,7 @@ from hookcb.diagnosis.run import Run
 REFUSED = re.compile(r"Target (-?\d+) is out of bounds")  # error of cross-entropy
 
 
-@fault(
-    "label.out_of_range",
-    headline="Labels are out of range",
-    site=Site.INPUT,
-    needs=("batch",),
-    leads_to=EVERYTHING,
-    exact=True,
-)
+@fault("label.out_of_range", Site.INPUT, needs="batch", leads_to=EVERYTHING, exact=True)
 class LabelsOutOfRange(Fault):
     """A class index below 0 or not below the number of classes, for which the loss raised an error.
 
@@ -33,6 +26,7 @@ class LabelsOutOfRange(Fault):
     Source: torch.nn.CrossEntropyLoss, targets are in [0, C) or `ignore_index`.
     """
 
+    headline = "Labels are out of range"
     uses = (Curves,)
     passed = "labels out of range"
 

@@ -11,15 +11,7 @@ from hookcb.diagnosis.run import Run
 MAX_PADDING = 0.05  # share of the targets
 
 
-@fault(
-    "label.padding",
-    headline="The loss counts padding",
-    site=Site.INPUT,
-    needs=("batches", "graph"),
-    leads_to=("loss.*",),
-    subject="tokens",
-    exact=True,
-)
+@fault("label.padding", Site.INPUT, needs="batches graph", leads_to="loss.*", subject="tokens", exact=True)
 class CountedPadding(Fault):
     """Targets that are padding, and count in the loss of a language model.
 
@@ -27,6 +19,7 @@ class CountedPadding(Fault):
     batches; the loss is a mean cross-entropy without weights, with another `ignore_index`. Limit: 5 %.
     """
 
+    headline = "The loss counts padding"
     uses = (Tokens, Loss)
     severity = "warning"
     passed = "padding among the targets"

@@ -12,14 +12,7 @@ from hookcb.diagnosis.run import Absent, Run
 MIN_BRIGHTEST, MAX_CLASSES = 0.5, 100  # of the pixels beside them; classes divided by 255
 
 
-@fault(
-    "label.scaled",
-    headline="Labels were scaled like the inputs",
-    site=Site.INPUT,
-    needs=("batch",),
-    leads_to=("head.*", "loss.*", "update.*", "unit.*"),
-    exact=True,
-)
+@fault("label.scaled", Site.INPUT, needs="batch", leads_to="head.* loss.* update.* unit.*", exact=True)
 class ScaledLabels(Fault):
     """Class indices that were divided by 255 together with the pixels.
 
@@ -27,6 +20,7 @@ class ScaledLabels(Fault):
     sample; the largest target is below 100/255, and not 0, while the largest input is above a half.
     """
 
+    headline = "Labels were scaled like the inputs"
     uses = (Targets,)
     severity = "warning"
     passed = "labels that were scaled as the inputs"

@@ -10,10 +10,9 @@ from hookcb.diagnosis.run import Run
 
 @fault(
     "label.single_class",
-    headline="All labels are of a single class",
-    site=Site.INPUT,
-    needs=("batch", "graph"),
-    leads_to=("loss.*", "grad.*", "update.too_small", "unit.*"),
+    Site.INPUT,
+    needs="batch graph",
+    leads_to="loss.* grad.* update.too_small unit.*",
     exact=True,
 )
 class SingleClass(Fault):
@@ -24,6 +23,7 @@ class SingleClass(Fault):
     optimizer.
     """
 
+    headline = "All labels are of a single class"
     uses = (Targets, Loss)
     severity = "warning"
     passed = "labels of a single class"

@@ -26,13 +26,7 @@ MAX_PARAMS = 5_000_000  # a larger model would take too long
 NOT_LEARNED = {"loss.flat", "loss.trivial", "loss.init"}
 
 
-@fault(
-    "data.labels",
-    headline="The labels do not follow from the inputs",
-    site=Site.INPUT,
-    needs=("loss",),
-    leads_to=("loss.flat", "loss.trivial"),
-)
+@fault("data.labels", Site.INPUT, needs="loss", leads_to="loss.flat loss.trivial")
 class UnrelatedLabels(Fault):
     """The model can overfit a single batch but learns nothing: the labels do not follow from the inputs.
 
@@ -45,6 +39,7 @@ class UnrelatedLabels(Fault):
     Closer Look at Memorization in Deep Networks", 2017: real labels are fitted faster than random ones.
     """
 
+    headline = "The labels do not follow from the inputs"
     uses = (Loss,)
     severity = "info"
     passed = "labels that do not follow from the inputs"

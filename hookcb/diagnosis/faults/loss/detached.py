@@ -7,20 +7,14 @@ from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.run import Absent, Run, Skipped
 
 
-@fault(
-    "loss.detached",
-    headline="The loss depends on no parameter",
-    site=Site.LOSS,
-    needs=("batch",),
-    leads_to=("param.*", "loss.flat", "loss.trivial"),
-    exact=True,
-)
+@fault("loss.detached", Site.LOSS, needs="batch", leads_to="param.* loss.flat loss.trivial", exact=True)
 class DetachedLoss(Fault):
     """A loss that does not depend on any parameter.
 
     Formula: it has no `grad_fn`.
     """
 
+    headline = "The loss depends on no parameter"
     passed = "a loss without gradients"
     uses = (Loss,)
 

@@ -31,13 +31,7 @@ INFLATED = 5.0  # times the first batch: the first ten already diverge
 
 
 @fault(
-    "loss.diverging",
-    headline="The loss rises and stays high",
-    site=Site.RUN,
-    needs=("loss",),
-    leads_to=("nonfinite.*",),
-    shown_by="run.loss",
-    draws_limit=True,
+    "loss.diverging", Site.RUN, needs="loss", leads_to="nonfinite.*", shown_by="run.loss", draws_limit=True
 )
 class DivergingLoss(Fault):
     """A loss that is higher than at the beginning and stays there.
@@ -59,6 +53,7 @@ class DivergingLoss(Fault):
     loss that rises repeatedly; the limits are ours.
     """
 
+    headline = "The loss rises and stays high"
     uses = (Curves, Loss)
 
     def findings(self, run: Run) -> Iterator[Result]:

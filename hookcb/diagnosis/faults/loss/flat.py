@@ -20,14 +20,7 @@ from hookcb.diagnosis.rules import (
 from hookcb.diagnosis.run import WINDOW, Passed, Run, Skipped
 
 
-@fault(
-    "loss.flat",
-    headline="The loss does not fall",
-    site=Site.RUN,
-    needs=("loss",),
-    shown_by="run.loss",
-    draws_limit=True,
-)
+@fault("loss.flat", Site.RUN, needs="loss", shown_by="run.loss", draws_limit=True)
 class FlatLoss(Fault):
     """A loss that has not fallen since the beginning.
 
@@ -41,6 +34,7 @@ class FlatLoss(Fault):
     Source: P. K. Sen, "Estimates of the regression coefficient based on Kendall's tau", 1968.
     """
 
+    headline = "The loss does not fall"
     uses = (Curves, Loss)
 
     def findings(self, run: Run) -> Iterator[Result]:

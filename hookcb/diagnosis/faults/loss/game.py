@@ -15,14 +15,7 @@ WON = 0.05  # loss of a discriminator that has won
 N_FIRST = 5  # records in the median of the beginning; the end is a single one, as records get rare
 
 
-@fault(
-    "gan.balance",
-    headline="The discriminator beats the generator",
-    site=Site.RUN,
-    shown_by="run.loss",
-    needs=("gradients", "steps", "loss"),
-    subject="players",
-)
+@fault("gan.balance", Site.RUN, needs="gradients steps loss", subject="players", shown_by="run.loss")
 class Balance(Fault):
     """A discriminator so good that its generator no longer learns.
 
@@ -32,6 +25,7 @@ class Balance(Fault):
     Source: Arjovsky & Bottou, Towards Principled Methods for Training Generative Adversarial Networks, 2017.
     """
 
+    headline = "The discriminator beats the generator"
     uses = (Curves,)
     severity = "warning"
 

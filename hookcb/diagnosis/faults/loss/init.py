@@ -14,14 +14,7 @@ MAX_INIT, MAX_INIT_ABOVE = 2.0, 2.0  # cross-entropy: times the loss of guessing
 MAX_INIT_MSE, MAX_INIT_NOTE = 3.0, 5.0  # times the loss of guessing
 
 
-@fault(
-    "loss.init",
-    headline="The first loss is far above guessing",
-    site=Site.LOSS,
-    needs=("loss",),
-    shown_by="run.loss",
-    draws_limit=True,
-)
+@fault("loss.init", Site.LOSS, needs="loss", shown_by="run.loss", draws_limit=True)
 class FirstLoss(Fault):
     """A first loss far above that of guessing: the model begins confident and wrong.
 
@@ -33,6 +26,7 @@ class FirstLoss(Fault):
     Source: A. Karpathy, "A Recipe for Training Neural Networks", 2019, "verify loss @ init".
     """
 
+    headline = "The first loss is far above guessing"
     uses = (Curves, Loss)
 
     def findings(self, run: Run) -> Iterator[Result]:

@@ -14,14 +14,7 @@ from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import Severity
 
 
-@fault(
-    "loss.of_values",
-    headline="Classes are in a loss for values",
-    site=Site.LOSS,
-    needs=("batch", "graph"),
-    leads_to=("loss.trivial", "loss.flat"),
-    exact=True,
-)
+@fault("loss.of_values", Site.LOSS, needs="batch graph", leads_to="loss.trivial loss.flat", exact=True)
 class LossOfValues(Fault):
     """Classes, as 0 and 1 or one-hot, in a loss for values: a note.
 
@@ -31,6 +24,7 @@ class LossOfValues(Fault):
     Source: Goodfellow, Bengio & Courville, Deep Learning, 2016, section 6.2.2, on units that saturate.
     """
 
+    headline = "Classes are in a loss for values"
     passed = "a loss for values given classes"
     uses = (Curves, Loss, Output)
 

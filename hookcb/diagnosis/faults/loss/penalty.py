@@ -14,10 +14,9 @@ MAX_PENALTY = 0.9  # of the loss
 
 @fault(
     "loss.penalty",
-    headline="A penalty is nearly all of the loss",
-    site=Site.LOSS,
-    needs=("loss", "batch", "graph"),
-    leads_to=("loss.trivial", "loss.flat"),
+    Site.LOSS,
+    needs="loss batch graph",
+    leads_to="loss.trivial loss.flat",
     shown_by="run.loss",
 )
 class DominantPenalty(Fault):
@@ -30,6 +29,7 @@ class DominantPenalty(Fault):
     Source: Goodfellow, Bengio & Courville, Deep Learning, 2016, section 7.1.
     """
 
+    headline = "A penalty is nearly all of the loss"
     uses = (Curves, Loss)
 
     def findings(self, run: Run) -> Iterator[Result]:

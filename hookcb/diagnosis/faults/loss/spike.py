@@ -13,14 +13,7 @@ SPIKE, SPIKE_WINDOW, SPIKE_BEFORE, N_SPIKES = 6.0, 128, 32, 2  # standard deviat
 N_LATEST = 4_096  # batches that are searched for spikes, so that a long run takes less than a second
 
 
-@fault(
-    "loss.spike",
-    headline="The loss jumps in single batches",
-    site=Site.RUN,
-    needs=("loss",),
-    shown_by="run.loss",
-    draws_limit=True,
-)
+@fault("loss.spike", Site.RUN, needs="loss", shown_by="run.loss", draws_limit=True)
 class LossSpikes(Fault):
     """Single losses far above those before them: a note, never an alarm.
 
@@ -30,6 +23,7 @@ class LossSpikes(Fault):
     Source: P. J. Huber, "Robust Statistics", 1981, for the median absolute deviation.
     """
 
+    headline = "The loss jumps in single batches"
     uses = (Curves,)
 
     def findings(self, run: Run) -> Iterator[Result]:

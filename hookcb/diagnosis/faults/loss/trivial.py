@@ -20,14 +20,7 @@ from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
 
 
-@fault(
-    "loss.trivial",
-    headline="The model is no better than a constant",
-    site=Site.RUN,
-    needs=("loss",),
-    leads_to=("loss.flat",),
-    shown_by="run.loss",
-)
+@fault("loss.trivial", Site.RUN, needs="loss", leads_to="loss.flat", shown_by="run.loss")
 class TrivialLoss(Fault):
     """A model that is no better than the best constant prediction, which ignores the input.
 
@@ -43,6 +36,7 @@ class TrivialLoss(Fault):
     Source: A. Karpathy, "A Recipe for Training Neural Networks", 2019, "input-independent baseline".
     """
 
+    headline = "The model is no better than a constant"
     uses = (Curves, Loss)
 
     def findings(self, run: Run) -> Iterator[Result]:

@@ -13,10 +13,9 @@ BELOW_ZERO = -1e-6  # leaves room for rounding
 
 @fault(
     "loss.unbounded",
-    headline="The loss is below its minimum",
-    site=Site.LOSS,
-    needs=("loss",),
-    leads_to=("loss.diverging", "update.*", "act.*", "grad.*", "nonfinite.*", "unit.*"),
+    Site.LOSS,
+    needs="loss",
+    leads_to="loss.diverging update.* act.* grad.* nonfinite.* unit.*",
     shown_by="run.loss",
     draws_limit=True,
 )
@@ -32,6 +31,7 @@ class UnboundedLoss(Fault):
     probabilities, or squares and distances.
     """
 
+    headline = "The loss is below its minimum"
     uses = (Curves, Loss)
 
     def findings(self, run: Run) -> Iterator[Result]:

@@ -27,14 +27,7 @@ MAX_OF_CONSTANT_EARLY = 0.9  # of a training of a few batches that has learned s
 SMALL_UPDATE = USUAL_UPDATE / 10
 
 
-@fault(
-    "train.unfinished",
-    headline="The training ends too early",
-    site=Site.RUN,
-    needs=("loss",),
-    subject="end",
-    shown_by="run.loss",
-)
+@fault("train.unfinished", Site.RUN, needs="loss", subject="end", shown_by="run.loss")
 class UnfinishedTraining(Fault):
     """A loss that is far from its end: a note, never an alarm.
 
@@ -49,6 +42,7 @@ class UnfinishedTraining(Fault):
     Source: P. K. Sen, "Estimates of the regression coefficient based on Kendall's tau", 1968.
     """
 
+    headline = "The training ends too early"
     uses = (Curves, Loss)
 
     def findings(self, run: Run) -> Iterator[Result]:

@@ -19,11 +19,10 @@ MAX_SHARE_OF_DTYPE = 0.1  # of the largest number of the dtype
 
 @fault(
     "act.scale",
-    headline="Activations grow from layer to layer",
-    site=Site.MODULES,
+    Site.MODULES,
+    needs="activations",
+    leads_to="grad.* loss.* update.* unit.* nonfinite.* attn.collapse act.collapse",
     shown_by="layers.std",
-    needs=("activations",),
-    leads_to=("grad.*", "loss.*", "update.*", "unit.*", "nonfinite.*", "attn.collapse", "act.collapse"),
 )
 class ActivationScale(Fault):
     """Activations that grow from layer to layer, or come close to the largest number of their dtype.
@@ -36,6 +35,7 @@ class ActivationScale(Fault):
     Source: He et al., "Delving Deep into Rectifiers", 2015, for layers that keep the scale.
     """
 
+    headline = "Activations grow from layer to layer"
     uses = (LayerRows,)
 
     def findings(self, run: Run) -> Iterator[Result]:

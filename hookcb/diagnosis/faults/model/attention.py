@@ -59,10 +59,9 @@ class _OfAttention(Fault):
 
 @fault(
     "mask.blind",
-    headline="A mask hides all other positions",
-    site=Site.MODULES,
-    needs=("batches",),
-    leads_to=("attn.*", "loss.*", "grad.*", "update.*", "act.*"),
+    Site.MODULES,
+    needs="batches",
+    leads_to="attn.* loss.* grad.* update.* act.*",
     subject="attention",
     exact=True,
 )
@@ -73,6 +72,7 @@ class BlindMask(_OfAttention):
     in all samples and heads. Attention that is sharp because its scores are large differs between samples.
     """
 
+    headline = "A mask hides all other positions"
     passed = "masks that hide all other positions"
 
     def number(self, weights: Tensor) -> Tensor:
@@ -103,10 +103,9 @@ class BlindMask(_OfAttention):
 
 @fault(
     "attn.collapse",
-    headline="Attention collapses to a single position",
-    site=Site.MODULES,
-    needs=("batches",),
-    leads_to=("grad.*", "loss.*", "update.too_small"),
+    Site.MODULES,
+    needs="batches",
+    leads_to="grad.* loss.* update.too_small",
     subject="attention",
 )
 class CollapsedAttention(_OfAttention):
@@ -118,6 +117,7 @@ class CollapsedAttention(_OfAttention):
     Source: Zhai et al., Stabilizing Transformer Training by Preventing Attention Entropy Collapse, 2023.
     """
 
+    headline = "Attention collapses to a single position"
     passed = "attention to a single position"
 
     def number(self, weights: Tensor) -> Tensor:

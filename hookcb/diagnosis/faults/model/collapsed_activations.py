@@ -26,12 +26,11 @@ MIN_SPREAD = 1e-6  # variance across the batch / second moment; float32 resolves
 
 @fault(
     "act.collapse",
-    headline="Outputs are the same for every sample",
-    site=Site.MODULES,
+    Site.MODULES,
+    needs="activations",
+    leads_to="loss.flat loss.trivial grad.attenuated unit.dead",
     shown_by="layers.spread",
     draws_limit=True,
-    needs=("activations",),
-    leads_to=("loss.flat", "loss.trivial", "grad.attenuated", "unit.dead"),
 )
 class CollapsedActivations(Fault):
     """Outputs that are the same for every sample of a batch, so the samples can no longer be told apart.
@@ -48,6 +47,7 @@ class CollapsedActivations(Fault):
     Source: Schoenholz et al., "Deep Information Propagation", 2017, for how inputs become alike with depth.
     """
 
+    headline = "Outputs are the same for every sample"
     uses = (LayerRows,)
 
     def findings(self, run: Run) -> Iterator[Result]:

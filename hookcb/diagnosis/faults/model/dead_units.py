@@ -20,20 +20,12 @@ ALL_DEAD, NO_DIAGNOSE, SILENT = 0.999, 0.99, 0.95  # share of rows, of rows in r
 
 @fault(
     "unit.dead",
-    headline="Units of a layer get no gradient",
-    site=Site.MODULES,
+    Site.MODULES,
+    needs="gradients",
+    leads_to="grad.attenuated update.too_small loss.flat loss.trivial act.collapse param.not_stepped "
+    "param.unreachable",
     shown_by="params.zero_rows",
     draws_limit=True,
-    needs=("gradients",),
-    leads_to=(
-        "grad.attenuated",
-        "update.too_small",
-        "loss.flat",
-        "loss.trivial",
-        "act.collapse",
-        "param.not_stepped",
-        "param.unreachable",
-    ),
 )
 class UnitsWithoutGradient(Fault):
     """Units that no sample activates, so their weights get no gradient and never change.
@@ -49,6 +41,7 @@ class UnitsWithoutGradient(Fault):
     Source: Lu et al., "Dying ReLU and Initialization", 2019.
     """
 
+    headline = "Units of a layer get no gradient"
     uses = (DeadUnits,)
 
     def findings(self, run: Run) -> Iterator[Result]:

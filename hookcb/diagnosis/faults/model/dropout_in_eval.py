@@ -9,13 +9,7 @@ from hookcb.diagnosis.run import Run
 N_MEANT = 3  # evaluations of a batch in a row of validations, as for a mean over masks of dropout
 
 
-@fault(
-    "dropout.in_eval",
-    headline="Dropout stays on in eval mode",
-    site=Site.MODULES,
-    needs=("batches",),
-    exact=True,
-)
+@fault("dropout.in_eval", Site.MODULES, needs="batches", exact=True)
 class DropoutInEval(Fault):
     """Dropout that stays on in eval mode, so that the same input gets another answer each time.
 
@@ -26,6 +20,7 @@ class DropoutInEval(Fault):
     Source: Gal & Ghahramani, "Dropout as a Bayesian Approximation", 2016, for dropout that is meant.
     """
 
+    headline = "Dropout stays on in eval mode"
     severity = "warning"
     passed = "dropout in eval mode"
     uses = (Operations,)

@@ -18,14 +18,7 @@ MAX_ELEMENTS = 65_536  # of a mask that are read
 SURE = 5.0  # standard deviations
 
 
-@fault(
-    "dropout.scores",
-    headline="Dropout follows the last layer",
-    site=Site.LOSS,
-    needs=("batch", "graph"),
-    leads_to=("loss.*", "update.*", "head.range"),
-    exact=True,
-)
+@fault("dropout.scores", Site.LOSS, needs="batch graph", leads_to="loss.* update.* head.range", exact=True)
 class ScoresDropout(Fault):
     """A dropout after the last layer, whose output the loss gets.
 
@@ -35,6 +28,7 @@ class ScoresDropout(Fault):
     Source: Srivastava et al., "Dropout", 2014, who drop inputs and hidden units, not outputs.
     """
 
+    headline = "Dropout follows the last layer"
     severity = "warning"
     passed = "dropout before the loss"
     uses = (LayerRows,)

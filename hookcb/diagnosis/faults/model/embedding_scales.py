@@ -20,10 +20,9 @@ MAX_RATIO = 30.0  # of the RMS of two tables, before the first step and at the e
 
 @fault(
     "embed.scale",
-    headline="An embedding is lost in the sum",
-    site=Site.MODULES,
-    needs=("batches", "graph"),
-    leads_to=("loss.trivial", "loss.flat"),
+    Site.MODULES,
+    needs="batches graph",
+    leads_to="loss.trivial loss.flat",
     subject="embeddings",
 )
 class EmbeddingScales(Fault):
@@ -37,6 +36,7 @@ class EmbeddingScales(Fault):
     Source: Vaswani et al., "Attention Is All You Need", 2017, who scale embeddings beside positions.
     """
 
+    headline = "An embedding is lost in the sum"
     passed = "embeddings on different scales"
 
     def __init__(self) -> None:

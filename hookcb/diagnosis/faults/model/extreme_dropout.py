@@ -12,10 +12,9 @@ EXTREME = 0.9
 
 @fault(
     "dropout.extreme",
-    headline="A dropout drops nearly everything",
-    site=Site.MODULES,
-    needs=("model",),
-    leads_to=("loss.flat", "loss.trivial", "unit.dead", "loss.init", "act.scale"),
+    Site.MODULES,
+    needs="model",
+    leads_to="loss.flat loss.trivial unit.dead loss.init act.scale",
     subject="dropout",
 )
 class ExtremeDropout(Fault):
@@ -26,6 +25,7 @@ class ExtremeDropout(Fault):
     Source: Srivastava et al., "Dropout", 2014, who drop 0.5 of the hidden units and 0.2 of the inputs.
     """
 
+    headline = "A dropout drops nearly everything"
     severity = "warning"
     passed = "extreme dropout"
 

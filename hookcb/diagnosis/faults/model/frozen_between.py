@@ -9,13 +9,7 @@ from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.run import Passed, Run, Skipped
 
 
-@fault(
-    "param.frozen_between",
-    headline="A layer between trained ones is frozen",
-    site=Site.BACKWARD,
-    needs=("gradients", "activations"),
-    exact=True,
-)
+@fault("param.frozen_between", Site.BACKWARD, needs="gradients activations", exact=True)
 class FrozenBetween(Fault):
     """A frozen layer with trained layers before and after it: a note, as it may be on purpose.
 
@@ -25,6 +19,7 @@ class FrozenBetween(Fault):
     half of the layers, or several layers with more than half of the weights, are frozen, as in fine-tuning.
     """
 
+    headline = "A layer between trained ones is frozen"
     severity = "info"
 
     def findings(self, run: Run) -> Iterator[Result]:

@@ -5,20 +5,14 @@ from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run
 
 
-@fault(
-    "param.frozen",
-    headline="No parameter of the model is trained",
-    site=Site.MODULES,
-    needs=("batches",),
-    leads_to=EVERYTHING,
-    exact=True,
-)
+@fault("param.frozen", Site.MODULES, needs="batches", leads_to=EVERYTHING, exact=True)
 class FrozenModel(Fault):
     """A model without a parameter that requires a gradient, whose loss has a graph, say, to the inputs.
 
     Exact: `requires_grad` of all parameters is False after the backwards and at the end.
     """
 
+    headline = "No parameter of the model is trained"
     uses = (Steps,)
     passed = "a model that is frozen as a whole"
     unless = "too little was seen of the backward"

@@ -14,10 +14,9 @@ MAX_SEEING = 0.5  # share of the positions that attend to later ones
 
 @fault(
     "mask.future",
-    headline="The model sees the tokens it predicts",
-    site=Site.MODULES,
-    needs=("batches", "graph"),
-    leads_to=("loss.*", "update.*", "attn.*", "grad.*"),
+    Site.MODULES,
+    needs="batches graph",
+    leads_to="loss.* update.* attn.* grad.*",
     subject="tokens",
     exact=True,
 )
@@ -30,6 +29,7 @@ class FutureMask(Fault):
     whole sequence on purpose, to decode it again.
     """
 
+    headline = "The model sees the tokens it predicts"
     uses = (Tokens, Loss)
     passed = "masks that show the next token"
     has_recurrent = False

@@ -20,13 +20,7 @@ OF_WEIGHT = ("T", "ToCopy")  # operations between a weight and its product
 Link = tuple[Tensor, Tensor]  # weights of a linear layer, and of the one that gets its output
 
 
-@fault(
-    "model.linear_stack",
-    headline="Linear layers follow one another",
-    site=Site.MODULES,
-    needs=("model",),
-    exact=True,
-)
+@fault("model.linear_stack", Site.MODULES, needs="model", exact=True)
 class LinearStack(Fault):
     """Linear layers that follow one another without a nonlinearity: a note, as one layer could compute the same.
 
@@ -35,6 +29,7 @@ class LinearStack(Fault):
     is a low-rank factorization.
     """  # noqa: E501
 
+    headline = "Linear layers follow one another"
     severity = "info"
     passed = "linear layers in a row"
 

@@ -19,15 +19,7 @@ MIN_SINGLE = 0.9  # share of batches with a single sample
 REFUSED = "Expected more than 1 value per channel"  # beginning of torch's error
 
 
-@fault(
-    "mode.mismatch",
-    headline="Layers are in the wrong mode",
-    site=Site.MODULES,
-    needs=("batches", "model"),
-    leads_to=EVERYTHING,
-    subject="modes",
-    exact=True,
-)
+@fault("mode.mismatch", Site.MODULES, needs="batches model", leads_to=EVERYTHING, subject="modes", exact=True)
 class Modes(Fault):
     """A batch norm that is trained in eval mode, or that normalizes with a single sample.
 
@@ -39,6 +31,7 @@ class Modes(Fault):
     Source: torch.nn.BatchNorm2d.
     """
 
+    headline = "Layers are in the wrong mode"
     cadence = EVERY
     passed = "train and eval modes"
 

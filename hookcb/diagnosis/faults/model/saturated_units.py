@@ -26,13 +26,12 @@ MAX_SATURATED_WARNING = 0.9  # share of units
 
 @fault(
     "unit.saturated",
-    headline="Units are stuck at the flat ends of tanh or sigmoid",
-    site=Site.MODULES,
+    Site.MODULES,
+    needs="activations",
+    leads_to="grad.attenuated loss.flat loss.trivial act.collapse update.too_small",
+    subject="flat ends",
     shown_by="layers.saturated",
     draws_limit=True,
-    needs=("activations",),
-    leads_to=("grad.attenuated", "loss.flat", "loss.trivial", "act.collapse", "update.too_small"),
-    subject="flat ends",
 )
 class SaturatedUnits(Fault):
     """Saturated units of tanh and sigmoid, which pass almost no gradient.
@@ -48,6 +47,7 @@ class SaturatedUnits(Fault):
     2010.
     """
 
+    headline = "Units are stuck at the flat ends of tanh or sigmoid"
     uses = (LayerRows,)
 
     def findings(self, run: Run) -> Iterator[Result]:

@@ -14,10 +14,9 @@ GATES = {"LSTM": ("input", "forget", "cell", "output"), "GRU": ("reset", "update
 
 @fault(
     "gate.shut",
-    headline="A gate of a recurrent layer stays closed",
-    site=Site.MODULES,
-    needs=("batches", "model"),
-    leads_to=("grad.*", "loss.*", "act.collapse", "update.too_small"),
+    Site.MODULES,
+    needs="batches model",
+    leads_to="grad.* loss.* act.collapse update.too_small",
     subject="gates",
 )
 class ShutGate(Fault):
@@ -29,6 +28,7 @@ class ShutGate(Fault):
     Source: Jozefowicz et al., An Empirical Exploration of Recurrent Network Architectures, 2015.
     """
 
+    headline = "A gate of a recurrent layer stays closed"
     passed = "closed gates"
 
     def on_model(self, run: Run) -> None:

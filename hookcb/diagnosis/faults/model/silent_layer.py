@@ -8,13 +8,7 @@ from hookcb.diagnosis.run import Param, Passed, Run, Skipped
 from hookcb.hooks.coverage import NOT_CALLED, USED
 
 
-@fault(
-    "hook.silent",
-    headline="A layer is never called",
-    site=Site.MODULES,
-    needs=("activations",),
-    exact=True,
-)
+@fault("hook.silent", Site.MODULES, needs="activations", exact=True)
 class SilentLayer(Fault):
     """Layers that were not called in any inspected batch, so nothing is known of their outputs: a note.
 
@@ -23,6 +17,7 @@ class SilentLayer(Fault):
     are never called themselves; and layers without parameters if another layer is used without a call.
     """
 
+    headline = "A layer is never called"
     severity = "info"
 
     def findings(self, run: Run) -> Iterator[Result]:

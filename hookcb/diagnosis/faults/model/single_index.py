@@ -10,14 +10,7 @@ from hookcb.diagnosis.run import Run
 POSITIONS = ("pos", "wpe")  # in the name of a table of positions
 
 
-@fault(
-    "embed.single_index",
-    headline="An embedding gets one index only",
-    site=Site.MODULES,
-    needs=("batches",),
-    subject="embeddings",
-    exact=True,
-)
+@fault("embed.single_index", Site.MODULES, needs="batches", subject="embeddings", exact=True)
 class SingleIndex(Fault):
     """An embedding that gets the same index at all positions of all inspected batches.
 
@@ -26,6 +19,7 @@ class SingleIndex(Fault):
     apart; else a note, as an id that all samples share may be intended.
     """
 
+    headline = "An embedding gets one index only"
     uses = (Tokens,)
     severity = "warning"
     passed = "embeddings that get a single index"

@@ -19,14 +19,7 @@ MAX_ROWS, MAX_COLUMNS = 256, 64
 ALIKE = 0.99  # share of pairs of rows
 
 
-@fault(
-    "init.symmetric",
-    headline="The units of a layer begin equal",
-    site=Site.MODULES,
-    needs=("model",),
-    leads_to=(*EVERYTHING, "param.not_stepped"),
-    exact=True,
-)
+@fault("init.symmetric", Site.MODULES, needs="model", leads_to=f"{EVERYTHING} param.not_stepped", exact=True)
 class Symmetric(Fault):
     """Units of a hidden layer that begin equal up to sign: they get equal gradients and act as one unit.
 
@@ -36,6 +29,7 @@ class Symmetric(Fault):
     Source: Goodfellow, Bengio & Courville, Deep Learning, 2016, section 8.4.
     """
 
+    headline = "The units of a layer begin equal"
     uses = (Parameters,)
     passed = "symmetric initialization"
 

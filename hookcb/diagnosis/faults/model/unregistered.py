@@ -12,10 +12,9 @@ OPERATION = "an operation on an nn.Parameter before it was assigned, as in nn.Pa
 
 @fault(
     "param.unregistered",
-    headline="The forward uses parameters that the model lacks",
-    site=Site.MODULES,
-    needs=("batches",),
-    leads_to=("param.not_in_optimizer", "loss.*", "update.*"),
+    Site.MODULES,
+    needs="batches",
+    leads_to="param.not_in_optimizer loss.* update.*",
     exact=True,
 )
 class Unregistered(Fault):
@@ -29,6 +28,7 @@ class Unregistered(Fault):
     Source: torch.nn.Module, "Submodules assigned in this way will be registered"; torch.nn.ModuleList.
     """
 
+    headline = "The forward uses parameters that the model lacks"
     uses = (OutsideParameters,)
     passed = "parameters that the model does not have"
     unless = UNSEEN

@@ -10,10 +10,9 @@ from hookcb.diagnosis.run import Param, Passed, Run, Skipped
 
 @fault(
     "init.zero",
-    headline="A hidden layer of zeros stays zero",
-    site=Site.MODULES,
-    needs=("gradients",),
-    leads_to=("loss.flat", "loss.trivial", "unit.dead", "grad.attenuated", "act.collapse"),
+    Site.MODULES,
+    needs="gradients",
+    leads_to="loss.flat loss.trivial unit.dead grad.attenuated act.collapse",
     exact=True,
     shown_by="params.norm",
 )
@@ -26,6 +25,8 @@ class ZeroLayer(Fault):
 
     A branch that begins with zeros on purpose gets gradients.
     """
+
+    headline = "A hidden layer of zeros stays zero"
 
     def findings(self, run: Run) -> Iterator[Result]:
         weights = [p for p in run.params.values() if p.is_weight and p.stats and 0 not in p.shape]

@@ -9,12 +9,11 @@ from hookcb.diagnosis.run import Passed, Run, Skipped
 
 @fault(
     "nonfinite.contained",
-    headline="NaN arises inside the backward",
-    site=Site.BACKWARD,
+    Site.BACKWARD,
+    needs="gradients",
+    exact=True,
     shown_by="params.nonfinite",
     draws_limit=True,
-    needs=("gradients",),
-    exact=True,
 )
 class ContainedNan(Fault):
     """A NaN or infinite gradient of a layer's output, at a step with finite gradients of all parameters.
@@ -23,6 +22,7 @@ class ContainedNan(Fault):
     at one step. `GradientHealth(activations=True)` records the gradients of outputs.
     """
 
+    headline = "NaN arises inside the backward"
     severity = "warning"
 
     def findings(self, run: Run) -> Iterator[Result]:

@@ -15,13 +15,11 @@ UNSEEN = "too little was seen of the backward"
 
 @fault(
     "nonfinite.first",
-    headline="A number is NaN or infinite",
-    site=Site.MODULES,
+    Site.MODULES,
+    leads_to="act.* attn.* grad.* loss.* nonfinite.* unit.* update.* amp.* head.*",
+    exact=True,
     shown_by="layers.nonfinite",
     draws_limit=True,
-    needs=(),
-    exact=True,
-    leads_to=("act.*", "attn.*", "grad.*", "loss.*", "nonfinite.*", "unit.*", "update.*", "amp.*", "head.*"),
 )
 class FirstNan(Fault):
     """The first module that makes NaN or infinity from finite inputs, or from finite gradients.
@@ -31,6 +29,7 @@ class FirstNan(Fault):
     are left out.
     """
 
+    headline = "A number is NaN or infinite"
     uses = (Origin,)
 
     def findings(self, run: Run) -> Iterator[Result]:

@@ -14,10 +14,9 @@ MIN_STEPS = 3
 
 @fault(
     "update.lost_to_rounding",
-    headline="Updates are lost to rounding",
-    site=Site.OPTIMIZER,
-    needs=("steps",),
-    leads_to=("param.not_stepped", "loss.flat", "loss.trivial", "update.too_small"),
+    Site.OPTIMIZER,
+    needs="steps",
+    leads_to="param.not_stepped loss.flat loss.trivial update.too_small",
     subject="low precision",
     exact=True,
 )
@@ -30,6 +29,7 @@ class LostToRounding(Fault):
     Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.1.
     """  # noqa: E501
 
+    headline = "Updates are lost to rounding"
     passed = "updates lost to rounding"
     unless = "too little was seen of the weights around a step"
 

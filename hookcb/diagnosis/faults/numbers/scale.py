@@ -16,13 +16,12 @@ MAX_SKIPPED, MAX_SKIPPED_STEPS = 0.1, 4
 
 @fault(
     "amp.scale_collapse",
-    headline="The GradScaler skips too many steps",
-    site=Site.GRADIENTS,
-    shown_by="run.scale",
-    needs=("gradients",),
-    exact=True,
-    leads_to=("param.not_stepped", "update.too_small", "loss.flat", "loss.trivial"),
+    Site.GRADIENTS,
+    needs="gradients",
+    leads_to="param.not_stepped update.too_small loss.flat loss.trivial",
     subject="scaler",
+    exact=True,
+    shown_by="run.scale",
 )
 class CollapsedScale(Fault):
     """A GradScaler that skips many steps or whose scale is below 1: gradients overflow at any scale.
@@ -33,6 +32,7 @@ class CollapsedScale(Fault):
     Source: torch.amp.GradScaler, which begins at 65,536 and halves at each overflow.
     """
 
+    headline = "The GradScaler skips too many steps"
     uses = (Steps,)
 
     def findings(self, run: Run) -> Iterator[Result]:

@@ -15,14 +15,7 @@ from hookcb.diagnosis.run import Passed, Run, Skipped
 MIN_BATCHES = 4  # whose order is compared
 
 
-@fault(
-    "data.duplicated",
-    headline="Ranks train on the same batches",
-    site=Site.INPUT,
-    needs=("batches",),
-    subject="replicas",
-    exact=True,
-)
+@fault("data.duplicated", Site.INPUT, needs="batches", subject="replicas", exact=True)
 class DuplicatedBatches(Fault):
     """Ranks that train replicas on the same batches.
 
@@ -31,6 +24,7 @@ class DuplicatedBatches(Fault):
     own, are not seen.
     """
 
+    headline = "Ranks train on the same batches"
     uses = (BatchHashes,)
     severity = "warning"
 
@@ -53,15 +47,7 @@ class DuplicatedBatches(Fault):
             yield Passed("ranks with the same batches")
 
 
-@fault(
-    "data.repeated",
-    headline="A rank repeats its batches",
-    site=Site.INPUT,
-    needs=("batches",),
-    leads_to=("loss.*",),
-    subject="replicas",
-    exact=True,
-)
+@fault("data.repeated", Site.INPUT, needs="batches", leads_to="loss.*", subject="replicas", exact=True)
 class RepeatedBatches(Fault):
     """A rank whose batches repeat within an epoch, though those of other ranks do not.
 
@@ -69,6 +55,7 @@ class RepeatedBatches(Fault):
     or more of them have come before.
     """
 
+    headline = "A rank repeats its batches"
     uses = (BatchHashes,)
     severity = "warning"
 
@@ -95,14 +82,7 @@ class RepeatedBatches(Fault):
             )
 
 
-@fault(
-    "data.same_order",
-    headline="Each epoch has the same order",
-    site=Site.INPUT,
-    needs=("batches",),
-    subject="replicas",
-    exact=True,
-)
+@fault("data.same_order", Site.INPUT, needs="batches", subject="replicas", exact=True)
 class SameOrder(Fault):
     """Epochs with the same batches in the same order, as if `set_epoch` of a DistributedSampler is not called.
 
@@ -113,6 +93,7 @@ class SameOrder(Fault):
     Source: PyTorch, torch.utils.data.distributed.DistributedSampler, on `set_epoch`.
     """  # noqa: E501
 
+    headline = "Each epoch has the same order"
     uses = (BatchHashes,)
 
     def __init__(self) -> None:

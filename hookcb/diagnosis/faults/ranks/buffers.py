@@ -19,14 +19,7 @@ COUNTER = "num_batches_tracked"
 TINY = 1e-12  # variance of a channel that is constant
 
 
-@fault(
-    "replica.buffers",
-    headline="Replicas have buffers of their own",
-    site=Site.OPTIMIZER,
-    needs=("batches",),
-    leads_to=("loss.*",),
-    subject="buffers",
-)
+@fault("replica.buffers", Site.OPTIMIZER, needs="batches", leads_to="loss.*", subject="buffers")
 class OwnBuffers(Fault):
     """Buffers of DistributedDataParallel's replicas that differ, if it has `broadcast_buffers=False`.
 
@@ -40,6 +33,7 @@ class OwnBuffers(Fault):
     2015, for the statistics that a model is validated with.
     """
 
+    headline = "Replicas have buffers of their own"
     severity = "warning"
     passed = "buffers that differ"
     has_looked = False

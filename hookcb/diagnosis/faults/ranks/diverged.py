@@ -17,15 +17,7 @@ OF_RATE = (
 )
 
 
-@fault(
-    "replica.diverged",
-    headline="Replicas no longer have the same parameters",
-    site=Site.OPTIMIZER,
-    needs=("batches",),
-    leads_to=("loss.*",),
-    subject="replicas",
-    exact=True,
-)
+@fault("replica.diverged", Site.OPTIMIZER, needs="batches", leads_to="loss.*", subject="replicas", exact=True)
 class DivergedReplicas(Fault):
     """Replicas of DistributedDataParallel whose parameters differ.
 
@@ -33,6 +25,7 @@ class DivergedReplicas(Fault):
     the end of an epoch of a Learner's fit.
     """
 
+    headline = "Replicas no longer have the same parameters"
     passed = "replicas that differ"
     has_looked = False
 

@@ -14,14 +14,7 @@ from hookcb.hooks.modules import device_of
 MIN_COMPARED, N_COMPARED = 4, 8  # inspected batches
 
 
-@fault(
-    "random.duplicated",
-    headline="Ranks draw the same random numbers",
-    site=Site.MODULES,
-    needs=("batches",),
-    subject="replicas",
-    exact=True,
-)
+@fault("random.duplicated", Site.MODULES, needs="batches", subject="replicas", exact=True)
 class DuplicatedRandomNumbers(Fault):
     """Replicas that draw the same random numbers, for dropout or noise: a note.
 
@@ -31,6 +24,7 @@ class DuplicatedRandomNumbers(Fault):
     Source: PyTorch, "Reproducibility", on torch.manual_seed.
     """
 
+    headline = "Ranks draw the same random numbers"
     severity = "info"
 
     def __init__(self) -> None:

@@ -18,13 +18,12 @@ ROUNDING = 1e-3  # relative difference of two norms that are rounded
 
 @fault(
     "grad.rescaled",
-    headline="Gradients are averaged over ranks twice",
-    site=Site.GRADIENTS,
-    shown_by="params.norm",
-    needs=("gradients",),
-    exact=True,
-    leads_to=("loss.*", "update.*"),
+    Site.GRADIENTS,
+    needs="gradients",
+    leads_to="loss.* update.*",
     subject="replicas",
+    exact=True,
+    shown_by="params.norm",
 )
 class RescaledGradients(Fault):
     """Gradients that are averaged or summed over ranks once more after DistributedDataParallel's backward.
@@ -38,6 +37,7 @@ class RescaledGradients(Fault):
     Source: PyTorch, DistributedDataParallel, which averages gradients over ranks.
     """
 
+    headline = "Gradients are averaged over ranks twice"
     uses = (Steps,)
     severity = "warning"
 

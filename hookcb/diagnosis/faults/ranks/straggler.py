@@ -11,13 +11,7 @@ from hookcb.profiling.steps.stragglers import MAX_EXCESS, MIN_EXCESS
 MIN_BLOCKS, MAX_CHANCE = 5, 0.05  # of steps; probability of ranks that take turns
 
 
-@fault(
-    "time.straggler",
-    headline="The other ranks wait for one",
-    site=Site.RUN,
-    needs=("ranks",),
-    subject="ranks",
-)
+@fault("time.straggler", Site.RUN, needs="ranks", subject="ranks")
 class SlowRank(Fault):
     """One rank that all the others wait for.
 
@@ -33,6 +27,7 @@ class SlowRank(Fault):
     which finds stragglers by comparing the times of the same phases between ranks.
     """
 
+    headline = "The other ranks wait for one"
     uses = (RankTimes,)
     severity = "warning"
 

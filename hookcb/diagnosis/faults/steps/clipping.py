@@ -23,11 +23,10 @@ MAX_NORM = 100.0  # of all gradients; they are usually clipped to 0.1 to 10
 
 @fault(
     "clip.always",
-    headline="Almost every gradient is clipped",
-    site=Site.GRADIENTS,
+    Site.GRADIENTS,
+    needs="gradients",
+    leads_to="update.too_small loss.flat loss.trivial",
     shown_by="run.clip_coef",
-    needs=("gradients",),
-    leads_to=("update.too_small", "loss.flat", "loss.trivial"),
 )
 class ConstantClipping(Fault):
     """Gradient clipping that cuts almost every gradient to a small part, which only lowers the learning rate.
@@ -44,6 +43,7 @@ class ConstantClipping(Fault):
     by the mean norm over many updates.
     """
 
+    headline = "Almost every gradient is clipped"
     uses = (Clipping,)
 
     def findings(self, run: Run) -> Iterator[Result]:

@@ -14,13 +14,7 @@ from hookcb.diagnosis.run import SPARSE_KINDS, Param, Passed, Run, Skipped
 MAX_DECAY_OF_NORMS = 0.05  # sum of lr · weight decay
 
 
-@fault(
-    "wd.norms",
-    headline="Weight decay shrinks norms and embeddings",
-    site=Site.OPTIMIZER,
-    needs=("optimizers", "steps"),
-    subject="attention",
-)
+@fault("wd.norms", Site.OPTIMIZER, needs="optimizers steps", subject="attention")
 class DecayedNorms(Fault):
     """Weight decay of norms and embeddings in a transformer: a note, as many leave them out of it.
 
@@ -31,6 +25,7 @@ class DecayedNorms(Fault):
     Source: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, for the decay in each step.
     """
 
+    headline = "Weight decay shrinks norms and embeddings"
     uses = (Curves, Operations)
     severity = "info"
 

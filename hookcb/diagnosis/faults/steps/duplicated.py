@@ -8,20 +8,14 @@ from hookcb.diagnosis.run import Run
 from hookcb.hooks.params import named_params
 
 
-@fault(
-    "param.duplicated",
-    headline="A parameter is twice in the optimizer",
-    site=Site.OPTIMIZER,
-    needs=("batch", "optimizers"),
-    leads_to=("update.*", "loss.*"),
-    exact=True,
-)
+@fault("param.duplicated", Site.OPTIMIZER, needs="batch optimizers", leads_to="update.* loss.*", exact=True)
 class Duplicated(Fault):
     """A parameter that is in the optimizers' groups more than once, so each step updates it several times.
 
     Formula: number of occurrences of a parameter in the groups of all optimizers > 1.
     """
 
+    headline = "A parameter is twice in the optimizer"
     uses = (Steps,)
     passed = "parameters twice in the optimizer"
     unless = "too little was seen of the groups of the optimizer"

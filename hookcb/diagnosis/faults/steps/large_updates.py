@@ -36,20 +36,11 @@ _Large = tuple[Param, float, Span, float]  # with the size of the update and its
 
 @fault(
     "update.too_large",
-    headline="Steps are too large",
-    site=Site.OPTIMIZER,
+    Site.OPTIMIZER,
+    needs="gradients",
+    leads_to="unit.* act.* loss.* nonfinite.* grad.* attn.collapse update.lost_to_rounding",
     shown_by="params.update_ratio",
     draws_limit=True,
-    needs=("gradients",),
-    leads_to=(
-        "unit.*",
-        "act.*",
-        "loss.*",
-        "nonfinite.*",
-        "grad.*",
-        "attn.collapse",
-        "update.lost_to_rounding",
-    ),
 )
 class LargeUpdates(Fault):
     """Steps that change a weight by a large part of its size.
@@ -68,6 +59,8 @@ class LargeUpdates(Fault):
 
     Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
     """
+
+    headline = "Steps are too large"
 
     def findings(self, run: Run) -> Iterator[Result]:
         until = run.converged_at()

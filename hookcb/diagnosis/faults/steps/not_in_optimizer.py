@@ -10,14 +10,7 @@ from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Passed, Run, Skipped
 
 
-@fault(
-    "param.not_in_optimizer",
-    headline="The optimizer lacks some parameters",
-    site=Site.OPTIMIZER,
-    needs=("gradients", "optimizers"),
-    leads_to=("loss.*",),
-    exact=True,
-)
+@fault("param.not_in_optimizer", Site.OPTIMIZER, needs="gradients optimizers", leads_to="loss.*", exact=True)
 class NotInOptimizer(Fault):
     """A parameter that gets gradients but is in no optimizer, so it is never updated.
 
@@ -25,6 +18,7 @@ class NotInOptimizer(Fault):
     parameter. Left out is one that has changed, as something else updates it.
     """
 
+    headline = "The optimizer lacks some parameters"
     uses = (Parameters, Steps)
 
     def findings(self, run: Run) -> Iterator[Result]:

@@ -21,10 +21,9 @@ N_NO_RATE, MIN_NO_RATE_SHARE, MIN_NO_RATE = 10, 0.1, 20  # batches with a learni
 
 @fault(
     "param.not_stepped",
-    headline="Parameters never change",
-    site=Site.OPTIMIZER,
-    needs=("gradients",),
-    leads_to=("loss.flat", "loss.trivial"),
+    Site.OPTIMIZER,
+    needs="gradients",
+    leads_to="loss.flat loss.trivial",
     exact=True,
     shown_by="params.update_ratio",
 )
@@ -39,6 +38,7 @@ class NotStepped(Fault):
     neither the very end of a decay nor the first step of a warmup is one.
     """
 
+    headline = "Parameters never change"
     uses = (ClearedGradients, Parameters, Steps)
 
     def tell(self, run: Run) -> None:

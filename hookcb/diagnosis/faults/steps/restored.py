@@ -13,10 +13,9 @@ MIN_STEPS = 20  # of the run
 
 @fault(
     "param.restored",
-    headline="A weight is put back after each step",
-    site=Site.OPTIMIZER,
-    needs=("gradients", "batches"),
-    leads_to=("loss.flat", "loss.trivial"),
+    Site.OPTIMIZER,
+    needs="gradients batches",
+    leads_to="loss.flat loss.trivial",
     exact=True,
     shown_by="params.update_ratio",
 )
@@ -27,6 +26,7 @@ class Restored(Fault):
     or more, and none of 1,024 elements has changed.
     """
 
+    headline = "A weight is put back after each step"
     uses = (Parameters,)
 
     def findings(self, run: Run) -> Iterator[Result]:

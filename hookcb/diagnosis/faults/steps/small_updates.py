@@ -30,12 +30,11 @@ MIN_WARM_UP = 80  # batches; a shorter warmup may still be as intended
 
 @fault(
     "update.too_small",
-    headline="Steps barely change the weights",
-    site=Site.OPTIMIZER,
+    Site.OPTIMIZER,
+    needs="gradients",
+    leads_to="loss.flat loss.trivial train.unfinished",
     shown_by="params.update_ratio",
     draws_limit=True,
-    needs=("gradients",),
-    leads_to=("loss.flat", "loss.trivial", "train.unfinished"),
 )
 class SmallUpdates(Fault):
     """Steps that barely change the weights, so nothing is learned in reasonable time.
@@ -50,6 +49,7 @@ class SmallUpdates(Fault):
     Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
     """
 
+    headline = "Steps barely change the weights"
     uses = (
         Loss,
         Curves,

@@ -14,10 +14,9 @@ from hookcb.diagnosis.verdict import Finding
 
 @fault(
     "param.unreachable",
-    headline="A layer gets no gradient",
-    site=Site.BACKWARD,
-    needs=("gradients",),
-    leads_to=("loss.flat", "loss.trivial"),
+    Site.BACKWARD,
+    needs="gradients",
+    leads_to="loss.flat loss.trivial",
     exact=True,
     shown_by="params.norm",
 )
@@ -30,6 +29,7 @@ class Unreachable(Fault):
     off. A warning if the calls of layers were not recorded. Nothing is said if no backward was seen at all.
     """
 
+    headline = "A layer gets no gradient"
     uses = (Parameters, ClearedGradients, Steps)
 
     def findings(self, run: Run) -> Iterator[Result]:

@@ -18,11 +18,10 @@ MIN_RATES, VANISHED, MAX_VANISHED = 50, 1e-3, 0.5  # batches; share of the large
 
 @fault(
     "lr.vanished",
-    headline="The learning rate vanishes too early",
-    site=Site.OPTIMIZER,
+    Site.OPTIMIZER,
+    needs="loss",
+    leads_to="loss.flat loss.trivial update.too_small train.unfinished",
     shown_by="run.lr",
-    needs=("loss",),
-    leads_to=("loss.flat", "loss.trivial", "update.too_small", "train.unfinished"),
 )
 class VanishedRate(Fault):
     """A learning rate that falls to almost nothing long before the end, while the model has learned nothing.
@@ -35,6 +34,7 @@ class VanishedRate(Fault):
     torch.optim.lr_scheduler, whose `step` counts its calls: of batches, or of epochs.
     """
 
+    headline = "The learning rate vanishes too early"
     uses = (Curves,)
     severity = "warning"
 

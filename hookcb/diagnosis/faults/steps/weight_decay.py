@@ -27,11 +27,10 @@ MAX_SHRUNK, MIN_DECAYED = 0.1, 2.0
 
 @fault(
     "wd.dominates",
-    headline="Weight decay outweighs the loss",
-    site=Site.OPTIMIZER,
+    Site.OPTIMIZER,
+    needs="gradients optimizers",
+    leads_to="loss.flat loss.trivial act.collapse unit.* grad.attenuated update.*",
     shown_by="params.weight_norm",
-    needs=("gradients", "optimizers"),
-    leads_to=("loss.flat", "loss.trivial", "act.collapse", "unit.*", "grad.attenuated", "update.*"),
 )
 class DominatingDecay(Fault):
     """Weight decay that moves the weights more than the loss does, toward zero.
@@ -46,6 +45,7 @@ class DominatingDecay(Fault):
     Source: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, for the two kinds.
     """
 
+    headline = "Weight decay outweighs the loss"
     uses = (Curves, Steps)
 
     def findings(self, run: Run) -> Iterator[Result]:

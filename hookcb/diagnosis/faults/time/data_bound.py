@@ -22,7 +22,7 @@ MAX_WORKERS = 4  # that are advised
 N_WARM_UP, MIN_BATCHES = 5, 10  # first batches, in which workers start; batches after these
 
 
-@fault("time.data_bound", headline="Training waits for its batches", site=Site.RUN, needs=("time",))
+@fault("time.data_bound", Site.RUN, needs="time")
 class DataBound(Fault):
     """Training that waits for its batches, for each of them or for some.
 
@@ -40,6 +40,7 @@ class DataBound(Fault):
     Source: Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", 2021.
     """
 
+    headline = "Training waits for its batches"
     uses = (Curves, SpentTime, Inputs)
 
     def findings(self, run: Run) -> Iterator[Result]:

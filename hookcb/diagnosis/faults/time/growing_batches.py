@@ -13,7 +13,7 @@ MIN_LONGER = 1e-3  # seconds; less is the noise of a machine
 MIN_LOOKS, MIN_BATCHES = 9, 30  # at the size of a batch, and timed ones
 
 
-@fault("time.growing", headline="Batches grow and take longer", site=Site.RUN, needs=("time",))
+@fault("time.growing", Site.RUN, needs="time")
 class GrowingBatches(Fault):
     """Batches that grow, and steps that take longer and longer with them.
 
@@ -24,6 +24,7 @@ class GrowingBatches(Fault):
     Source: the limit is a choice; a busy machine slows down a training without growing batches.
     """
 
+    headline = "Batches grow and take longer"
     uses = (Curves, Inputs)
     severity = "info"
 

@@ -25,20 +25,14 @@ class _Token:
     __slots__ = ("__weakref__",)
 
 
-@fault(
-    "memory.graphs_kept",
-    headline="The graphs of past batches stay in memory",
-    site=Site.RUN,
-    needs=("batches",),
-    leads_to=("memory.growth",),
-    exact=True,
-)
+@fault("memory.graphs_kept", Site.RUN, needs="batches", leads_to="memory.growth", exact=True)
 class GraphsKept(Fault):
     """The autograd graphs of past batches stay in memory, one more with each batch.
 
     Formula: the nodes of the last 60 losses, other than the last two, are all still alive.
     """
 
+    headline = "The graphs of past batches stay in memory"
     cadence = EVERY
     severity = "warning"
     passed = "retained graphs"
@@ -79,7 +73,7 @@ class GraphsKept(Fault):
         yield from self.told(run, self.seen, unless)
 
 
-@fault("memory.growth", headline="Memory grows with each step", site=Site.RUN, needs=("memory",))
+@fault("memory.growth", Site.RUN, needs="memory")
 class GrowingMemory(Fault):
     """Memory that grows from step to step until it runs out.
 
@@ -91,6 +85,7 @@ class GrowingMemory(Fault):
     PyTorch FAQ, "My model reports cuda runtime error(2): out of memory", for losses that are kept.
     """
 
+    headline = "Memory grows with each step"
     uses = (Curves,)
     severity = "warning"
 

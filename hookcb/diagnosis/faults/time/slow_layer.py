@@ -14,7 +14,7 @@ MIN_LAYER, MIN_SECONDS, MAX_EXCESS = 0.4, 1e-3, 10.0
 SEQUENTIAL = ("RNN", "LSTM", "GRU")
 
 
-@fault("time.layer", headline="One layer is slow for its work", site=Site.RUN, needs=("time",))
+@fault("time.layer", Site.RUN, needs="time")
 class SlowLayer(Fault):
     """A layer that takes far more time for its work than the other layers.
 
@@ -31,6 +31,7 @@ class SlowLayer(Fault):
     2009, bounds the time of a kernel by its operations and its bytes; the limits are choices.
     """
 
+    headline = "One layer is slow for its work"
     uses = (LayerTimes,)
     severity = "info"
 

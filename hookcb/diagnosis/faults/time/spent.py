@@ -35,7 +35,7 @@ BACKWARD = (
 WORK = {"Checkpoint": "checkpoints", "Log": "logging"}  # of callbacks
 
 
-@fault("time.other", headline="Much of the time goes to other work", site=Site.RUN, needs=("time",))
+@fault("time.other", Site.RUN, needs="time")
 class OtherWork(Fault):
     """Time that is spent neither in the model nor in waiting for data, by what it is spent on.
 
@@ -52,6 +52,7 @@ class OtherWork(Fault):
     Source: the limit is a choice, the same as that of `time.data_bound`.
     """
 
+    headline = "Much of the time goes to other work"
     uses = (SpentTime, LayerTimes, BackwardTimes, Loss)
     severity = "info"
 
@@ -105,7 +106,7 @@ def _kind(callback: str) -> str:
     return f"the callback {callback}" if work is None else f"{work} ({callback})"
 
 
-@fault("time.garbage", headline="Garbage collections take much of the time", site=Site.RUN, needs=("time",))
+@fault("time.garbage", Site.RUN, needs="time")
 class Garbage(Fault):
     """Python's garbage collector, which looks through all objects again and again.
 
@@ -115,6 +116,7 @@ class Garbage(Fault):
     Source: Python's `gc` module: a full collection visits each object that may be part of a cycle.
     """
 
+    headline = "Garbage collections take much of the time"
     uses = (SpentTime,)
     severity = "warning"
 
