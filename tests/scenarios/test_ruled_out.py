@@ -8,9 +8,10 @@ from torch.utils.checkpoint import checkpoint
 
 import hookcb
 from hookcb import ActivationStats, Diagnose, GradientHealth, Learner, watch
+from hookcb.diagnosis.faults.model.extreme_dropout import ExtremeDropout
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.loss_graph import read_loss
-from hookcb.diagnosis.run import Layer, Observation, Param, Run, Series
+from hookcb.diagnosis.run import Layer, Param, Run, Series
 from tests.support import fit
 
 HEAD = "an activation before the loss"
@@ -306,9 +307,7 @@ def test_a_part_of_a_model_can_show_a_fault_and_cannot_rule_it_out():
     )
     assert any("scale of activations" in fine for fine in judge(evidence).ruled_out)
     evidence.partial = {"activations": "a part is hidden", "model": "a part is hidden"}
-    evidence.observations = [
-        Observation("dropout.extreme", "0", text="it drops all", next_steps=("drop less",))
-    ]
+    evidence.measured(ExtremeDropout).see("it drops all", at="0", next_steps=("drop less",))
     verdict = judge(evidence)
     assert verdict.primary.code == "dropout.extreme"
     assert not any("scale of activations" in fine for fine in verdict.ruled_out)

@@ -83,15 +83,10 @@ class Probes:
         self.ops.step = loop.train_iter
 
     def record_loss(self, loop: Any, looking: bool) -> None:
-        """Records the loss, and reads its graph once."""
-        is_first = not self._has_read_loss
-        needs_node = is_first or looking or self.is_external
-        node: Any = loop.loss_node if needs_node else None  # which torch makes a Python object of
-        yb = self.run.measured(Targets).of_batch(self.run) if is_first or looking else ()
-        if is_first:
+        """Reads the graph of the first loss."""
+        if not self._has_read_loss:
             self._has_read_loss = True
-            self._read_graph(loop, node, yb)
-        if is_first or looking:
+            self._read_graph(loop, loop.loss_node)
             self.observed.add("loss")
 
     def _read_graph(self, loop: Any, node: Any) -> None:
