@@ -1,6 +1,6 @@
 """Vocabulary of autograd graphs: names of operations, what is behind a node, and walks."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -155,3 +155,14 @@ def read_saved(node: Any, field: str) -> Any:
         return saved(node, field)
     except RuntimeError:
         return FREED
+
+
+def uses(node: Any, at_most: int) -> Counter[Any] | None:
+    """Nodes of the graph behind `node`, and how many others use each.
+
+    None if the graph hides a part of it, or has more nodes than `at_most`.
+    """
+    nodes = list(walk([node], at_most=at_most + 1))
+    if len(nodes) > at_most or any(map(is_opaque, nodes)):
+        return None
+    return Counter([*nodes[:1], *(behind for at in nodes for behind in inputs(at))])

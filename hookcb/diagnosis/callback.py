@@ -23,7 +23,6 @@ from hookcb.diagnosis.gather import gather, note_unseen, recorded
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.led import Led, LedHealth, LedStats, LedTimer
 from hookcb.diagnosis.measurements.clock import Clock
-from hookcb.diagnosis.measurements.legacy import Legacy
 from hookcb.diagnosis.measurements.outside import OutsideParameters
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.preflight import add_preflight
@@ -119,9 +118,7 @@ class Diagnose(Callback):
         self._told = {}
         self._next_check, self._has_reacted = FIRST_CHECK, False
         self._is_new_step, self.is_wanted = True, False
-        self._dispatcher = dispatcher = Dispatcher(
-            Run(loop=self.learn), [Legacy, *FAULTS.values()], self.budget
-        )
+        self._dispatcher = dispatcher = Dispatcher(Run(loop=self.learn), FAULTS.values(), self.budget)
         dispatcher.run.of_rank = name_own_rank()  # the group may be gone at the end
         self._frame = dispatcher.guarded("frame", Frame.of, self.model, []) or Frame()
         self._names = {id(m): name or type(m).__name__ for name, m in named_modules(self.model).items()}

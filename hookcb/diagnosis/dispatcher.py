@@ -113,6 +113,8 @@ class Dispatcher:
         run.n_looked = live.n_looked + (self._under_way and self._is_looked)
         run.looks, run.of_rank = self.schedule.rule, live.of_rank
         for part in live.parts.values():
+            if part.failure is not None:
+                self.fail(part, part.failure)
             self.guarded(part, part.tell, run)
         return run
 
@@ -124,6 +126,7 @@ class Dispatcher:
             for part in parts:
                 self.guarded(part, part.close, self.run)
                 self.guarded(part, part.freeze)
+                part.failure = None  # which would keep the tensors of its frames alive
         self._arrange()
 
     # ---- failures

@@ -69,13 +69,19 @@ class Part:
     Its methods that are named as in `HANDLERS` are called at these events of a training, with the `Run`. An
     error in one costs the faults that depend on it, and nothing else.
 
+    For one verdict of several ranks, each part that has them sends what `state(run)` returns, plain and
+    small. A frozen copy of the part, for the run of all ranks, then takes that of each by `merge(run,
+    of_ranks, rank)`, which may change this run; see `ranks.of_all`.
+
     Attributes:
         cadence: the batches in which it is called: `EVERY`, `LOOKS`, or a number of steps.
         uses: measurements that it depends on, which are called before it.
         done: whether it has seen enough, and is called no more.
+        failure: the first error outside of these methods, as in a hook of its own.
     """
 
     cadence: float = LOOKS
+    failure: Exception | None = None
     uses: ClassVar[tuple[type["Measurement"], ...]] = ()
     done = False
 
@@ -103,7 +109,7 @@ class Fault(Part):
         exact: whether it has no threshold.
         needs: sources of the run that it requires, see `Run.sources`.
         leads_to: codes of findings that may follow from one of these, as `fnmatch` patterns.
-        subject: what it checks, if some trainings do not have it, see `Run.why`.
+        subject: what it checks, if some trainings do not have it, see `Run.absent`.
         shown_by: the series that shows its findings, "run.loss" of the whole run, "layers.std" of the layer
             or "params.norm" of the parameter; "" if none does.
         draws_limit: whether `Finding.limit` is in the unit of that series.

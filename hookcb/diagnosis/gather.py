@@ -155,8 +155,9 @@ def _add_gradients(evidence: Run, records: GradientRecords) -> None:
     if evidence.steps["lr"].steps != steps:  # made without an optimizer; clipping was not seen
         evidence.steps["clip_coef"] = Series()
     was_made = [not row["skipped"] for row in rows]
-    is_known = len(evidence.stepped) == len(steps) and len(set(evidence.stepped)) > 1
-    stepped: list[int | None] = list(evidence.stepped) if is_known else [None] * len(steps)
+    made_by = evidence.measured(Steps).made_by
+    is_known = len(made_by) == len(steps) and len(set(made_by)) > 1
+    stepped: list[int | None] = list(made_by) if is_known else [None] * len(steps)
     for name in records.names:
         if name in evidence.params:
             columns = dict(zip(records.columns, store.series(name).T.tolist(), strict=False))

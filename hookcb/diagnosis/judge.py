@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-import hookcb.diagnosis.checks  # which registers them
 import hookcb.diagnosis.faults  # noqa: F401  # likewise
 from hookcb.core.ranks import ALONE, Ranks
 from hookcb.diagnosis.failures import describe_failure

@@ -16,7 +16,9 @@ from hookcb.core.events import Event
 from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.fault import FAULTS, Fault, parts_for
 from hookcb.diagnosis.faults.labels.scaled import ScaledLabels
+from hookcb.diagnosis.faults.model.dropout_scores import ScoresDropout
 from hookcb.diagnosis.faults.model.extreme_dropout import ExtremeDropout
+from hookcb.diagnosis.faults.model.linear_stack import LinearStack
 from hookcb.diagnosis.faults.model.symmetric import Symmetric
 from hookcb.diagnosis.faults.steps.duplicated import Duplicated
 from hookcb.diagnosis.first_batch import first_batch, preserve_loader, why_not_readable
@@ -26,9 +28,6 @@ from hookcb.diagnosis.measurements.origin import Found, Origin, find_origin
 from hookcb.diagnosis.measurements.output import Output
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
-from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
-from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
-from hookcb.diagnosis.probes.model import observe_model
 from hookcb.diagnosis.run import Run, Series
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import device_of, has_uninitialized, is_leaf, named_modules
@@ -93,15 +92,12 @@ def _inspect(evidence: Run, learn: Any) -> None:
         _leave_out_later(found)
     at_any_time = {"batch", "model", "graph", "optimizers"}.issuperset
     # a fault at the end may have been there from the beginning, and then explains the others
-    lasting = [replace(x, step=None) for x in found.observations if at_any_time(FAULTS[x.code].needs)]
-    evidence.observations += lasting
     for kind, part in found.parts.items():
         if isinstance(part, Fault) and at_any_time(part.needs):
             part.seen = [replace(x, step=None, last_step=None) for x in part.seen]
             evidence.parts[kind] = part
     evidence.sources |= found.sources
     evidence.missing |= found.missing
-    evidence.observed |= found.observed
     found.measured(Loss).validation = evidence.measured(Loss).validation
     evidence.parts |= found.parts
     evidence.notes.append("one more batch after the training")
@@ -115,7 +111,7 @@ def _leave_out_later(found: Run) -> None:
 
 
 def _observe_model(found: Run, learn: Any) -> None:
-    found.observations += observe_model(learn.model)
+    found.measured(LinearStack).on_model(found)
     found.sources.add("model")
     found.measured(Symmetric).on_model(found)
     found.measured(ExtremeDropout).on_model(found)
@@ -132,7 +128,6 @@ def _observe_batch(found: Run, learn: Any, step: int) -> None:
     learn.loss = learn.get_loss()
     is_finite = _is_finite(learn)
     found.sources.add("batch")
-    found.observed |= {"loss"} | ({"backward"} if is_finite else set())
     origin = found.measured(Origin)
     origin.has_looked, origin.is_sought = is_finite, not is_finite
     inputs.tell(found)
@@ -153,17 +148,13 @@ def _observe_loss(found: Run, learn: Any, last: str) -> None:
             part.layer = last
     found.measured(Output).on_loss(found)
     found.measured(Loss).tell(found)
-    if not math.isnan(share := dropped_share(learn.loss.grad_fn)):
-        found.observed.add("input of the loss")
-        found.observations += observe_dropout(share, last, 0)
+    found.measured(ScoresDropout).look(learn.loss.grad_fn, last, None)
     found.measured(Targets).is_known = bool(learn.yb)
     if learn.yb:
         scaled = found.measured(ScaledLabels)
         scaled.on_first_graph(Run(loop=learn))
         scaled.seen = [replace(x, step=None, last_step=None) for x in scaled.seen]
-    if (links := linear_links(learn.loss.grad_fn)) is not None:
-        found.observed.add("path from layer to layer")
-        found.observations += observe_linear_links(links, learn.model)
+    found.measured(LinearStack).on_first_graph(found)
 
 
 def _is_finite(learn: Any) -> bool:

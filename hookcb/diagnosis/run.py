@@ -137,33 +137,6 @@ class Absent:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """A fault observed directly by a probe, without statistics over many batches.
-
-    Attributes:
-        code: code of the finding it leads to.
-        layer, param: qualified names, "" if it concerns no single one.
-        step: number of the training batch.
-        value: measured number, NaN if there is none.
-        text: message of the finding.
-        causes, next_steps: see `Finding`.
-        severity: severity of the finding, "" for the default of its code.
-        ranks: ranks that it is about, if it is not about this one.
-    """
-
-    code: str
-    layer: str = ""
-    param: str = ""
-    step: int | None = None
-    value: float = math.nan
-    text: str = ""
-    causes: tuple[str, ...] = ()
-    next_steps: tuple[str, ...] = ()
-    severity: str = ""
-    ranks: tuple[int, ...] = ()
-
-
 @dataclass(slots=True)
 class Run:
     """Everything that was recorded about a training.
@@ -180,12 +153,8 @@ class Run:
             `clip_coef`, `lr`, and `scale` and `skipped` (0 or 1) of a GradScaler.
         lr: largest learning rate of all groups, for each batch.
         loss: loss of each batch.
-        stepped: index of the optimizer that made each recorded step, if known.
-        observed: what could be inspected: "inputs", "labels", "loss", "attention", "backward", "steps" …
         n_steps: number of optimizer steps.
-        is_by_hand: whether the loop updates its weights without an optimizer.
         is_one_backward: whether it comes from a single backward, without a training.
-        observations: faults that probes observed directly.
         silent: layers that were never called, with the likely reason.
         notes: remarks on what could not be inspected.
         missing: reasons why a source is missing, if known.
@@ -214,12 +183,8 @@ class Run:
     steps: dict[str, Series] = field(default_factory=dict)
     lr: Series = field(default_factory=Series)
     loss: Series = field(default_factory=Series)
-    stepped: list[int] = field(default_factory=list)
-    observed: set[str] = field(default_factory=set)
     n_steps: int = 0
-    is_by_hand: bool = False
     is_one_backward: bool = False
-    observations: list[Observation] = field(default_factory=list)
     silent: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)

@@ -27,7 +27,7 @@ from hookcb import (
     watch,
 )
 from hookcb.diagnosis.judge import judge
-from hookcb.diagnosis.probes.attention import OpProbe
+from hookcb.diagnosis.measurements.operations import OpProbe
 from tests.support import SaysSo, fit, make_batches, make_learner, make_model
 from tests.training.support import TakesDict, TwoInputs, Unsized
 

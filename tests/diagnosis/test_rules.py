@@ -101,7 +101,6 @@ def test_numbers_of_which_none_is_known_find_nothing_and_rule_nothing_out(n):
         layers=layers,
         params=params,
         steps=dict.fromkeys(STEP_STATS, unknown(n)),
-        observed={"attention"},
         n_steps=n,
         **curves,
     )

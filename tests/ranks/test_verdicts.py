@@ -35,6 +35,15 @@ def test_a_healthy_training_is_healthy_on_all_ranks_and_bit_identical(two):
     assert each(two, "without") == [x["weights"] for x in each(two, "healthy")]
 
 
+def test_what_stays_of_a_fit_is_of_all_ranks(two):
+    for result in each(two, "healthy"):
+        one, other = result["of_ranks"]
+        every = -(-len(result["loss"]) // 100)
+        means = [(a + b) / 2 for a, b in zip(one, other, strict=True)]
+        assert result["loss"][::every] == means
+        assert one != other
+
+
 def test_inputs_on_a_bad_scale_name_their_rank_first(two):
     result = verdict(two, "inputs_of_one_rank")
     assert result["findings"][0] == ["input.scale", "", [1], ""]

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from hookcb import Callback, Diagnose, Learner, watch
+from hookcb.diagnosis.measurements.loss import Loss
 from tests.ranks.support import digest, join_group, run_cases
 
 RANK, WORLD = 0, 1
@@ -52,6 +53,8 @@ def judged(learn, n=2, cbs=(), **options):
         "warnings": [str(w.message) for w in caught if "  " in str(w.message)],
         "weights": digest(learn.model),
         "n": len(learn.recorder.losses),
+        "of_ranks": [x.values for x in learn.diagnosis.evidence().measured(Loss).of_ranks],
+        "loss": learn.diagnosis.evidence().loss.values,
     }
 
 

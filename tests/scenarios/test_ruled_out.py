@@ -11,6 +11,7 @@ from hookcb import ActivationStats, Diagnose, GradientHealth, Learner, watch
 from hookcb.diagnosis.faults.model.extreme_dropout import ExtremeDropout
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.loss_graph import read_loss
+from hookcb.diagnosis.measurements.origin import Origin
 from hookcb.diagnosis.run import Layer, Param, Run, Series
 from tests.support import fit
 
@@ -294,7 +295,7 @@ def test_gradient_health_alone_does_not_know_which_layers_are_used():
 
 def test_nan_is_not_ruled_out_where_a_loss_was_nan():
     evidence = Run(sources={"batch", "loss"}, n_batches=3, loss=Series([0, 1, 2], [1.0, float("nan"), 1.0]))
-    evidence.observed = {"backward", "loss"}
+    evidence.measured(Origin).has_looked = True
     assert "NaN and infinities" not in judge(evidence).ruled_out
     assert not_checked(judge(evidence), "nonfinite.first").startswith("the loss of step 1 was not finite")
 

@@ -19,6 +19,7 @@ from hookcb.core.whose import OURS, is_of_program
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.lines import code_of, function_place
+from hookcb.diagnosis.measurements.operations import Operations
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import contains_compiled, named_modules
@@ -52,7 +53,7 @@ class LayerTimes(Measurement):
     """
 
     cadence = EVERY
-    uses = (Clock,)
+    uses = (Clock, Operations)
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -70,10 +71,10 @@ class LayerTimes(Measurement):
         self._hooks: list[Hook] = []
         self._own: set[int] = set()  # their ids
         self._n_timed, self._is_after_look = 0, False
-        self._failure: Exception | None = None  # of a hook
 
     def on_model(self, run: Run) -> None:
         self._names = {id(m): name for name, m in named_modules(run.loop.model).items()}
+        run.measured(Operations).listeners.append(self)
 
     def on_batch(self, run: Run) -> None:
         """Puts hooks on the modules if the batch before this one was inspected, and this one is not."""
@@ -101,7 +102,7 @@ class LayerTimes(Measurement):
             self._since = time.perf_counter()
 
     def _take_error(self, error: Exception) -> None:
-        self._failure = self._failure or error
+        self.failure = self.failure or error
 
     def _pause(self, m: nn.Module, args: Any) -> None:
         now = time.perf_counter()
@@ -157,9 +158,6 @@ class LayerTimes(Measurement):
                 kept[name].append(seconds)
             found.clear()
         self._running.clear()
-        if (failure := self._failure) is not None:
-            self._failure = None
-            raise failure
 
     def add_work(self, layer: str, func: Any, args: tuple[Any, ...], output: Any) -> None:
         """Adds the work of an operation in the first inspected forward."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from hookcb.core.batch import n_samples, parts
 from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.measurements.layer_rows import float_output
+from hookcb.diagnosis.measurements.operations import Operations
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.run import Run
 
@@ -23,12 +24,15 @@ class SequenceAxis(Measurement):
         wrong: first two sizes of its inputs in the others.
     """
 
-    uses = (Targets,)
+    uses = (Operations, Targets)
 
     def __init__(self) -> None:
         self._calls: list[tuple[str, int, int]] = []  # of the current batch, with the first two sizes
         self.n_right: Counter[str] = Counter()
         self.wrong: dict[str, list[tuple[int, int]]] = {}
+
+    def on_model(self, run: Run) -> None:
+        run.measured(Operations).listeners.append(self)
 
     def on_batch(self, run: Run) -> None:
         self._calls = []

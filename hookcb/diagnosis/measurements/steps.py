@@ -16,7 +16,7 @@ class Steps(Measurement):
 
     Attributes:
         optimizers: optimizers that have stepped, by id, in the order of their first steps.
-        stepped: ids of the optimizers of inspected steps.
+        made_by: index of the optimizer that made each inspected step.
         first_param: smallest parameter of the first layer with a gradient, which any number in a backward
             that is not finite reaches; None before the first backward.
         n_backward: number of backwards.
@@ -32,7 +32,8 @@ class Steps(Measurement):
 
     def __init__(self) -> None:
         self.optimizers: dict[int, Optimizer] = {}
-        self.stepped: list[int] = []
+        self._stepped: list[int] = []  # their ids
+        self.made_by: list[int] = []
         self.first_param: nn.Parameter | None = None
         self.n_backward = self.n_alone = self.n_given = self.n_optimizers = self.n_skipped = 0
         self.is_beside = self.is_by_hand = False
@@ -54,14 +55,15 @@ class Steps(Measurement):
         if loop.opt is not None:
             self.optimizers[id(loop.opt)] = loop.opt
             if run.looking:
-                self.stepped.append(id(loop.opt))
+                self._stepped.append(id(loop.opt))
 
     def places(self) -> dict[int, int]:
         """Index of each optimizer, by its id."""
         return {key: i for i, key in enumerate(self.optimizers)}
 
     def tell(self, run: Run) -> None:
-        self.n_optimizers = len(self.optimizers)
+        self.n_optimizers, places = len(self.optimizers), self.places()
+        self.made_by = [places[key] for key in self._stepped]
         self.is_by_hand = any(isinstance(opt, StepByHand) for opt in self.optimizers.values())
         if self.is_by_hand:
             run.note(

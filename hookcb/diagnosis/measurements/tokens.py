@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hookcb.core.batch import parts
 from hookcb.diagnosis.fault import Measurement
+from hookcb.diagnosis.measurements.operations import Operations
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.hook import Hook
 
@@ -91,6 +92,8 @@ class Tokens(Measurement):
             enough batches, by layer.
     """
 
+    uses = (Operations,)
+
     def __init__(self) -> None:
         self._embedded: list[Embedded] = []
         self._views: list[View] = []
@@ -100,7 +103,6 @@ class Tokens(Measurement):
         self.n_batches, self.has_embeddings, self.has_compared = 0, False, False
         self.relations: list[Relation] = []
         self.indices: dict[str, tuple[int, int, int]] = {}
-        self._failure: Exception | None = None  # in the backward
 
     @property
     def is_under_way(self) -> bool:
@@ -111,6 +113,9 @@ class Tokens(Measurement):
     def is_open(self) -> bool:
         """Whether more batches are compared."""
         return self.n_batches < MIN_BATCHES
+
+    def on_model(self, run: Run) -> None:
+        run.measured(Operations).listeners.append(self)
 
     def on_batch(self, run: Run) -> None:
         self._forget()
@@ -159,11 +164,11 @@ class Tokens(Measurement):
             self._hook = Hook(scores, lambda _, grad: self._take(grad), pre=True)
 
     def _take(self, grad: Tensor) -> None:
-        if self._failure is None:
+        if self.failure is None:
             try:
                 self.compare(grad)
             except Exception as error:  # the user's backward must go on, whatever it is
-                self._failure = error
+                self.failure = error
 
     def compare(self, grad: Tensor) -> None:
         """Compares the targets of the batch with all that was embedded in it.
@@ -201,19 +206,20 @@ class Tokens(Measurement):
         self.indices = {
             layer: _range_of(ends) for layer, ends in self._ends.items() if len(ends) >= MIN_BATCHES
         }
-        if not self.is_open and not self.relations:
+        operations = run.measured(Operations)
+        if operations.has_looked and operations.failure is None and not self.has_embeddings:
+            run.absent |= dict.fromkeys(("embeddings", "tokens"), "the model has no embedding")
+        elif not self.is_open and not self.relations:
             run.absent["tokens"] = "the targets of the loss are not the tokens that the model embeds"
         elif not self.is_open:
             unknown = "the embedding of the tokens has no padding_idx, so it is not known what is padding"
             run.missing["padding of the tokens"] = unknown
-        if self._failure is not None:
-            raise self._failure
 
     def close(self, run: Run) -> None:
         self._forget()
 
     def freeze(self) -> None:
-        self._counts, self._ends, self._failure = {}, {}, None
+        self._counts, self._ends = {}, {}
 
     def _relations(self) -> list[Relation]:
         found = []

@@ -7,7 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hookcb.diagnosis.measurements.layer_rows import MAX_ELEMENTS, LayerRows, float_output, spread
+from hookcb.diagnosis.measurements.layer_rows import (
+    MAX_ELEMENTS,
+    LayerRows,
+    float_output,
+    saturated_share,
+    spread,
+)
 from hookcb.diagnosis.run import Run
 
 
@@ -65,3 +71,20 @@ def test_what_has_no_numbers_is_left_out_and_copies_are_told():
     rows.tell(told)
     assert told.layers == {}
     assert "copies" in told.partial["activations"]
+
+
+@pytest.mark.parametrize("kind", [nn.Tanh, nn.Sigmoid])
+def test_the_saturated_share_of_nan_is_unknown(kind):
+    assert saturated_share(kind(), torch.full((4, 5), math.nan)).isnan()
+    assert saturated_share(kind(), torch.tensor([math.nan, 1.0])) == 0.5
+
+
+def test_saturated_shares_are_counts_of_elements():
+    x = torch.randn(50, 7, generator=torch.Generator().manual_seed(0)) * 3
+    t, s = x.tanh(), x.sigmoid()
+    assert saturated_share(nn.Tanh(), t) == pytest.approx(
+        sum(abs(v) > 0.97 for v in t.flatten().tolist()) / 350
+    )
+    n = sum(not 0.03 <= v <= 0.97 for v in s.flatten().tolist())
+    assert saturated_share(nn.Sigmoid(), s) == pytest.approx(n / 350)
+    assert saturated_share(nn.ReLU(), x.relu()) is None

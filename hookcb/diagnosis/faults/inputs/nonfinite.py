@@ -40,7 +40,7 @@ class NonfiniteInputs(Fault):
             f"The inputs of batch {step} contain {n:,.0f} NaN or infinite number{'s' * (n != 1)}.",
             severity,
             when=step if "batches" in run.sources else (None, None),
-            value=n,
+            value=float(n),
             causes=("missing values in the data, or a division by zero in a transform",),
             next_steps=("Find these samples with torch.isfinite(x), then fill or drop them",),
         )

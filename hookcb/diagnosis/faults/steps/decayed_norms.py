@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from hookcb.core.text import join_names
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.operations import Operations
 from hookcb.diagnosis.rules import (
     finite,
 )
@@ -30,11 +31,11 @@ class DecayedNorms(Fault):
     Source: Loshchilov & Hutter, "Decoupled Weight Decay Regularization", 2019, for the decay in each step.
     """
 
-    uses = (Curves,)
+    uses = (Curves, Operations)
     severity = "info"
 
     def findings(self, run: Run) -> Iterator[Result]:
-        if "attention" not in run.observed:
+        if not run.measured(Operations).has_attention:
             yield Skipped("too little was seen of the attention")
             return
         if not (known := finite(run.lr.values)):

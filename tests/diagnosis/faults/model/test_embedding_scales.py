@@ -1,14 +1,15 @@
 """Embeddings whose outputs are added: embed.scale."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from hookcb import Diagnose, Learner, watch
-from hookcb.diagnosis.checks.observed import embedding_scales
-from hookcb.diagnosis.probes.embeddings import AddedTables
-from hookcb.diagnosis.run import Observation, Passed
+from hookcb.diagnosis.faults.model.embedding_scales import EmbeddingScales
+from hookcb.diagnosis.run import Passed, Run
 from tests.diagnosis.checks.support import evidence, only
 
 
@@ -42,16 +43,28 @@ class Model(nn.Module):
         return self.head(h + h.tanh())
 
 
+def follow(model):
+    fault = EmbeddingScales()
+    loss = model(torch.randint(16, (4, 6))).mean()
+    fault.on_first_graph(Run(loop=SimpleNamespace(model=model, loss_node=loss.grad_fn)))
+    assert fault.is_known
+    return fault
+
+
+def judged(fault, loss=2.0):
+    """Layers of its findings, in a model that is no better than a constant of a loss of 2."""
+    fault.tell(Run())
+    run = evidence(loss=[loss] * 100, constant=2.0)
+    return [x.layer for x in fault.findings(run) if not isinstance(x, Passed)]
+
+
 def seen(model):
-    tables = AddedTables()
-    tables.read_graph(model(torch.randint(16, (4, 6))).mean().grad_fn, model)
-    assert tables.is_known
-    return [(x.code, x.layer) for x in tables.observations()]
+    return judged(follow(model))
 
 
 @pytest.mark.parametrize("way", ["layer", "parameter", "slice"])
 def test_the_far_smaller_of_two_tables_that_are_added_is_found(way):
-    assert seen(Model(way)) == [("embed.scale", "tokens")]
+    assert seen(Model(way)) == ["tokens"]
     assert seen(Model(way, token=1.0)) == []
 
 
@@ -62,10 +75,9 @@ def test_tables_that_are_not_added_as_they_are_do_not_count(way):
 
 def test_tables_that_have_grown_do_not_count():
     model = Model(token=1.0, position=0.0)
-    tables = AddedTables()
-    tables.read_graph(model(torch.randint(16, (4, 6))).mean().grad_fn, model)
+    fault = follow(model)
     nn.init.normal_(model.places.weight, std=0.1)
-    assert list(tables.observations()) == []
+    assert judged(fault) == []
 
 
 def test_a_table_that_begins_at_zero_is_meant_to():
@@ -96,9 +108,9 @@ def test_it_is_a_warning_if_the_model_is_no_better_than_a_constant(in_watch):
 
 
 def test_in_a_model_that_learns_it_does_no_harm():
-    seen = Observation("embed.scale", "tokens", text="The output of tokens is added to that of places.")
-    learns = [2.0 - 0.01 * i for i in range(100)]
-    assert isinstance(
-        only(embedding_scales, evidence(loss=learns, constant=2.0, observations=[seen])), Passed
-    )
-    assert only(embedding_scales, evidence(loss=[2.0] * 100, constant=2.0, observations=[seen])).value != 0
+    learns = evidence(loss=[2.0 - 0.01 * i for i in range(100)], constant=2.0)
+    fault = follow(Model())
+    fault.tell(learns)
+    fault.freeze()
+    assert isinstance(only(lambda run: fault.findings(run), learns), Passed)
+    assert only(lambda run: fault.findings(run), evidence(loss=[2.0] * 100, constant=2.0)).value > 30

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, Learner, diagnose, watch
-from hookcb.diagnosis.probes.dropout import dropped_share, observe_dropout
+from hookcb.diagnosis.faults.model.dropout_scores import dropped_share
 
 X, Y = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 10
 CE = F.cross_entropy
@@ -60,7 +60,6 @@ def test_nothing_else_is_taken_for_it(name, loss_func):
 @pytest.mark.parametrize("make", [lambda x: x.exp().sum().cosh(), lambda x: x.detach().sum()])
 def test_without_a_known_loss_it_is_unknown(make):
     assert math.isnan(dropped_share(make(F.dropout(scores(), 0.5)).grad_fn))
-    assert list(observe_dropout(math.nan, "", 0)) == []
 
 
 def test_masks_that_a_backward_has_freed_are_unknown():

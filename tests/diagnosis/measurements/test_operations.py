@@ -1,21 +1,16 @@
-"""Attention as it is seen inside a forward, against entropies computed one row at a time."""
+"""Attention and embeddings as they are seen inside a forward, against entropies computed row by row."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.probes.attention import (
-    OpHooks,
-    OpProbe,
-    is_blind,
-    low_heads,
-    observe_attention,
-    observe_blind,
-    saturated_share,
-)
+from hookcb.diagnosis.faults.model.attention import low_heads
+from hookcb.diagnosis.measurements.operations import Operations, OpProbe
+from hookcb.diagnosis.run import Run
 
 B, HEADS, T, D = 2, 4, 6, 8
 SHARP = torch.tensor([1.0, 1.0, 400.0, 400.0]).view(HEADS, 1, 1)  # of heads, by which scores grow
@@ -76,47 +71,6 @@ def share(call):
     assert name == "attn"
     assert found.shape == ()
     return float(found)
-
-
-# ---- heads that look at one place
-
-
-def test_the_share_of_low_heads_is_that_of_entropies_row_by_row():
-    for seed in range(5):
-        sharpness = 10 ** numbers(HEADS, 1, 1, seed=seed).abs().mul(2)
-        weights = (numbers(B, HEADS, T, T, seed=seed) * sharpness).softmax(-1)
-        assert low_heads(weights) == by_hand(weights)
-
-
-@pytest.mark.parametrize("n_low", [0, 1, 3, 4])
-def test_heads_that_look_at_one_place_are_counted(n_low):
-    weights = torch.full((B, HEADS, T, T), 1 / T)
-    weights[:, :n_low] = torch.eye(T)
-    assert low_heads(weights) == n_low / HEADS
-    assert low_heads(weights.bfloat16()) == n_low / HEADS
-
-
-def test_samples_and_heads_may_share_a_dimension():
-    weights = torch.full((B * HEADS, T, T), 1 / T)
-    weights[:2] = torch.eye(T)
-    assert low_heads(weights) == 2 / (B * HEADS)
-
-
-def test_the_limit_is_a_twentieth_of_the_entropy_of_looking_everywhere():
-    """Entropy of rows with 1 - e on one key and the rest spread evenly over the others."""
-    for e in (0.002, 0.005, 0.01, 0.02, 0.05):
-        weights = torch.full((1, 1, 4, 16), e / 15)
-        weights[..., 0] = 1 - e
-        assert low_heads(weights) == float(entropy(weights[0, 0, 0].tolist()) < 0.05 * math.log(16))
-
-
-def test_rows_without_any_key_do_not_count():
-    weights = torch.full((B, HEADS, T, T), 1 / T)
-    weights[:, :, 1:] = math.nan
-    assert low_heads(weights) == 0
-    weights[:, :3] = torch.eye(T)
-    weights[:, :, 2:] = math.nan
-    assert low_heads(weights) == 3 / 4
 
 
 # ---- attention as people write it
@@ -277,28 +231,60 @@ def blocks():
     return nn.Sequential(Block(), nn.Sequential(Block(), Block()))
 
 
+def operations(model, looking=lambda: True):
+    """Hooks on a model, in batches of a training that are inspected or not, and the layers with attention."""
+    layers = []
+    listener = SimpleNamespace(failure=None, see_attention=lambda layer, m, weights: layers.append(layer))
+    run = Run(loop=SimpleNamespace(model=model, training=True, in_loop_thread=True, train_iter=0))
+    hooks = run.measured(Operations)
+    hooks.on_model(run)
+    hooks.listeners.append(listener)
+
+    def call(x):
+        run.looking = looking()
+        hooks.on_batch(run)
+        model(x)
+
+    return hooks, run, call, layers
+
+
 def n_modes():
     return torch._C._len_torch_dispatch_stack()
 
 
 def test_the_innermost_module_whose_code_runs_is_named():
     model = blocks()
-    hooks = OpHooks(model, lambda: True, lambda: True)
-    model(numbers(B, T, HEADS * D))
-    hooks.remove()
-    assert list(hooks.shares) == ["0", "1.0", "1.1"]
+    hooks, run, call, layers = operations(model)
+    call(numbers(B, T, HEADS * D))
+    hooks.close(run)
+    assert layers == ["0", "1.0", "1.1"]
     assert n_modes() == 0
 
 
 def test_only_calls_that_are_wanted_are_looked_at():
-    model, wanted = blocks(), [True, False, True]
-    hooks = OpHooks(model, lambda: wanted.pop(), lambda: True)
+    wanted = [True, False, True]
+    hooks, run, call, layers = operations(blocks(), wanted.pop)
     for _ in range(3):
-        model(numbers(B, T, HEADS * D))
-    hooks.remove()
-    assert sum(map(len, hooks.shares.values())) == 6
-    model(numbers(B, T, HEADS * D))
-    assert sum(map(len, hooks.shares.values())) == 6
+        call(numbers(B, T, HEADS * D))
+    hooks.close(run)
+    assert len(layers) == sum(hooks.n_seen.values()) == 6
+    wanted.append(True)
+    call(numbers(B, T, HEADS * D))
+    assert len(layers) == 6
+
+
+def test_a_listener_that_fails_keeps_its_error_and_costs_neither_the_forward_nor_the_others():
+    hooks, run, call, layers = operations(blocks())
+
+    def fails(*_):
+        raise ValueError("no")
+
+    broken = SimpleNamespace(failure=None, see_attention=fails)
+    hooks.listeners.insert(0, broken)
+    call(numbers(B, T, HEADS * D))
+    hooks.close(run)
+    assert str(broken.failure) == "no"
+    assert len(layers) == 3
 
 
 def test_a_forward_that_raises_leaves_nothing_on():
@@ -307,72 +293,13 @@ def test_a_forward_that_raises_leaves_nothing_on():
             raise RuntimeError("no")
 
     model = nn.Sequential(Block(), Fails())
-    hooks = OpHooks(model, lambda: True, lambda: True)
+    hooks, run, call, _ = operations(model)
     with pytest.raises(RuntimeError, match="no"):
-        model(numbers(B, T, HEADS * D))
+        call(numbers(B, T, HEADS * D))
     assert n_modes() == 0
-    hooks.remove()
+    hooks.close(run)
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
-
-
-# ---- what follows
-
-
-def observations(*shares, layer="attn"):
-    given = {layer: [(10 * i, torch.tensor(x)) for i, x in enumerate(shares)]}
-    return [(s.code, s.layer, s.step, s.value) for s in observe_attention(given)]
-
-
-def test_heads_that_look_at_one_place_in_each_batch_are_told():
-    assert observations(1.0, 0.75, 1.0) == [("attn.collapse", "attn", 0, 0.75)]
-    assert observations(math.nan, 0.75, 1.0, 1.0) == [("attn.collapse", "attn", 10, 0.75)]
-
-
-@pytest.mark.parametrize("shares", [(), (1.0, 1.0), (1.0, 1.0, 0.5), (0.5, 0.5, 0.5), (math.nan,) * 5])
-def test_half_of_the_heads_or_two_batches_are_no_finding(shares):
-    assert observations(*shares) == []
-
-
-@pytest.mark.parametrize("kind", [nn.Tanh, nn.Sigmoid])
-def test_the_saturated_share_of_nan_is_unknown(kind):
-    assert saturated_share(kind(), torch.full((4, 5), math.nan)).isnan()
-    assert saturated_share(kind(), torch.tensor([math.nan, 1.0])) == 0.5
-
-
-def test_saturated_shares_are_counts_of_elements():
-    x = numbers(50, 7) * 3
-    t, s = x.tanh(), x.sigmoid()
-    assert saturated_share(nn.Tanh(), t) == pytest.approx(
-        sum(abs(v) > 0.97 for v in t.flatten().tolist()) / 350
-    )
-    n = sum(not 0.03 <= v <= 0.97 for v in s.flatten().tolist())
-    assert saturated_share(nn.Sigmoid(), s) == pytest.approx(n / 350)
-    assert saturated_share(nn.ReLU(), x.relu()) is None
-
-
-# ---- masks
-
-
-def test_queries_that_see_one_key_each_are_blind_but_sharp_ones_are_not():
-    eye = torch.eye(T).expand(B, HEADS, T, T)
-    assert is_blind(eye)
-    assert is_blind(eye.flatten(0, 1))
-    assert is_blind(eye.masked_fill(torch.arange(T)[:, None] == 0, 0))  # a query that sees nothing
-    sharp = (numbers(B, HEADS, T, T) * 1e4).softmax(-1)
-    assert int((sharp > 0).sum()) == B * HEADS * T  # of which each sees a key of its own
-    assert not is_blind(sharp)
-    assert not is_blind(numbers(B, HEADS, T, T).softmax(-1))
-    assert not is_blind(
-        numbers(B, HEADS, T, T).masked_fill(~torch.ones(T, T).tril().bool(), -math.inf).softmax(-1)
-    )
-    assert not is_blind(torch.eye(T)[None])  # a single one may be sharp
-
-
-def test_a_blind_layer_is_named_if_it_is_blind_in_each_batch():
-    yes, no = torch.tensor(True), torch.tensor(False)
-    blind = {"a": [(0, yes), (1, yes), (2, yes)], "b": [(0, yes), (1, no), (2, yes)], "c": [(0, yes)]}
-    assert [(x.code, x.layer, x.step) for x in observe_blind(blind)] == [("mask.blind", "a", 0)]
 
 
 @pytest.mark.parametrize("is_causal", [True, False])

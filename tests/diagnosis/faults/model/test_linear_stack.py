@@ -1,12 +1,15 @@
 """Linear layers in a row, as the autograd graph shows them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hookcb import Diagnose, Learner, diagnose
-from hookcb.diagnosis.probes.linear_links import linear_links, observe_linear_links
+from hookcb.diagnosis.faults.model.linear_stack import LinearStack, linear_links
+from hookcb.diagnosis.run import Run
 
 
 class Net(nn.Module):
@@ -24,7 +27,10 @@ class Net(nn.Module):
 def found(model, x, dtype=None):
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
         loss = model(x).float().square().mean()
-    return [(seen.code, seen.layer) for seen in observe_linear_links(linear_links(loss.grad_fn), model)]
+    fault = LinearStack()
+    fault.on_first_graph(Run(loop=SimpleNamespace(model=model, loss_node=loss.grad_fn)))
+    assert fault.is_known
+    return [(seen.code, seen.layer) for seen in fault.seen]
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (2, 3, 8)], ids=str)
@@ -90,3 +96,44 @@ def test_a_sequential_is_not_noted_twice():
     verdict = diagnose(model, (torch.randn(16, 8), torch.randn(16, 4)), nn.functional.mse_loss)
     (note,) = [f for f in verdict.findings if f.code == "model.linear_stack"]
     assert "The same is true" not in note.message
+
+
+# ---- in an nn.Sequential
+
+
+def noted(model):
+    fault = LinearStack()
+    fault.on_model(Run(loop=SimpleNamespace(model=model)))
+    return [seen.layer for seen in fault.seen]
+
+
+L = nn.Linear
+STACKS = {
+    "two": ([L(8, 8), L(8, 4)], ["0"]),
+    "three": ([L(8, 8), L(8, 8), L(8, 4)], ["0", "1"]),
+    "dropout and identity between": ([L(8, 8), nn.Dropout(0.5), nn.Identity(), L(8, 4)], ["0"]),
+    "a wider inner": ([L(8, 64), L(64, 8)], ["0"]),
+    "narrower to the end": ([L(8, 6), L(6, 4)], ["0"]),
+    "an activation between": ([L(8, 8), nn.ReLU(), L(8, 4)], []),
+    "a norm between": ([L(8, 8), nn.LayerNorm(8), L(8, 4)], []),
+    "a low rank": ([L(8, 2), L(2, 8)], []),
+    "a weight norm": ([nn.utils.parametrizations.weight_norm(L(8, 8)), L(8, 4)], []),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_linear_layers_in_a_row_are_noted(name):
+    torch.manual_seed(0)
+    layers, expected = STACKS[name]
+    assert noted(nn.Sequential(*layers)) == expected
+    inner = nn.ModuleDict({"body": nn.Sequential(*layers)})
+    assert noted(inner) == [f"body.{at}" for at in expected]
+
+
+def test_only_the_order_in_a_sequential_is_known():
+    class Residual(nn.Sequential):
+        def forward(self, x):
+            return x + super().forward(x).relu()
+
+    layers = [L(8, 8), L(8, 8)]
+    assert noted(nn.ModuleList(layers)) == noted(Residual(*layers)) == []

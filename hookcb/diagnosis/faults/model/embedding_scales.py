@@ -1,0 +1,114 @@
+"""embed.scale: an embedding that is lost in the sum with a larger one, as the first graph shows."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from hookcb.core import graph
+from hookcb.core.optim import detached_scalar
+from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.rules import MIN_BATCHES, is_trivial
+from hookcb.diagnosis.run import Passed, Run
+from hookcb.diagnosis.verdict import Severity
+from hookcb.hooks.modules import named_modules
+
+MAX_NODES = 4096
+SAME_SCALE = (*graph.SAME_ORDER, "Slice", "Expand")  # whose rows are those of a table
+MAX_RATIO = 30.0  # of the RMS of two tables, before the first step and at the end; healthy ones end at 18
+
+
+@fault(
+    "embed.scale",
+    headline="An embedding is lost in the sum",
+    site=Site.MODULES,
+    needs=("batches", "graph"),
+    leads_to=("loss.trivial", "loss.flat"),
+    subject="embeddings",
+)
+class EmbeddingScales(Fault):
+    """An embedding that is lost in the sum, as a far larger one is added to it.
+
+    Formula: RMS of one table / RMS of the other, of embeddings of tokens or positions whose outputs are added
+    in the autograd graph of the first loss. Limit: 30, before the first step and at the end, if the model
+    is no better than a constant: a warning where `loss.trivial` finds that, a note from 50 batches on. Tables
+    that begin at zero are left out; healthy ones with positions of std 0.02 beside N(0, 1) end at 18.
+
+    Source: Vaswani et al., "Attention Is All You Need", 2017, who scale embeddings beside positions.
+    """
+
+    passed = "embeddings on different scales"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_known = False  # whether all sums in the graph were looked at
+        self._tables: list[list[Tensor]] = []  # of embeddings or parameters, in each sum
+        self._first: list[list[float | Tensor]] = []  # RMS before the first step, on their devices
+        self._names: list[list[str]] = []
+        self.sums: list[list[tuple[str, float, float]]] = []  # name, first and last RMS of each table
+
+    def on_first_graph(self, run: Run) -> None:
+        model = run.loop.model
+        names = {
+            id(p): name or path
+            for name, m in reversed(named_modules(model).items())
+            for path, p in m.named_parameters(name, recurse=False)
+        }
+        if (nodes := graph.uses(run.loop.loss_node, MAX_NODES)) is None:
+            return
+        self.is_known = True
+        sums = {at: tables for at in nodes if len(tables := _added(at)) > 1}
+        inner = {after for at in sums for after, _ in at.next_functions}
+        for at, tables in sums.items():
+            if at not in inner and all(id(table) in names for table in tables):
+                self._names.append([names[id(table)] for table in tables])
+                self._tables.append(tables)
+                self._first.append([_rms(table) for table in tables])
+
+    def tell(self, run: Run) -> None:
+        self.sums = [
+            [(name, float(begin), float(_rms(table))) for name, begin, table in zip(*seen, strict=True)]
+            for seen in zip(self._names, self._first, self._tables, strict=True)
+        ]
+
+    def freeze(self) -> None:
+        self._tables, self._first, self._names = [], [], []
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        if not is_trivial(run, MIN_BATCHES):
+            yield Passed(self.passed)
+            return
+        severity: Severity = "warning" if is_trivial(run) else "info"
+        seen = []
+        for tables in self.sums:
+            one, begin, end = min(tables, key=lambda x: x[2])
+            other, large, last = max(tables, key=lambda x: x[2])
+            if large > MAX_RATIO * begin > 0 and last > MAX_RATIO * end > 0:
+                seen.append(
+                    self.finding(
+                        f"The output of {one} is added to that of {other}, which is far larger: the RMS of "
+                        f"their weights was {begin:.2g} and {large:.2g} at the beginning, and is {end:.2g} "
+                        f"and {last:.2g} now (limit: {MAX_RATIO:g} times).",
+                        severity,
+                        at=one,
+                        when=0,
+                        value=last / end,
+                        causes=("embeddings that are initialized on different scales",),
+                        next_steps=(f"Initialize {one} and {other} with the same std, such as 0.02",),
+                    )
+                )
+        unless = "" if self.is_known else "too little was seen of the sums in the graph"
+        yield from self.told(run, seen, unless)
+
+
+def _added(at: Any) -> list[Tensor]:
+    """Tables whose rows this node adds; empty if it adds anything else."""
+    if graph.name(at) == "Add":
+        parts = [_added(after) for after, _ in at.next_functions]
+        return [table for part in parts for table in part] if all(parts) else []
+    table = graph.leaf(graph.peel(graph.peel(at, SAME_SCALE), ("Embedding",)))
+    return [table] if table is not None and table.ndim > 1 else []
+
+
+def _rms(table: Tensor) -> float | Tensor:
+    return detached_scalar(table.detach().float().square().mean().sqrt())

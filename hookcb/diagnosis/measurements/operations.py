@@ -1,0 +1,334 @@
+"""Operations: attention, embeddings and dropout inside of the forward, operation by operation."""
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookcb.core.torch_private import DispatchMode
+from hookcb.diagnosis.fault import EVERY, Measurement
+from hookcb.diagnosis.measurements.replicas import hash_of
+from hookcb.diagnosis.run import Run
+from hookcb.hooks.hook import Hook
+from hookcb.hooks.modules import is_compiled, named_modules
+
+MIN_BATCHES = 3  # in which attention is seen
+MIN_KEYS = 4
+MAX_EVALUATED = 64  # calls in eval mode whose inputs are compared
+MAX_QUERIES = 32  # inspected for each head
+HALF = 0.5  # p that torch leaves out where it is the default
+OF_TOKENS = (  # what compiled code hides, see `Run.missing`
+    *("attention", "indices of embeddings", "tokens that are targets", "masks of the tokens"),
+    "padding of the tokens",
+)
+
+Count = Callable[[str, Any, tuple[Any, ...], Any], object]
+Guarded = Callable[..., object]
+
+
+class Operations(Measurement):
+    """Shows attention and embeddings in forwards of the model to what listens, and sees dropout in eval mode.
+
+    A model that is compiled, in whole or in part, is not measured, because it would run uncompiled. If the
+    first call of a model has no attention, it is not measured again.
+
+    Attributes:
+        listeners: parts that have any of these methods: `see_attention(layer, module, weights)`, where the
+            module is that of torch, if it is one; `add_attention(layer, weights, places)`, see `OpProbe`;
+            `add_indices(layer, n_rows, indices, padding)` of an embedding; `add_work(layer, operation,
+            arguments, result)` of each operation of the first forward. While one of them has a true
+            `is_under_way`, a model without attention is measured too.
+        n_seen: number of calls of attention, by layer.
+        has_attention: whether enough of them were seen.
+        dropping: step of the first validation in which a layer dropped in eval mode, by layer.
+        n_alike: how often calls of the first validation had the same inputs.
+        has_evaluated: whether a call in eval mode was measured.
+        has_looked: whether a whole call of the model was measured.
+        is_left_out: whether the model is compiled.
+    """
+
+    cadence = EVERY
+
+    def __init__(self) -> None:
+        self.listeners: list[Any] = []
+        self.n_seen: Counter[str] = Counter()
+        self.dropping: dict[str, int] = {}
+        self.n_alike = 0
+        self.has_attention = self.has_evaluated = self.has_looked = self.is_left_out = False
+        self._run: Run | None = None
+        self._is_forward = False  # a later forward is a recomputation by activation checkpointing
+        self._is_wanted = False  # whether the call that begins is to be measured
+        self._step, self._eval_step = 0, -1  # of the current batch, and of that before the first validation
+        self._evaluated: list[Tensor | None] = []  # hashes of inputs of calls with dropout before that batch
+        self._names: dict[int, str] = {}
+        self._attentions: dict[str, nn.MultiheadAttention] = {}
+        self._open: list[OpProbe | DropoutProbe] = []
+        self._hooks: list[Hook] = []
+
+    def on_model(self, run: Run) -> None:
+        self._run, model = run, run.loop.model
+        modules = named_modules(model)
+        self._names = {id(m): name for name, m in modules.items()}
+        self._attentions = {name: m for name, m in modules.items() if isinstance(m, nn.MultiheadAttention)}
+        self.is_left_out = any(map(is_compiled, model.modules()))
+        if self.is_left_out:
+            return
+        self._hooks = [
+            Hook(model, self._enter, pre=True, detach=False, gate=self._may_enter),
+            # prepended, so that of two diagnoses the last to enter exits first; else torch 2.6 crashes
+            Hook(model, self._leave, always_call=True, prepend=True, detach=False, gate=self._may_leave),
+        ]
+        for hook in self._hooks:
+            hook.take_error = self._take_error
+
+    def on_batch(self, run: Run) -> None:
+        self._step, self._is_forward = run.step, run.looking
+
+    def on_backward(self, run: Run) -> None:
+        self._is_forward = False
+
+    on_batch_end = on_backward
+
+    def _take_error(self, error: Exception) -> None:
+        """Keeps an error in a hook; the operations of the call are seen no more."""
+        self.failure = self.failure or error
+        self._close()
+
+    def _guarded(self, function: Callable[..., object], *args: Any) -> None:
+        if self.failure is None:
+            try:
+                function(*args)
+            except Exception as error:  # the forward must go on
+                self.failure = error
+
+    def _show(self, event: str, *args: Any) -> None:
+        for listener in self.listeners:
+            if listener.failure is None and (see := getattr(listener, event, None)) is not None:
+                try:
+                    see(*args)
+                except Exception as error:  # likewise
+                    listener.failure = error
+
+    @property
+    def _is_training(self) -> bool:
+        return self._is_forward and self._run is not None and bool(self._run.loop.training)
+
+    @property
+    def _in_loop_thread(self) -> bool:
+        """Whether the training makes a call, and not another thread."""
+        return self._run is not None and bool(self._run.loop.in_loop_thread)
+
+    def _may_enter(self) -> bool:
+        """Whether there may be something to measure in a call; False in most, which it must not slow down."""
+        if torch.compiler.is_compiling():
+            return True
+        self._is_wanted = self._is_training
+        is_same = self._step == self._eval_step and len(self._evaluated) < MAX_EVALUATED
+        is_first = not self.has_evaluated or (is_same and bool(self.dropping))
+        return (self._is_wanted or (is_first and not torch.is_grad_enabled())) and self._in_loop_thread
+
+    def _may_leave(self) -> bool:
+        return torch.compiler.is_compiling() or (bool(self._open) and self._in_loop_thread)
+
+    def _enter(self, m: nn.Module, args: Any) -> None:
+        if not (m.training or torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            self._enter_eval(m, args)
+            return
+        # without attention, measuring would cost as much as the forward, for nothing
+        is_done = self.has_looked and not self.n_seen and not any(map(_is_under_way, self.listeners))
+        if torch.compiler.is_compiling() or is_done or not self._is_wanted:
+            return
+        self._close()
+        if not any(map(is_compiled, m.modules())):  # it may have been compiled since
+            count = None if self.has_looked else partial(self._show, "add_work")
+            embedded = partial(self._show, "add_indices")
+            probe = OpProbe(self._layer, self._record, embedded, count, self._guarded)
+            probe.__enter__()  # type: ignore[no-untyped-call]
+            self._open.append(probe)
+
+    def _enter_eval(self, m: nn.Module, args: Any) -> None:
+        """Looks for dropout in the first call in eval mode, and for the same inputs in those that follow."""
+        self._close()
+        if not self.has_evaluated or self.dropping:
+            self._evaluated.append(hash_of(args))
+        if not self.has_evaluated and not any(x.training or is_compiled(x) for x in m.modules()):
+            self.has_evaluated, self._eval_step = True, self._step
+            probe = DropoutProbe(self._note_dropout, self._guarded)
+            probe.__enter__()  # type: ignore[no-untyped-call]
+            self._open.append(probe)
+
+    def _note_dropout(self) -> None:
+        self.dropping.setdefault(self._layer(), self._step)
+
+    def _record(self, layer: str, weights: Tensor, places: Tensor | None) -> None:
+        self.n_seen[layer] += 1
+        self._show("see_attention", layer, self._attentions.get(layer), weights)
+        if places is not None:
+            self._show("add_attention", layer, weights, places)
+
+    def _leave(self, m: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            is_measured = any(isinstance(probe, OpProbe) for probe in self._open)
+            self.has_looked = self.has_looked or (is_measured and output is not None)
+            self._close()
+
+    def _close(self) -> None:
+        while self._open:
+            self._open.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _layer(self) -> str:
+        """Name of the innermost module of the model that is running."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            is_method = frame.f_code.co_varnames[:1] == ("self",)
+            if is_method and (name := self._names.get(id(frame.f_locals.get("self")))) is not None:
+                return name
+            frame = frame.f_back
+        return ""
+
+    def tell(self, run: Run) -> None:
+        counts = Counter(int(x) for x in self._evaluated if x is not None)
+        self.n_alike = max(counts.values(), default=0)
+        self.has_attention = any(n >= MIN_BATCHES for n in self.n_seen.values())
+        if self.is_left_out:
+            compiled = "the model is compiled, which hides its attention and embeddings"
+            run.missing |= dict.fromkeys(OF_TOKENS, compiled)
+        elif self.has_looked and not self.n_seen and self.failure is None:
+            run.absent["attention"] = "the model has no attention operations"
+            run.missing["masks of the tokens"] = "no attention was seen, so masks were not checked"
+
+    def close(self, run: Run) -> None:
+        """Removes the hooks; exits a probe left open by Ctrl-C, after which torch calls no forward hook."""
+        self._close()
+        for hook in self._hooks:
+            hook.remove()
+
+    def freeze(self) -> None:
+        self.listeners, self._evaluated, self._hooks = [], [], []
+        self._run, self._names, self._attentions = None, {}, {}
+
+
+def _is_under_way(listener: Any) -> bool:
+    return bool(getattr(listener, "is_under_way", False))
+
+
+def _unguarded(function: Callable[..., object], *args: Any) -> None:
+    function(*args)
+
+
+class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Measures attention weights as they are computed, in one forward of the model; sees embeddings too.
+
+    Args:
+        layer: returns the name of the module that is running.
+        record: is called with the layer's name, attention weights `(…, queries, keys)`, and the positions of
+            these queries in a sequence that attends to itself, None if it attends to another one.
+        embedded: is called with the layer's name, the number of rows, the indices, and the index of padding.
+        count: is called with the layer's name, each operation, its arguments and its result; None for none.
+        guarded: calls a function with arguments; an error in it is not raised.
+    """
+
+    def __init__(
+        self,
+        layer: Callable[[], str],
+        record: Callable[[str, Tensor, Tensor | None], object],
+        embedded: Callable[[str, int, Tensor, int], object],
+        count: Count | None = None,
+        guarded: Guarded = _unguarded,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._layer, self._record, self._embedded, self._count = layer, record, embedded, count
+        self._guarded = guarded
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Runs the operation unchanged; measures its result if it is attention."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self._guarded(self._see, func, args, kwargs, out)
+        return out
+
+    def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        name = func.overloadpacket.__name__
+        if self._count is not None:
+            self._count(self._layer(), func, args, out)
+        if name in ("_softmax", "_safe_softmax"):
+            self._measure_softmax(out, args[1])
+        elif name.startswith("_scaled_dot_product") and "backward" not in name:
+            self._measure_fused(args[0], args[1], kwargs, _is_causal(name, args, kwargs))
+        elif name == "embedding":
+            padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else -1)
+            self._embedded(self._layer(), len(args[0]), args[1], padding)
+
+    def _measure_softmax(self, weights: Tensor, dim: int) -> None:
+        is_last = dim in (-1, weights.ndim - 1)
+        if is_last and weights.ndim > 2 and weights.shape[-1] >= MIN_KEYS and weights.shape[-2] > 1:
+            is_square = weights.shape[-1] == weights.shape[-2]
+            places = torch.arange(weights.shape[-1], device=weights.device) if is_square else None
+            self._record(self._layer(), weights, places)
+
+    def _measure_fused(self, q: Tensor, k: Tensor, kwargs: dict[str, Any], is_causal: bool) -> None:
+        scale, mask = kwargs.get("scale"), kwargs.get("attn_mask")
+        if q.ndim < 3 or k.shape[-2] < MIN_KEYS or q.shape[-2] < 2 or q.shape[-3] % k.shape[-3]:
+            return
+        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)  # grouped-query attention: heads share keys
+        places = torch.arange(q.shape[-2], device=q.device)[:: max(1, q.shape[-2] // MAX_QUERIES)]
+        scores = q[..., places, :].float() @ k.float().transpose(-1, -2)
+        scores = scores * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+        if isinstance(mask, Tensor):
+            rows = mask[..., places, :] if mask.shape[-2] > 1 else mask
+            scores = scores.masked_fill(~rows, -math.inf) if rows.dtype is torch.bool else scores + rows
+        if is_causal:
+            later = torch.arange(k.shape[-2], device=q.device) > places[:, None]
+            scores = scores.masked_fill(later, -math.inf)
+        is_square = q.shape[-2] == k.shape[-2]
+        self._record(self._layer(), scores.softmax(-1), places if is_square else None)
+
+
+def _is_causal(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    place = {"_scaled_dot_product_efficient_attention": 6}.get(name, 4)
+    given = kwargs.get("is_causal", args[place] if len(args) > place else False)
+    return given is True
+
+
+class DropoutProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Sees dropout in a forward without gradients: numbers from a Bernoulli distribution, divided by its p.
+
+    Args:
+        record: is called at each dropout.
+        guarded: see `OpProbe`.
+    """
+
+    def __init__(self, record: Callable[[], object], guarded: Guarded) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._record, self._guarded = record, guarded
+        self._kept: Any = None  # share that the operation before has kept
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Runs the operation unchanged."""
+        self._guarded(self._see, func.overloadpacket.__name__, args)
+        return func(*args, **(kwargs or {}))
+
+    def _see(self, name: str, args: tuple[Any, ...]) -> None:
+        kept, self._kept = self._kept, None
+        is_whole = name == "native_dropout" and args[1] > 0 and args[2] is not False
+        is_scaled = name == "div_" and isinstance(kept, float) and 0 < kept < 1 and args[1] == kept
+        is_attention = name.startswith("_scaled_dot_product") and _first_number(args) > 0
+        if is_whole or is_scaled or is_attention:
+            self._record()
+        if name == "bernoulli_":
+            self._kept = args[1] if len(args) > 1 else HALF
+
+
+def _first_number(args: tuple[Any, ...]) -> float:
+    """Dropout of a fused attention, which is its first argument of this type."""
+    return next((x for x in args if isinstance(x, float)), 0.0)

@@ -1,1 +1,0 @@
-"""Probes that measure a running training for its `Run`."""
