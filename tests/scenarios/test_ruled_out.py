@@ -8,9 +8,11 @@ from torch.utils.checkpoint import checkpoint
 
 import hookcb
 from hookcb import ActivationStats, Diagnose, GradientHealth, Learner, watch
+from hookcb.diagnosis.faults.model.extreme_dropout import ExtremeDropout
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.loss_graph import read_loss
-from hookcb.diagnosis.run import Layer, Observation, Param, Run, Series
+from hookcb.diagnosis.measurements.origin import Origin
+from hookcb.diagnosis.run import Layer, Param, Run, Series
 from tests.support import fit
 
 HEAD = "an activation before the loss"
@@ -293,7 +295,7 @@ def test_gradient_health_alone_does_not_know_which_layers_are_used():
 
 def test_nan_is_not_ruled_out_where_a_loss_was_nan():
     evidence = Run(sources={"batch", "loss"}, n_batches=3, loss=Series([0, 1, 2], [1.0, float("nan"), 1.0]))
-    evidence.observed = {"backward", "loss"}
+    evidence.measured(Origin).has_looked = True
     assert "NaN and infinities" not in judge(evidence).ruled_out
     assert not_checked(judge(evidence), "nonfinite.first").startswith("the loss of step 1 was not finite")
 
@@ -306,9 +308,7 @@ def test_a_part_of_a_model_can_show_a_fault_and_cannot_rule_it_out():
     )
     assert any("scale of activations" in fine for fine in judge(evidence).ruled_out)
     evidence.partial = {"activations": "a part is hidden", "model": "a part is hidden"}
-    evidence.observations = [
-        Observation("dropout.extreme", "0", text="it drops all", next_steps=("drop less",))
-    ]
+    evidence.measured(ExtremeDropout).see("it drops all", at="0", next_steps=("drop less",))
     verdict = judge(evidence)
     assert verdict.primary.code == "dropout.extreme"
     assert not any("scale of activations" in fine for fine in verdict.ruled_out)

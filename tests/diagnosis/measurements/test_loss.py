@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hookcb.diagnosis.probes.loss_graph import LossGraph, read_loss
 
 from hookcb.diagnosis.measurements.loss import guess_of
+from hookcb.diagnosis.measurements.loss_graph import LossGraph, read_loss
 
 N, C, T = 6, 5, 3
 
