@@ -31,7 +31,7 @@ FROM_WEIGHTS = "a gradient that was not finite, or a step that was too large"
 
 @dataclass(frozen=True)
 class Found:
-    """What was found of a NaN or infinity: a finding, unless it is in the inputs of the batch.
+    """Result of the search for a NaN or infinity: a finding, unless it is in the inputs of the batch.
 
     Attributes:
         message, at, value, causes, next_steps: see `Fault.finding`; "" if nothing was found.
@@ -52,7 +52,7 @@ class Found:
 
 
 class Origin(Measurement):
-    """Where the first NaN or infinity of a loss, a gradient or an output comes from; looked for once.
+    """Origin of the first NaN or infinity of a loss, a gradient or an output; looked for once.
 
     Attributes:
         found: what was found.
