@@ -286,7 +286,7 @@ class Diagnose(Callback):
             try:
                 return judge(run, told=told), run
             except Exception as error:  # a verdict that says why there is none is better than none
-                run.note(describe_failure("the verdict", error))
+                run.note(describe_failure("a part of Diagnose", error))
                 return self._no_verdict(run), run
         # a rank with labels of its own kind may learn nothing, though all together do
         own = [finding for finding in judge(run).findings if finding.code == "loss.trivial"]

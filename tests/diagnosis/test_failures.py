@@ -5,12 +5,11 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
-from hookcb.diagnosis.probes.layer import LayerProbe
 from torch import nn
 
 from hookcb import Diagnose, watch
 from hookcb.diagnosis.failures import describe_failure
-from hookcb.diagnosis.probes.suite import Probes
+from hookcb.diagnosis.measurements.steps import Steps
 from tests.support import fit, make_learner
 
 
@@ -22,7 +21,7 @@ def failing(monkeypatch, error):
     def fail(*args):
         raise error
 
-    monkeypatch.setattr(Probes, "end_step", fail)
+    monkeypatch.setattr(Steps, "on_between", fail)
     return notes(fit(make_learner(4), cbs=Diagnose(show=False)).diagnose())
 
 
@@ -41,7 +40,7 @@ def test_an_error_of_the_users_module_is_told_as_that():
     model = nn.Sequential(Counts(4, 3))
     with watch(model, torch.optim.SGD(model.parameters(), lr=0.1), Diagnose(show=False)) as w:
         model[0].refuses = True
-        w.diagnosis._guard.call("motion", model[0].named_parameters)
+        w.diagnosis._dispatcher.guarded("events", model[0].named_parameters)
         model[0].refuses = False
     (note,) = notes(w.diagnose())
     assert (
@@ -52,7 +51,7 @@ def test_an_error_of_the_users_module_is_told_as_that():
 
 def test_our_own_bug_is_to_be_reported_with_its_place():
     try:
-        LayerProbe(None)
+        Steps().on_between(None)
     except AttributeError as error:
         frames = error.__traceback__.tb_next  # without that of this test
         text = describe_failure("a part of Diagnose", error.with_traceback(frames))

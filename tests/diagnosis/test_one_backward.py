@@ -126,7 +126,7 @@ def test_a_healthy_verdict_says_what_one_backward_cannot_show():
     assert verdict.n_checked < verdict.n_checks / 2
     assert "one backward" in str(verdict)
     missing = {code for gap in verdict.gaps for code in gap.codes}
-    assert {"loss.flat", "update.too_large", "param.not_in_optimizer", "init.zero"} <= missing <= {*FAULTS}
+    assert {"loss.flat", "update.too_large", "param.not_in_optimizer", "init.zero"} <= missing <= {*KINDS}
     assert not {"grad.attenuated", "grad.exploding", "nonfinite.first", "param.unreachable"} & missing
 
 

@@ -17,7 +17,7 @@ from hookcb.diagnosis.rules import falls_slowly, finding, persistent, persistent
 from hookcb.diagnosis.run import Layer, Param, Run, Series, Span
 from hookcb.diagnosis.verdict import Finding
 from hookcb.gradients.stats import GRAD_STATS, STEP_STATS
-from tests.diagnosis.checks.support import measured, series
+from tests.diagnosis.support import measured, series
 
 LAYER = Layer("net.0", "Linear", "Linear 8→4", 0)
 PARAM = Param("net.0.weight", "net.0", "Linear", "Linear 8→4", 0, (4, 8))

@@ -20,7 +20,7 @@ import hookcb
 from hookcb import Diagnose, Finding, Learner, Verdict
 from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.judge import explained, judge, status_of
-from hookcb.diagnosis.run import Observation, Run, Series
+from hookcb.diagnosis.run import Run, Series
 from hookcb.diagnosis.verdict import Gap
 from tests.support import each, fit, make_batches, make_model
 
@@ -529,7 +529,7 @@ def test_where_to_read_the_rest_is_never_cut(width, last):
 
 def test_a_slow_training_is_no_fault_of_the_model():
     slow = Finding("time.data_bound", "error", message="It waits.")
-    seen = Run(n_batches=9, observations=[])
+    seen = Run(n_batches=9)
     assert status_of([slow], "") == "suspect"
     verdict = verdict_of(slow, status="suspect")
     assert verdict
@@ -543,9 +543,9 @@ def test_a_slow_training_is_no_fault_of_the_model():
 def test_a_verdict_of_one_of_several_ranks_says_so_first(status):
     given = Run(n_batches=0 if status == "unknown" else 9, of_rank="rank 0", sources={"loss"})
     given.loss = Series.of(range(9), [1.0] * 9)
-    observed = Observation("data.same_order", text="The order is the same.")
-    given.observations += [observed] if status == "suspect" else []
-    given.sources |= {"batches"}
+    order = given.measured(FAULTS["label.out_of_range"])
+    order.seen = [order.finding("A label is out of range.", "warning")] if status == "suspect" else []
+    given.sources |= {"batches", "batch"}
     assert judge(given).headline.startswith(f"{status.upper()}  of rank 0 only, ")
 
 

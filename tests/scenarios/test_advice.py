@@ -26,7 +26,7 @@ from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series
 from hookcb.diagnosis.verdict import Finding
-from tests.diagnosis.checks.support import measured
+from tests.diagnosis.support import measured
 from tests.support import covering
 
 N = 60  # batches

@@ -298,7 +298,7 @@ def test_a_verdict_does_not_rest_on_calls_of_another_thread():
         fit(learn, cbs=Diagnose(show=False))
         evidence = learn.diagnosis.evidence()
         layers = {name: str(layer.stats) for name, layer in evidence.layers.items()}
-        return layers, str(evidence.observations), list(evidence.notes), learn.diagnose().status
+        return layers, str(evidence.sources), list(evidence.notes), learn.diagnose().status
 
     def serve(cb):
         in_thread(lambda: cb.model(torch.zeros(1, 2, 4)))

@@ -152,7 +152,7 @@ class Curves(Measurement):
         self.waits, self.batches = self._wait.series(), self._length.series()
         self.memory = self._memory.series()
         places = run.measured(Steps).places()
-        self.losses = {places[key]: curve.series() for key, curve in self._losses.items()}
+        self.losses = {places[key]: curve.series() for key, curve in self._losses.items() if key in places}
         run.sources |= {"memory"} if len(self.memory) else set()
         run.missing["memory"] = "memory in use is unknown on this system"
         if any(p.maximizes for p in run.params.values()):

@@ -9,7 +9,7 @@ from torch import nn
 from hookcb import Diagnose, Learner
 from hookcb.diagnosis.fault import parts_for
 from hookcb.diagnosis.run import Param, Run
-from tests.diagnosis.checks.support import series
+from tests.diagnosis.support import series
 from tests.support import fit
 
 

@@ -15,7 +15,7 @@ from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.clipping import Clipping
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Passed, Run, Series
-from tests.diagnosis.checks.support import only
+from tests.diagnosis.support import only
 
 
 def followed(change, loss_of=F.mse_loss, lr=0.05, n=40, reports=False):

@@ -41,6 +41,7 @@ class GraphsKept(Fault):
         super().__init__()
         self._tokens: deque[tuple[int, ReferenceType[_Token]]] = deque(maxlen=N_TRACKED)
         self._n = self._due = 0
+        self.has_looked = False
 
     def on_loss(self, run: Run) -> None:
         """Puts a token on the node of a loss, which lives as long as any tensor computed from that."""
@@ -51,6 +52,7 @@ class GraphsKept(Fault):
             token = _Token()
             node.metadata[KEY] = token
             self._tokens.append((run.step, ref(token)))
+            self.has_looked = len(self._tokens) >= N_TRACKED
 
     def on_batch_end(self, run: Run) -> None:
         if not run.looking or self.seen:
@@ -67,9 +69,11 @@ class GraphsKept(Fault):
                 next_steps=("Collect numbers: losses.append(loss.item()), or loss.detach()",),
             )
 
+    def freeze(self) -> None:
+        self._tokens.clear()
+
     def findings(self, run: Run) -> Iterator[Result]:
-        has_looked = len(self._tokens) >= N_TRACKED
-        unless = "" if has_looked else "too little was seen of the graphs of 60 losses"
+        unless = "" if self.has_looked else "too little was seen of the graphs of 60 losses"
         yield from self.told(run, self.seen, unless)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from hookcb.diagnosis.faults.gradients.attenuated import Attenuated
 from hookcb.diagnosis.run import Layer, Passed, Skipped
-from tests.diagnosis.checks.support import evidence, gradient, only, stack
+from tests.diagnosis.support import evidence, gradient, only, stack
 
 
 def test_a_gradient_that_falls_from_layer_to_layer_names_the_lowest_one():

@@ -4,7 +4,7 @@ import pytest
 
 from hookcb.diagnosis.faults.gradients.exploding import Exploding
 from hookcb.diagnosis.run import Passed, Skipped
-from tests.diagnosis.checks.support import evidence, gradient, only, series, stack
+from tests.diagnosis.support import evidence, gradient, only, series, stack
 
 
 def test_a_gradient_that_grows_towards_the_input_names_the_largest():

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from hookcb.diagnosis.faults.head.stuck import StuckHead, stuck_share
 from hookcb.diagnosis.measurements.loss_graph import read_loss
 from hookcb.diagnosis.run import Absent, Passed, Series
-from tests.diagnosis.checks.support import evidence, measured, only
 from tests.diagnosis.faults.loss.support import flat
+from tests.diagnosis.support import evidence, measured, only
 
 
 def stuck(*shares, n=100):

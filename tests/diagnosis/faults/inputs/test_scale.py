@@ -8,7 +8,7 @@ from hookcb import Diagnose, Learner, diagnose
 from hookcb.diagnosis.faults.inputs.scale import InputScale
 from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.run import Passed
-from tests.diagnosis.checks.support import evidence, measured, only, series, weight
+from tests.diagnosis.support import evidence, measured, only, series, weight
 
 NAN = float("nan")
 

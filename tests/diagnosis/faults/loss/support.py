@@ -5,7 +5,7 @@ import random
 
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.run import Run
-from tests.diagnosis.checks.support import measured, series
+from tests.diagnosis.support import measured, series
 
 NAN, INF = math.nan, math.inf
 CE = "cross-entropy"

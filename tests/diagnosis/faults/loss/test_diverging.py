@@ -6,8 +6,8 @@ from hookcb.diagnosis.faults.loss.diverging import DivergingLoss
 from hookcb.diagnosis.run import Layer, Passed, Series, Skipped
 from hookcb.diagnosis.verdict import Finding
 from hookcb.hooks.coverage import BY_CLOSURE
-from tests.diagnosis.checks.support import only
 from tests.diagnosis.faults.loss.support import losses, noisy
+from tests.diagnosis.support import only
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from hookcb import Diagnose, watch
 from hookcb.diagnosis.faults.loss.flat import FlatLoss
 from hookcb.diagnosis.rules import falls_slowly
 from hookcb.diagnosis.run import Passed, Series, Skipped
-from tests.diagnosis.checks.support import only
 from tests.diagnosis.faults.loss.support import NAN, losses, noisy
+from tests.diagnosis.support import only
 
 
 @pytest.mark.parametrize(

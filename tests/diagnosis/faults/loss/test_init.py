@@ -4,8 +4,8 @@ import pytest
 
 from hookcb.diagnosis.faults.loss.init import FirstLoss
 from hookcb.diagnosis.run import Passed, Skipped
-from tests.diagnosis.checks.support import only
 from tests.diagnosis.faults.loss.support import CE, INF, NAN, losses
+from tests.diagnosis.support import only
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import pytest
 
 from hookcb.diagnosis.faults.loss.of_values import LossOfValues
-from tests.diagnosis.checks.support import evidence
 from tests.diagnosis.faults.loss.support import flat
+from tests.diagnosis.support import evidence
 
 
 @pytest.mark.parametrize(("level", "severity"), [(1.0, "warning"), (0.5, "info")])

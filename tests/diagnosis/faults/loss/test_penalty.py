@@ -5,8 +5,8 @@ import pytest
 from hookcb.diagnosis.faults.loss.penalty import DominantPenalty
 from hookcb.diagnosis.faults.loss.trivial import TrivialLoss
 from hookcb.diagnosis.run import Absent, Passed, Series, Skipped
-from tests.diagnosis.checks.support import evidence, only
 from tests.diagnosis.faults.loss.support import flat
+from tests.diagnosis.support import evidence, only
 
 
 def penalized(first, last, rest=1.0, n=100, **kwargs):

@@ -4,8 +4,8 @@ import pytest
 
 from hookcb.diagnosis.faults.loss.spike import LossSpikes
 from hookcb.diagnosis.run import Passed, Skipped
-from tests.diagnosis.checks.support import only
 from tests.diagnosis.faults.loss.support import losses, noisy
+from tests.diagnosis.support import only
 
 
 def test_two_jumps_are_a_note():

@@ -4,8 +4,8 @@ import pytest
 
 from hookcb.diagnosis.faults.loss.trivial import TrivialLoss
 from hookcb.diagnosis.run import Passed, Skipped
-from tests.diagnosis.checks.support import evidence, only
 from tests.diagnosis.faults.loss.support import flat
+from tests.diagnosis.support import evidence, only
 
 
 def check(level, constant=1.0, n=100, **kwargs):

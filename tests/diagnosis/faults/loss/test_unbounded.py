@@ -9,8 +9,8 @@ from hookcb.diagnosis.faults.loss.flat import FlatLoss
 from hookcb.diagnosis.faults.loss.init import FirstLoss
 from hookcb.diagnosis.faults.loss.unbounded import UnboundedLoss
 from hookcb.diagnosis.run import Passed, Skipped
-from tests.diagnosis.checks.support import only
 from tests.diagnosis.faults.loss.support import CE, losses
+from tests.diagnosis.support import only
 
 
 def test_a_loss_below_what_it_can_be_is_told_at_the_first_step():

@@ -7,8 +7,8 @@ from torch import nn
 from hookcb import Diagnose, Learner, diagnose
 from hookcb.diagnosis.faults.loss.unfinished import UnfinishedTraining
 from hookcb.diagnosis.run import Passed, Skipped
-from tests.diagnosis.checks.support import evidence, only, weight
 from tests.diagnosis.faults.loss.support import flat
+from tests.diagnosis.support import evidence, only, weight
 
 
 def test_a_loss_that_still_falls_is_a_note():

@@ -5,7 +5,7 @@ import pytest
 from hookcb.diagnosis.faults.model.dead_units import UnitsWithoutGradient
 from hookcb.diagnosis.measurements.dead_units import Dead, DeadUnits
 from hookcb.diagnosis.run import Layer, Param, Passed, Skipped
-from tests.diagnosis.checks.support import evidence, gradient, only, series
+from tests.diagnosis.support import evidence, gradient, only, series
 
 
 def dead(name, place, share, n_looked=10, n_examples=640, **kwargs):

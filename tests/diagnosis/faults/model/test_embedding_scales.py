@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.faults.model.embedding_scales import EmbeddingScales
 from hookcb.diagnosis.run import Passed, Run
-from tests.diagnosis.checks.support import evidence, only
+from tests.diagnosis.support import evidence, only
 
 
 class Model(nn.Module):

@@ -3,7 +3,7 @@
 from hookcb.diagnosis.faults.numbers.first_nan import FirstNan
 from hookcb.diagnosis.measurements.origin import Origin
 from hookcb.diagnosis.run import Passed, Run, Skipped
-from tests.diagnosis.checks.support import evidence, only, series, weight
+from tests.diagnosis.support import evidence, only, series, weight
 
 
 def test_the_parameters_with_the_first_nan_are_named_unless_a_scaler_has_skipped_that_step():

@@ -5,7 +5,7 @@ import pytest
 from hookcb.diagnosis.faults.numbers.scale import CollapsedScale
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Passed, Run, Skipped
-from tests.diagnosis.checks.support import only, series
+from tests.diagnosis.support import only, series
 
 
 def scaled(n_skipped=0, **kwargs):

@@ -4,7 +4,7 @@ import pytest
 
 from hookcb.diagnosis.faults.steps.clipping import ConstantClipping
 from hookcb.diagnosis.run import Passed, Skipped
-from tests.diagnosis.checks.support import FALLS, STAYS, evidence, only, series, weight
+from tests.diagnosis.support import FALLS, STAYS, evidence, only, series, weight
 
 
 def clipped(coef, is_adaptive=False, loss=STAYS, update=1e-6, kind="mse"):

@@ -4,7 +4,7 @@ import pytest
 
 from hookcb.diagnosis.faults.steps.decayed_norms import DecayedNorms
 from hookcb.diagnosis.run import Passed, Skipped
-from tests.diagnosis.checks.support import evidence, only, weight
+from tests.diagnosis.support import evidence, only, weight
 
 
 def transformer(norm, matrix, **kwargs):

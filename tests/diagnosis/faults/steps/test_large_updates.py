@@ -8,7 +8,7 @@ from hookcb.diagnosis.faults.steps.large_updates import LargeUpdates
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.dead_units import Dead, DeadUnits
 from hookcb.diagnosis.run import Layer, Passed
-from tests.diagnosis.checks.support import FALLS, RISES, STAYS, evidence, only, series, weight
+from tests.diagnosis.support import FALLS, RISES, STAYS, evidence, only, series, weight
 
 
 def test_steps_larger_than_the_weights_are_an_error():

@@ -11,8 +11,8 @@ from hookcb.diagnosis.faults.steps.not_stepped import MIN_BATCHES, NotStepped
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Passed, Skipped
 from hookcb.diagnosis.verdict import Finding
-from tests.diagnosis.checks.support import STAYS, evidence, only, weight
 from tests.diagnosis.faults.support import followed, told
+from tests.diagnosis.support import STAYS, evidence, only, weight
 
 
 def net():

@@ -4,7 +4,7 @@ import pytest
 
 from hookcb.diagnosis.faults.steps.small_updates import SmallUpdates
 from hookcb.diagnosis.run import Passed, Skipped
-from tests.diagnosis.checks.support import FALLS, STAYS, evidence, only, weight
+from tests.diagnosis.support import FALLS, STAYS, evidence, only, weight
 
 
 @pytest.mark.parametrize(("size", "severity"), [(3e-6, "warning"), (1e-8, "error")])

@@ -5,8 +5,8 @@ import pytest
 from hookcb.diagnosis.faults.steps.unreachable import Unreachable
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Skipped
-from tests.diagnosis.checks.support import series
 from tests.diagnosis.faults.support import found_by, plain_weight
+from tests.diagnosis.support import series
 
 SOME = [1.0] * 6
 

@@ -6,7 +6,7 @@ import pytest
 
 from hookcb.diagnosis.faults.steps.vanished_rate import VanishedRate
 from hookcb.diagnosis.run import Passed, Skipped
-from tests.diagnosis.checks.support import FALLS, STAYS, evidence, only, weight
+from tests.diagnosis.support import FALLS, STAYS, evidence, only, weight
 
 
 def decaying(rate, loss=STAYS, n=100):

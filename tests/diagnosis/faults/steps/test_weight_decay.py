@@ -5,7 +5,7 @@ import pytest
 from hookcb.diagnosis.faults.steps.weight_decay import DominatingDecay
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Passed, Skipped
-from tests.diagnosis.checks.support import evidence, only, weight
+from tests.diagnosis.support import evidence, only, weight
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from hookcb.core.threads import n_cores
 from hookcb.diagnosis.faults.time.data_bound import DataBound
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.run import Passed, Run, Skipped
-from tests.diagnosis.checks.support import series
 from tests.diagnosis.faults.time.support import only
+from tests.diagnosis.support import series
 
 
 def fetched(waits, batches):

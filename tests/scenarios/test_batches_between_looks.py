@@ -78,7 +78,7 @@ def test_a_number_that_is_not_finite_is_found_in_its_batch(what):
 
     acting = at(130, "after_loss", loss) if what == "loss" else at(130, "after_backward", gradient)
     evidence = evidence_of(acting)
-    assert [x.step for x in evidence.observations if x.code.startswith("nonfinite")] == [130]
+    assert [x.step for x in findings_of("nonfinite.first", evidence)] == [130]
 
 
 def test_it_stops_the_fit_in_the_batch_whose_loss_is_not_finite():
@@ -105,7 +105,7 @@ def test_a_number_that_is_not_finite_is_found_in_its_batch_of_a_watched_loop(wha
             opt.step()
             opt.zero_grad()
     evidence = w.diagnosis.evidence()
-    assert [x.step for x in evidence.observations if x.code.startswith("nonfinite")] == [151]
+    assert [x.step for x in findings_of("nonfinite.first", evidence)] == [151]
 
 
 def test_another_optimizer_is_noticed():

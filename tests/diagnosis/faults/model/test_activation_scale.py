@@ -8,7 +8,7 @@ from hookcb.diagnosis.faults.model.saturated_units import SaturatedUnits
 from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series, Skipped
-from tests.diagnosis.checks.support import measured
+from tests.diagnosis.support import measured
 
 
 def series(values, every=10):
