@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Verdict, check_gradients
+from hookcb.diagnosis.fault import FAULTS as KINDS
 from tests.gradients.support import HEALTHY, OTHER_HEALTHY, at, batches, mlp, run, seeded
 from tests.support import in_terminal
 
