@@ -105,8 +105,9 @@ def run_all(args: argparse.Namespace) -> int:
     """Try each mutant that has no result under this label; the exit code is 1 if some could not be found."""
     executed, places, files = Executed(args.record, ROOT), all_places(), sources(ROOT)
     kept = load(args.list)
+    there = [entry for entry in matching(kept, args.only) if "gone" not in entry]
     todo = []
-    for entry in matching(kept, args.only):
+    for entry in there:
         if entry["runs"].get(args.label, {}).get("sources") == executed.sources:
             continue
         place = find(mutant_of(entry), places)
@@ -135,7 +136,7 @@ def run_all(args: argparse.Namespace) -> int:
                 pool.shutdown(cancel_futures=True)
                 raise
     show(kept, args.only, args.label)
-    return int(any(entry["runs"][args.label]["result"] == RESULTS[3] for entry in matching(kept, args.only)))
+    return int(any(entry["runs"][args.label]["result"] == RESULTS[3] for entry in there))
 
 
 def matching(kept: dict[str, Any], only: str) -> list[Entry]:
@@ -146,7 +147,7 @@ def matching(kept: dict[str, Any], only: str) -> list[Entry]:
 
 
 def show(kept: dict[str, Any], only: str, only_label: str = "*") -> None:
-    """Print, for each run, a table by room, and the mutants that no test noticed."""
+    """Print, for each run, a table by room and the mutants that no test noticed; then those that are gone."""
     entries = matching(kept, only)
     to = Console()
     if not to.is_terminal:
@@ -166,6 +167,9 @@ def show(kept: dict[str, Any], only: str, only_label: str = "*") -> None:
                 at = f"{run['result']}: {run.get('at', mutant.file)} {mutant.function}"
                 tests = f"{run.get('n_run', 0)} of {run.get('n_tests', 0)} tests {run.get('test', '')}"
                 to.print(Text(f"{at}, {tests}\n- {mutant.before}\n+ {mutant.after}"))
+    for entry in entries:
+        if "gone" in entry:
+            to.print(Text(f"gone, in no later run: {entry['file']} {entry['function']}, {entry['gone']}"))
 
 
 def main() -> int:
