@@ -21,8 +21,7 @@ from hookcb import (
     unfreeze,
     watch,
 )
-from hookcb.diagnosis.frame import Frame
-from hookcb.diagnosis.gather import gather
+from hookcb.diagnosis.gather import recorded
 from hookcb.diagnosis.judge import judge
 from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.stats import GRAD_STATS, STEP_STATS
@@ -478,7 +477,7 @@ def test_before_any_fit_there_is_nothing_to_read():
 def test_the_report_fits_80_columns_and_marks_what_the_verdict_names():
     learn = fit(poisoned(), cbs=[GradientHealth(), Freeze("2")])
     health = learn.gradient_health
-    verdict = judge(gather([health], Frame.of(learn.model, [learn.opt])))
+    verdict = judge(recorded([health], learn))
     assert verdict.primary.param == "0.weight"
     rows = {row.name: row for row in health.report(verdict=verdict).rows}
     assert (rows["0.weight"].mark, rows["0.bias"].mark) == ("nonfinite.first", "")

@@ -18,8 +18,7 @@ from hookcb import (
     MixedPrecision,
     synth_learner,
 )
-from hookcb.diagnosis.frame import Frame
-from hookcb.diagnosis.gather import gather
+from hookcb.diagnosis.gather import recorded
 from hookcb.diagnosis.judge import judge
 from tests.gradients.support import HEALTHY, INF, NAN, OTHER_HEALTHY, at, batches, learner, mlp, seeded, sgd
 from tests.support import covering, each, fit, make_learner, make_model
@@ -90,7 +89,7 @@ def test_a_nan_of_the_data_is_found_at_its_step_with_all_it_reaches():
     data[4][0][1, 1] = NAN
     learn = learner(mlp(), data, GradientHealth())
     assert findings(learn)[0][0] == "nonfinite.first"
-    alone = judge(gather(learn.cbs, Frame.of(learn.model, [learn.opt])))
+    alone = judge(recorded(learn.cbs, learn))
     assert (alone.primary.code, alone.primary.step) == ("nonfinite.first", 4)
     assert all(name in alone.primary.message for name in ("0.weight", "2.weight", "2.bias"))
 

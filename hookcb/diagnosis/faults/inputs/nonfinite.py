@@ -23,7 +23,7 @@ class NonfiniteInputs(Fault):
         inputs, origin = run.measured(Inputs), run.measured(Origin)
         found = next(((step, n) for step, n in inputs.nonfinite if n > 0), None)
         if (began := origin.found.n_inputs) and (origin.step is not None or found):
-            found = (found[0] if origin.step is None and found else origin.step or 0), float(began)
+            found = (found[0] if origin.step is None and found else origin.step or 0), began
         if found is None:
             is_known = len(inputs.nonfinite) > 0 and "inputs" not in run.missing
             yield from self.told(run, (), "" if is_known else run.why_unseen("inputs"))

@@ -47,7 +47,7 @@ class SaturatedUnits(Fault):
     2010.
     """
 
-    headline = "Units are stuck at the flat ends of tanh or sigmoid"
+    headline = "Units are stuck at the flat ends"
     uses = (LayerRows,)
 
     def findings(self, run: Run) -> Iterator[Result]:
