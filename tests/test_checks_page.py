@@ -194,9 +194,9 @@ def test_each_limit_of_a_code_has_a_margin_and_limits_of_a_training_are_the_unit
     losses = [Number("loss.flat", 1.0, 2.0), Number("loss.flat", 0.3, 0.4), Number("loss.flat", -3.0, -2.0)]
     found = margins.margins([run("a", *sizes, *losses)])
     assert [(x.code, x.limit, x.healthy) for x in found] == [
-        ("loss.flat", None, 0.75),
         ("update.too_large", 0.2, 0.1),
         ("update.too_large", 0.05, 0.01),
+        ("loss.flat", None, 0.75),
     ]
 
 
