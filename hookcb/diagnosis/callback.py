@@ -126,7 +126,7 @@ class Diagnose(Callback):
         for cb in self._led:
             cb.leader = self
         dispatcher.run.measured(Clock).own = (self, *self._led)
-        dispatcher.emit("on_model")
+        dispatcher.begin()
         self.learn.add_cbs(self._led)
 
     def _to_lead(self) -> Iterator[Led]:

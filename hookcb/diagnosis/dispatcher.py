@@ -55,6 +55,11 @@ class Dispatcher:
         self._changes_at = min((part.cadence for part in awake), default=math.inf)
         self._is_outdated = False
 
+    def begin(self) -> None:
+        """Shows the model, before the first batch; a part with nothing to see there is called no more."""
+        self.emit("on_model")
+        self._arrange()
+
     def emit(self, event: str, *args: Any) -> None:
         """Calls the handlers of an event."""
         run = self.run

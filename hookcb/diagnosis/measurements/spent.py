@@ -55,6 +55,7 @@ class SpentTime(Measurement):
         self._split = split = run.measured(Clock).split
         if run.loop.is_external and split is not None:
             self.samples = LineSamples(lambda: split.phase in OF_USER)
+        self.done = self.samples is None
 
     def on_prediction(self, run: Run) -> None:
         """Notes which lines of a loop that hookcb does not run make a step."""
