@@ -1,7 +1,6 @@
 """head.axis: a cross-entropy over another axis than that of the classes."""
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from hookcb.core import graph
 from hookcb.core.torch_private import input_shape, saved
-from hookcb.diagnosis.fault import EVERYTHING, Fault, Result, Site, fault
+from hookcb.diagnosis.fault import EVERYTHING, Fault, Site, fault
 from hookcb.diagnosis.measurements.loss_graph import main_term
 from hookcb.diagnosis.measurements.loss_terms import read_terms
 from hookcb.diagnosis.run import Run
@@ -49,15 +48,12 @@ class ClassAxis(Fault):
 
     headline = "The softmax runs over the wrong axis"
     passed = "classes on another axis"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_known = False
+    unless = "too little was seen of the axis of the classes"
 
     def on_first_graph(self, run: Run) -> None:
         if (scores := class_scores(run.loop.loss_node)) is None:
             return
-        self.is_known = True
+        self.unless = ""
         shape, axis = tuple(scores.features.shape), scores.axis
         classes = min(1, len(shape) - 1)  # of torch's losses
         if scores.is_direct and axis != classes:
@@ -78,10 +74,6 @@ class ClassAxis(Fault):
         else:
             return
         self.see(text, value=1.0, causes=(cause,), next_steps=(next_step,))
-
-    def findings(self, run: Run) -> Iterator[Result]:
-        unless = "" if self.is_known else "too little was seen of the axis of the classes"
-        yield from self.told(run, self.seen, unless)
 
 
 def class_scores(node: Any) -> ClassScores | None:

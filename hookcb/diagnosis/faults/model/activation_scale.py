@@ -40,10 +40,9 @@ class ActivationScale(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         until = run.converged_at()
-        layers = [x for x in in_order(run) if len(x.series("std")) and not _is_masked(x)]
-        stds = {x.name: _scale(before(x.series("std"), until)) for x in layers}
-        stds = {name: std for name, std in stds.items() if std > 0}
-        layers = [layer for layer in layers if layer.name in stds]
+        unmasked = [x for x in in_order(run) if not _is_masked(x)]
+        stds = {x.name: _scale(before(x.series("std"), until)) for x in unmasked}
+        layers = [x for x in unmasked if stds[x.name] > 0]
         if not layers:
             yield Skipped(f"no layer was inspected {N_FIRST} times before convergence")
             return
@@ -70,8 +69,7 @@ class ActivationScale(Fault):
         growth = [stds[layer.name] / was for layer, was in zip(upto, previous, strict=False)]
         # the first one, if all layers grow alike
         at = next(i for i, x in enumerate(growth) if x >= max(growth) / 2)
-        layer, most = upto[at], stds[worst.name] / base
-        steps = worst.series("std").steps
+        layer, most, steps = upto[at], stds[worst.name] / base, worst.series("std").steps
         first = next((step for step, x in worst.series("std") if x > MAX_GROWTH * base), steps[0])
         chain = [p for p in weights(run) if p.layer in {x.name for x in upto} and begins_large([p])]
         return self.finding(

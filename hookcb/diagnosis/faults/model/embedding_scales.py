@@ -38,10 +38,10 @@ class EmbeddingScales(Fault):
 
     headline = "An embedding is lost in the sum"
     passed = "embeddings on different scales"
+    unless = "too little was seen of the sums in the graph"
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_known = False  # whether all sums in the graph were looked at
         self._tables: list[list[Tensor]] = []  # of embeddings or parameters, in each sum
         self._first: list[list[float | Tensor]] = []  # RMS before the first step, on their devices
         self._names: list[list[str]] = []
@@ -56,7 +56,7 @@ class EmbeddingScales(Fault):
         }
         if (nodes := graph.uses(run.loop.loss_node, MAX_NODES)) is None:
             return
-        self.is_known = True
+        self.unless = ""
         sums = {at: tables for at in nodes if len(tables := _added(at)) > 1}
         inner = {after for at in sums for after, _ in at.next_functions}
         for at, tables in sums.items():
@@ -84,21 +84,18 @@ class EmbeddingScales(Fault):
             one, begin, end = min(tables, key=lambda x: x[2])
             other, large, last = max(tables, key=lambda x: x[2])
             if large > MAX_RATIO * begin > 0 and last > MAX_RATIO * end > 0:
-                seen.append(
-                    self.finding(
-                        f"The output of {one} is added to that of {other}, which is far larger: the RMS of "
-                        f"their weights was {begin:.2g} and {large:.2g} at the beginning, and is {end:.2g} "
-                        f"and {last:.2g} now (limit: {MAX_RATIO:g} times).",
-                        severity,
-                        at=one,
-                        when=0,
-                        value=last / end,
-                        causes=("embeddings that are initialized on different scales",),
-                        next_steps=(f"Initialize {one} and {other} with the same std, such as 0.02",),
-                    )
+                message = (
+                    f"The output of {one} is added to that of {other}, which is far larger: the RMS of "
+                    f"their weights was {begin:.2g} and {large:.2g} at the beginning, and is {end:.2g} "
+                    f"and {last:.2g} now (limit: {MAX_RATIO:g} times)."
                 )
-        unless = "" if self.is_known else "too little was seen of the sums in the graph"
-        yield from self.told(run, seen, unless)
+                causes = ("embeddings that are initialized on different scales",)
+                steps = (f"Initialize {one} and {other} with the same std, such as 0.02",)
+                about = self.finding(
+                    message, severity, at=one, when=0, value=last / end, causes=causes, next_steps=steps
+                )
+                seen.append(about)
+        yield from self.told(run, seen, self.unless)
 
 
 def _added(at: Any) -> list[Tensor]:

@@ -32,9 +32,8 @@ class FrozenBetween(Fault):
         n_frozen, n_trained = sum(frozen.values()), sum(math.prod(p.shape) for p in trained.values())
         is_tuning = len(frozen) > len(trained) or (len(frozen) > 1 and n_frozen > n_trained)
         layers = [run.layers[name] for name in frozen if name in run.layers and not is_tuning]
-        between = [
-            x for x in layers if min(places) < x.place < max(places) and _is_beside(x.name, trained, frozen)
-        ]
+        layers = [x for x in layers if min(places) < x.place < max(places)]
+        between = [x for x in layers if _is_beside(x.name, trained, frozen)]
         if not between:
             yield Passed("a frozen layer between trained ones")
             return

@@ -38,8 +38,7 @@ class ZeroLayer(Fault):
             yield Passed("layers of zeros that stay so")
             return
         first, *others = zero
-        names = join_names([p.name for p in others], 3)
-        also = f"; the same is true of {names}" if others else ""
+        also = f"; the same is true of {join_names([p.name for p in others], 3)}" if others else ""
         yield self.finding(
             f"{first.name} and its gradient are all zero, so it stays zero{also}.",
             "info" if has_learned(run, run.first_loss) else "error",

@@ -132,18 +132,17 @@ class NotStepped(Fault):
 
     def _no_rate(self, run: Run, span: Span) -> Finding:
         top = max(finite(rates(run).values), default=0.0)
-        past = f"; before, it was up to {top:.2g}" if top > 0 else ""
+        past, cause, advice = "", "a learning rate of 0", "Set the learning rate"
+        if top > 0:
+            past, cause = f"; before, it was up to {top:.2g}", "a schedule that ends too early"
+            advice = "Check the scheduler: its number of steps, and whether it counts batches or epochs"
         return self.finding(
             f"The learning rate has been 0 since step {span.first}{past}. Nothing is learned.",
             when=span,
             value=0.0,
             limit=0.0,
-            causes=("a schedule that ends too early" if top > 0 else "a learning rate of 0",),
-            next_steps=(
-                "Check the scheduler: its number of steps, and whether it counts batches or epochs"
-                if top > 0
-                else "Set the learning rate",
-            ),
+            causes=(cause,),
+            next_steps=(advice,),
         )
 
 
@@ -158,7 +157,7 @@ def _unmoved(param: Param, lr: dict[int, float]) -> Span | None:
 
     visible = max(VISIBLE_UPDATE, MIN_RESOLVED * param.resolution)
     is_large = math.prod(param.shape) > SAMPLE_SIZE
-    moves: list[tuple[int, float]] = []
+    moves = []
     for step, x in param.series("update_ratio"):
         expected = lr.get(step, math.nan) * ratio(at("clipped_norm", step), at("weight_norm", step))
         is_peaked = not at("abs_max", step) <= MAX_PEAK * at("rms", step)  # True if it was not read
@@ -175,6 +174,4 @@ def _without_rate(run: Run) -> Span | None:
     zeros = [step for step, _ in takewhile(lambda pair: pair[1] == 0, reversed(list(lr)))]
     n = len(zeros)
     is_long = n >= N_NO_RATE and (n >= MIN_NO_RATE_SHARE * len(lr) or n >= MIN_NO_RATE)
-    if not is_long or run.converged_at() <= zeros[-1]:
-        return None
-    return Span(zeros[-1], zeros[0], n)
+    return Span(zeros[-1], zeros[0], n) if is_long and run.converged_at() > zeros[-1] else None

@@ -39,8 +39,7 @@ class Restored(Fault):
             yield Passed("weights that are put back after each step")
             return
         first, *others = unchanged
-        names = join_names([p.name for p in others], 3)
-        also = f"; the same is true of {names}" if others else ""
+        also = f"; the same is true of {join_names([p.name for p in others], 3)}" if others else ""
         yield self.finding(
             f"Steps change {first.name}, but after {run.n_steps} steps it is bit-identical to how "
             f"it began{also}.",

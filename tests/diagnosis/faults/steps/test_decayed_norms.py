@@ -3,6 +3,7 @@
 import pytest
 
 from hookcb.diagnosis.faults.steps.decayed_norms import DecayedNorms
+from hookcb.diagnosis.measurements.operations import Operations
 from hookcb.diagnosis.run import Passed, Skipped
 from tests.diagnosis.support import evidence, only, weight
 
@@ -13,7 +14,9 @@ def transformer(norm, matrix, **kwargs):
         weight("body", "Linear", weight_decay=matrix),
         weight("tokens", "Embedding", weight_decay=norm),
     ]
-    return evidence(*params, observed={"attention"}, n_steps=1000, **{"lr": 1e-3} | kwargs)
+    run = evidence(*params, n_steps=1000, **{"lr": 1e-3} | kwargs)
+    run.measured(Operations).has_attention = True
+    return run
 
 
 def test_decay_of_norms_and_embeddings_is_noted_with_its_sum():
@@ -30,5 +33,5 @@ def test_decay_of_matrices_alone_or_of_a_small_sum_is_not_noted(norm, lr):
 
 def test_decay_of_norms_is_not_judged_without_attention():
     given = transformer(norm=0.1, matrix=0.1)
-    given.observed = set()
+    given.measured(Operations).has_attention = False
     assert isinstance(only(DecayedNorms().findings, given), Skipped)
