@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hookcb import Callback
-from hookcb.diagnosis.faults.steps.restored import Restored
+from hookcb.diagnosis.faults.steps.not_stepped import Restored
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from tests.diagnosis.faults.support import found_by, plain_weight, small_net, trained
 
