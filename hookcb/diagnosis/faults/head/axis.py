@@ -21,19 +21,12 @@ MAX_ELEMENTS = 4_000_000  # of the scores that are followed
 
 
 class ClassScores(NamedTuple):
-    """The scores of which a cross-entropy takes the softmax, followed from the last layer.
+    """The scores of which a cross-entropy takes the softmax, followed from the last layer."""
 
-    Attributes:
-        features: number of the layer's feature at each place of the tensor that the softmax gets.
-        n_features: number of features of the layer.
-        axis: dimension over which the softmax runs.
-        is_direct: whether the loss gets the output of the softmax as it is.
-    """
-
-    features: Tensor
-    n_features: int
-    axis: int
-    is_direct: bool
+    features: Tensor  # number of the layer's feature at each place of the tensor that the softmax gets
+    n_features: int  # of the layer
+    axis: int  # over which the softmax runs
+    is_direct: bool  # whether the loss gets the output of the softmax as it is
 
 
 @fault("head.axis", Site.LOSS, needs="batch graph", leads_to=EVERYTHING, exact=True)
@@ -118,18 +111,13 @@ class DegenerateHead(Fault):
 
 
 def class_scores(node: Any) -> ClassScores | None:
-    """The scores of a loss, None if it is another one, or if they could not be followed.
-
-    Args:
-        node: `loss.grad_fn` of a loss.
-    """
+    """The scores of a loss, None if it is another one, or if they could not be followed."""
     main = main_term(read_terms(node))
     if main is None or main.kind != "cross-entropy" or main.node is None:
         return None
     given = main.node.next_functions[0][0]
     softmax = graph.peel(given, graph.SAME_ORDER)
-    found = _features(softmax) if graph.name(softmax) == "LogSoftmax" else None
-    if found is None:
+    if graph.name(softmax) != "LogSoftmax" or (found := _features(softmax)) is None:
         return None
     axis = saved(softmax, "dim", 1) % max(1, len(input_shape(softmax)))
     return ClassScores(*found, axis, softmax is given)
@@ -152,8 +140,7 @@ def _features(softmax: Any) -> tuple[Tensor, int] | None:
     sizes = [n if i == axis else 1 for i, n in enumerate(shape)]
     scores = torch.arange(shape[axis], dtype=torch.int32, device="cpu").view(sizes).expand(shape)
     for at in reversed(path):
-        moved = _moved(scores, at)
-        if moved is None or tuple(moved.shape) != input_shape(at):
+        if (moved := _moved(scores, at)) is None or tuple(moved.shape) != input_shape(at):
             return None
         scores = moved
     return scores, shape[axis]

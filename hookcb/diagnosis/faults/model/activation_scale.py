@@ -42,8 +42,7 @@ class ActivationScale(Fault):
         until = run.converged_at()
         unmasked = [x for x in in_order(run) if not _is_masked(x)]
         stds = {x.name: _scale(before(x.series("std"), until)) for x in unmasked}
-        layers = [x for x in unmasked if stds[x.name] > 0]
-        if not layers:
+        if not (layers := [x for x in unmasked if stds[x.name] > 0]):
             yield Skipped(f"no layer was inspected {N_FIRST} times before convergence")
             return
         for layer in layers:
@@ -108,9 +107,8 @@ class ActivationScale(Fault):
 
 def _scale(series: Series) -> float:
     """The smaller of the medians of the first records and of all: the scale it has from the beginning."""
-    if len(series) < N_FIRST:
-        return math.nan
-    return min(median(series.values[:N_FIRST]), median(series.values))
+    is_known = len(series) >= N_FIRST
+    return min(median(series.values[:N_FIRST]), median(series.values)) if is_known else math.nan
 
 
 def _is_masked(layer: Layer) -> bool:

@@ -44,30 +44,24 @@ class CollapsedActivations(Fault):
     def findings(self, run: Run) -> Iterator[Result]:
         until = run.converged_at()
         layers = [x for x in rules.in_order(run) if x.kind not in SPARSE_KINDS]
-        spans, lowest = {}, math.inf
-        for layer in layers:
-            series = rules.before(_spread(layer), until)
-            if len(series) >= rules.LATEST:
-                spans[layer.name] = rules.trailing(series, lambda x: x < MIN_SPREAD)
-                lowest = min(lowest, rules.median(series.values))
-        if not spans:
+        spreads = {x.name: rules.before(_spread(x), until) for x in layers}
+        if not (known := [x for x in layers if len(spreads[x.name]) >= rules.LATEST]):
             yield Skipped(f"no layer had its outputs compared across the batch {rules.LATEST} times")
             return
-        known = [layer for layer in layers if layer.name in spans]
+        usual = {x.name: rules.median(spreads[x.name].values) for x in known}
         first: tuple[Layer, Span] | None = None
-        previous = math.inf
+        previous, head = math.inf, rules.place_of_head(run)
         for layer in reversed(known):
-            if (span := spans[layer.name]) is None:
-                previous = rules.median(rules.before(_spread(layer), until).values)
+            if (span := rules.trailing(spreads[layer.name], lambda x: x < MIN_SPREAD)) is None:
+                previous = usual[layer.name]
                 break
             first = layer, span
-        if first and first[0].place < rules.place_of_head(run):
+        if first and first[0].place < head:
             layer, span = first
-            spreads = rules.before(_spread(layer), until)
             severity: Severity = "error"
-            if rules.median(spreads.values) > MIN_SPREAD_LEFT * previous:
-                severity = "warning" if _is_harmful(run, span, spreads) else "info"
-            spread = rules.median(spreads.values[-span.n :])
+            if usual[layer.name] > MIN_SPREAD_LEFT * previous:
+                severity = "warning" if _is_harmful(run, span, spreads[layer.name]) else "info"
+            spread = rules.median(spreads[layer.name].values[-span.n :])
             yield self.finding(
                 f"From layer {layer.name} on, outputs are the same for every sample: their variance across "
                 f"the batch is {spread:.1g} of their second moment (limit {MIN_SPREAD:.0e}).",
@@ -86,25 +80,17 @@ class CollapsedActivations(Fault):
                 ),
             )
         else:
-            alive = _most_alive_at_end(known, rules.place_of_head(run), until)
-            yield Passed(
-                f"outputs that are the same for all samples (spread {lowest:.1g} or more)", alive, MIN_SPREAD
-            )
+            # all layers from the last one before the head on would have to collapse
+            last = max((x.place for x in known if x.place < head), default=math.inf)
+            most = max((usual[x.name] for x in known if x.place >= last), default=math.nan)
+            text = f"outputs that are the same for all samples (spread {min(usual.values()):.1g} or more)"
+            yield Passed(text, most, MIN_SPREAD)
 
 
 def _is_harmful(run: Run, span: Span, spreads: Series) -> bool:
     """Whether outputs were the same from the beginning, and nothing else says why nothing was learned."""
     begins_so = span.first == spreads.steps[0]
     return begins_so and rules.is_trivial(run) and not findings_of("grad.attenuated", run)
-
-
-def _most_alive_at_end(known: list[Layer], head: float, until: float) -> float:
-    """Largest spread from the last layer before the head on: all of these would have to collapse."""
-    last = max((layer.place for layer in known if layer.place < head), default=math.inf)
-    spreads = [
-        rules.median(rules.before(_spread(layer), until).values) for layer in known if layer.place >= last
-    ]
-    return max(rules.finite(spreads), default=math.nan)
 
 
 def _spread(layer: Layer) -> Series:

@@ -49,12 +49,11 @@ class UnitsWithoutGradient(Fault):
             since = f"All gradients have been exactly zero since step {silent.first}"
             yield self._all_silent(run, silent, since)
             return
-        shares = _dead_shares(run, has_converged=run.converged_at() < math.inf)
-        if not shares and (silent := _silent_weights(run)):
-            yield self._all_silent(run, silent, "The gradients of all weights are exactly zero")
-            return
-        if not shares:
-            yield Skipped(f"no weight was inspected {MIN_LOOKS} times and with {MIN_EXAMPLES} examples")
+        if not (shares := _dead_shares(run, has_converged=run.converged_at() < math.inf)):
+            if silent := _silent_weights(run):
+                yield self._all_silent(run, silent, "The gradients of all weights are exactly zero")
+            else:
+                yield Skipped(f"no weight was inspected {MIN_LOOKS} times and with {MIN_EXAMPLES} examples")
             return
         worst = max(share for _, share in shares.values())
         measured = run.measured(DeadUnits).of
@@ -142,9 +141,8 @@ def _silent_weights(run: Run) -> Span | None:
     norms = [p.series("norm") for p in weights(run) if p.stats]
     if min(map(len, norms), default=0) < records_needed(run) or any(any(x.values) for x in norms):
         return None
-    if not run.is_one_backward and _is_silent_throughout(run):
-        return None
-    return Span(norms[0].steps[0], norms[0].steps[-1], len(norms[0]))
+    is_constant = not run.is_one_backward and _is_silent_throughout(run)
+    return None if is_constant else Span(norms[0].steps[0], norms[0].steps[-1], len(norms[0]))
 
 
 def _dead_shares(run: Run, has_converged: bool) -> dict[str, tuple[Param, float]]:

@@ -42,9 +42,8 @@ class EmbeddingScales(Fault):
 
     def __init__(self) -> None:
         super().__init__()
-        self._tables: list[list[Tensor]] = []  # of embeddings or parameters, in each sum
-        self._first: list[list[float | Tensor]] = []  # RMS before the first step, on their devices
-        self._names: list[list[str]] = []
+        # name of each table in each sum, of embeddings or parameters, and its RMS before the first step
+        self._tables: list[list[tuple[str, Tensor, float | Tensor]]] = []
         self.sums: list[list[tuple[str, float, float]]] = []  # name, first and last RMS of each table
 
     def on_first_graph(self, run: Run) -> None:
@@ -61,18 +60,16 @@ class EmbeddingScales(Fault):
         inner = {after for at in sums for after, _ in at.next_functions}
         for at, tables in sums.items():
             if at not in inner and all(id(table) in names for table in tables):
-                self._names.append([names[id(table)] for table in tables])
-                self._tables.append(tables)
-                self._first.append([_rms(table) for table in tables])
+                self._tables.append([(names[id(table)], table, _rms(table)) for table in tables])
 
     def tell(self, run: Run) -> None:
         self.sums = [
-            [(name, float(begin), float(_rms(table))) for name, begin, table in zip(*seen, strict=True)]
-            for seen in zip(self._names, self._first, self._tables, strict=True)
+            [(name, float(begin), float(_rms(table))) for name, table, begin in tables]
+            for tables in self._tables
         ]
 
     def freeze(self) -> None:
-        self._tables, self._first, self._names = [], [], []
+        self._tables = []
 
     def findings(self, run: Run) -> Iterator[Result]:
         if not is_trivial(run, MIN_BATCHES):

@@ -25,8 +25,7 @@ class FrozenBetween(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         trained = {p.layer: p for p in run.params.values() if p.is_weight and p.stats}
-        places = [p.place_of_layer for p in trained.values() if p.place_of_layer is not None]
-        if not places:
+        if not (places := [p.place_of_layer for p in trained.values() if p.place_of_layer is not None]):
             yield Skipped("no layer with gradients was called")
             return
         frozen = run.measured(Frame).frozen
@@ -34,8 +33,7 @@ class FrozenBetween(Fault):
         is_tuning = len(frozen) > len(trained) or (len(frozen) > 1 and n_frozen > n_trained)
         layers = [run.layers[name] for name in frozen if name in run.layers and not is_tuning]
         layers = [x for x in layers if min(places) < x.place < max(places)]
-        between = [x for x in layers if _is_beside(x.name, trained, frozen)]
-        if not between:
+        if not (between := [x for x in layers if _is_beside(x.name, trained, frozen)]):
             yield Passed("a frozen layer between trained ones")
             return
         names, is_one = [layer.name for layer in between], len(between) == 1

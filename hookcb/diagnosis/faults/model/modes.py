@@ -112,16 +112,15 @@ class Modes(Fault):
                 causes=(".eval() was called on the model, without .train() afterwards",),
                 next_steps=("Call model.train() before training",),
             )
+        severity: Severity = "error"
         if self._refused is not None:
-            name, step = self._refused
-            by = "one value per channel, which leaves nothing of the input"
-            yield self._single(name, step, by, "error")
+            (name, step), by = self._refused, "one value per channel, which leaves nothing of the input"
         elif self._names and self._n_batches and self._n_single >= MIN_SINGLE * self._n_batches:
+            name, step, severity = self._names[0], 0, "warning"
             by = "a single sample, because each batch has only one"
-            yield self._single(self._names[0], 0, by, "warning")
-
-    def _single(self, name: str, step: int, by: str, severity: Severity) -> Finding:
-        return self.finding(
+        else:
+            return
+        yield self.finding(
             f"Batch norm {as_layer(name)} normalizes by {by}.",
             severity,
             at=name,

@@ -42,8 +42,7 @@ class SaturatedUnits(Fault):
         until, head = run.converged_at(), rules.place_of_head(run)
         layers = [x for x in rules.in_order(run) if x.place < head]
         shares = [(layer, rules.before(layer.series("saturated"), until)) for layer in layers]
-        shares = [(layer, series) for layer, series in shares if len(series) >= rules.LATEST]
-        if not shares:
+        if not (shares := [(layer, series) for layer, series in shares if len(series) >= rules.LATEST]):
             yield Skipped(f"no tanh or sigmoid inside the model was inspected {rules.LATEST} times")
             return
         worst = max(rules.median(series.values) for _, series in shares)

@@ -54,8 +54,7 @@ class Symmetric(Fault):
     def _see_layers(self, modules: dict[str, nn.Module]) -> None:
         layers = [(name, m) for name, m in modules.items() if isinstance(m, nn.Linear | Convolution)]
         for name, m in layers[:-1]:  # the targets tell units of the last layer apart
-            weight = own_weight(m)
-            if weight is None or not weight.requires_grad or weight.is_meta:
+            if (weight := own_weight(m)) is None or not weight.requires_grad or weight.is_meta:
                 continue
             if (share := _share_alike(weight.detach())) >= ALIKE and bool(weight.any()):
                 self.see(

@@ -33,8 +33,7 @@ class ZeroLayer(Fault):
         if not any(len(p.series("norm")) >= LATEST for p in weights):
             yield Skipped(f"no weight had a gradient in {LATEST} inspected steps")
             return
-        zero = [p for p in weights[:-1] if _is_zero(p, "weight_norm") and _is_zero(p, "norm")]
-        if not zero:
+        if not (zero := [p for p in weights[:-1] if _is_zero(p, "weight_norm") and _is_zero(p, "norm")]):
             yield Passed("layers of zeros that stay so")
             return
         first, *others = zero

@@ -70,7 +70,6 @@ class ConstantClipping(Fault):
 
 
 def _clip_advice(run: Run) -> str:
-    """Advice to clip near the median norm, unless that norm is what clipping protects from."""
     norm = rules.median(run.steps.get("total_norm", Series()).values)
     if norm > MAX_NORM:
         return f"Find out why gradients have a norm of {norm:.2g}: a summed loss, or inputs on a large scale"

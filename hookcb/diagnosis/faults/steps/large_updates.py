@@ -49,15 +49,14 @@ class LargeUpdates(Fault):
     def findings(self, run: Run) -> Iterator[Result]:
         until = run.converged_at()
         sizes = [(p, series) for p in rules.weights(run) if len(series := rules.updates(p, until))]
-        if max((len(series) for _, series in sizes), default=0) < N_LARGE_FIRST:
+        if all(len(series) < N_LARGE_FIRST for _, series in sizes):
             yield Skipped(f"fewer than {N_LARGE_FIRST} steps were inspected before convergence")
             return
         start = run.loss.values[0] if len(run.loss) else math.nan
         left = rules.loss_left(run, start)
         is_idle = not (math.isnan(left) or rules.has_learned(run, start) or rules.need_not_fall(run))
         huge = [x for p, series in sizes if (x := _huge(p, series))]
-        large = [x for p, series in sizes if is_idle and (x := _large(p, series))]
-        if not large:
+        if not (large := [x for p, series in sizes if is_idle and (x := _large(p, series))]):
             # first step after which units are dead, or outputs the same for all samples; 0 if there is none
             deaths = [*findings_of("unit.dead", run), *findings_of("act.collapse", run)]
             death = min((x.step or 0 for x in deaths), default=0)

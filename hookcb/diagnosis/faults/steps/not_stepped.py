@@ -99,12 +99,11 @@ class NotStepped(Fault):
             )
 
     def findings(self, run: Run) -> Iterator[Result]:
-        if self.seen:
-            yield from self.told(run, self.seen)
-            return
         lr = dict(rates(run))
         unmoved = [(p, span) for p in run.params.values() if (span := _unmoved(p, lr))]
-        if stop := _without_rate(run):
+        if self.seen:
+            yield from self.told(run, self.seen)
+        elif stop := _without_rate(run):
             yield self._no_rate(run, stop)
         elif unmoved:
             yield self._still(unmoved)
@@ -173,8 +172,7 @@ class Restored(Fault):
         if run.n_steps < MIN_STEPS or not moving:
             yield Skipped(f"fewer than {MIN_STEPS} steps, or no inspected step changed a weight")
             return
-        unchanged = [p for p in moving if not p.has_moved]
-        if not unchanged:
+        if not (unchanged := [p for p in moving if not p.has_moved]):
             yield Passed("weights that are put back after each step")
             return
         first, *others = unchanged

@@ -79,9 +79,9 @@ class SmallUpdates(Fault):
             yield Skipped("the learning rate is still rising")
             return
         yield self.finding(
-            f"The learning rate is still rising after {run.n_batches} batches; at "
-            f"{lr.values[-1]:.1e}, a step changes the median weight by {size:.2g} of its size (limit "
-            f"{MIN_UPDATE_WARNING:g}); {rules.USUAL_UPDATE:g} is usual.",
+            f"The learning rate is still rising after {run.n_batches} batches; at {lr.values[-1]:.1e}, a "
+            f"step changes the median weight by {size:.2g} of its size (limit {MIN_UPDATE_WARNING:g}); "
+            f"{rules.USUAL_UPDATE:g} is usual.",
             when=lr,
             value=size,
             limit=MIN_UPDATE_WARNING,

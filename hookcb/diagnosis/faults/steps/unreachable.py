@@ -53,12 +53,9 @@ class Unreachable(Fault):
             yield self._without_gradient(unknown, steps)
             return
         if not without:
-            why = (
-                f"{unknown[0].name} had no gradient, and it is not known whether its layer is used"
-                if unknown
-                else ""
-            )
-            yield Skipped(why) if why else Passed("layers without gradient")
+            why = "had no gradient, and it is not known whether its layer is used"
+            passed = Passed("layers without gradient")
+            yield Skipped(f"{unknown[0].name} {why}") if unknown else passed
             return
         last = max(without, key=lambda p: run.layers[p.layer].place)  # nearest to where the graph was cut
         layers = list(dict.fromkeys(p.layer for p in without if p.layer != last.layer))
@@ -95,9 +92,5 @@ class Unreachable(Fault):
 
 def _takes_part(run: Run, layer: str) -> bool:
     """Whether a layer was called in most of the batches in which any layer was."""
-    most = max(_n_calls(run, name) for name in run.layers)
-    return 2 * _n_calls(run, layer) > most or not most
-
-
-def _n_calls(run: Run, layer: str) -> int:
-    return max(map(len, run.layers[layer].stats.values()), default=0)
+    n_calls = {name: max(map(len, x.stats.values()), default=0) for name, x in run.layers.items()}
+    return 2 * n_calls[layer] > max(n_calls.values()) or not any(n_calls.values())

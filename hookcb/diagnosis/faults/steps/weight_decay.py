@@ -41,15 +41,13 @@ class DominatingDecay(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         until, lr = run.converged_at(), dict(rates(run))
-        params = [p for p in weights(run) if p.is_optimized and p.weight_decay > 0]
-        if not params:
+        if not (params := [p for p in weights(run) if p.is_optimized and p.weight_decay > 0]):
             has_optimizer = any(p.optimizer is not None for p in run.params.values())
             is_known = has_optimizer and not run.measured(Steps).is_by_hand
             unknown = Skipped("the optimizer of the parameters is not known")
             yield Passed("weight decay (none)") if is_known else unknown
             return
-        shares = _median_share([_decay_shares(p, lr, until) for p in params])
-        if len(shares) < WINDOW:
+        if len(shares := _median_share([_decay_shares(p, lr, until) for p in params])) < WINDOW:
             yield Skipped(f"fewer than {WINDOW} steps with weight decay were inspected before convergence")
             return
         n = min(N_RECORDS, len(shares))
@@ -82,7 +80,6 @@ class DominatingDecay(Fault):
 
 
 def _coupled(param: Param, norm: float, gradient: float) -> float:
-    """Share of a decay that is added to the gradient."""
     decay = param.weight_decay * norm
     return ratio(decay, decay + gradient)
 
