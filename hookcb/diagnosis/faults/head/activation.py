@@ -10,11 +10,8 @@ from hookcb.diagnosis.measurements.output import Output, name_of
 from hookcb.diagnosis.run import Run
 
 HEAD_ADVICE = {  # by the function that the loss applies itself
-    "softmax": ("which applies a softmax itself", "pass the raw scores (logits) to the loss"),
-    "sigmoid": (
-        "which applies a sigmoid itself",
-        "pass the raw scores (logits) to the loss, or use binary_cross_entropy",
-    ),
+    "softmax": "pass the raw scores (logits) to the loss",
+    "sigmoid": "pass the raw scores (logits) to the loss, or use binary_cross_entropy",
 }
 
 
@@ -53,10 +50,9 @@ class HeadActivation(Fault):
         logits = "BCEWithLogitsLoss" if is_binary else "CrossEntropyLoss"
         raw = f"End the model in a linear layer and use nn.{logits}"
         if loss.head and loss.applies:
-            why, advice = HEAD_ADVICE[loss.applies]
-            text = f"{end}, {why}."
+            text = f"{end}, which applies a {loss.applies} itself."
             cause = f"a {name} {place}, which squeezes the scores and their gradients"
-            advice = f"Remove the {name}: {advice}"
+            advice = f"Remove the {name}: {HEAD_ADVICE[loss.applies]}"
         elif takes == "log-probabilities" and loss.head:
             text, cause = f"{end}, which expects log-probabilities.", f"a {name} in place of a log_softmax"
             advice = f"Remove the {name}: use log_softmax, or cross_entropy on the scores"
@@ -65,11 +61,8 @@ class HeadActivation(Fault):
             text = f"{end}, which {takes}."
             cause, advice = f"a missing {'sigmoid' if is_binary else 'softmax'}", raw
         elif takes == "probabilities" and loss.head == "Sigmoid" and not is_binary:
-            text, cause = (
-                f"{end} over several classes, whose probabilities must sum to 1.",
-                "a sigmoid, not a softmax",
-            )
-            advice = raw
+            text = f"{end} over several classes, whose probabilities must sum to 1."
+            cause, advice = "a sigmoid, not a softmax", raw
         else:
             return
         self.see(text, at=layer, when=run.step, causes=(cause,), next_steps=(advice,))

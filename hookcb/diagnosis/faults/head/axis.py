@@ -1,4 +1,4 @@
-"""head.axis: a cross-entropy over another axis than that of the classes."""
+"""head.axis, head.degenerate: a softmax over a wrong axis, or over a single number."""
 
 import math
 from collections.abc import Iterator
@@ -10,28 +10,23 @@ from torch import Tensor
 from hookcb.core import graph
 from hookcb.core.torch_private import input_shape, saved
 from hookcb.diagnosis.fault import EVERYTHING, Fault, Result, Site, fault
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.loss_graph import main_term
 from hookcb.diagnosis.measurements.loss_terms import read_terms
-from hookcb.diagnosis.run import Run
+from hookcb.diagnosis.measurements.output import Output
+from hookcb.diagnosis.run import Absent, Run, Skipped
 
 FEATURES = {"Convolution": 1, "Addmm": -1, "Mm": -1, "Linear": -1}  # axis of the features by layer
 MAX_ELEMENTS = 4_000_000  # of the scores that are followed
 
 
 class ClassScores(NamedTuple):
-    """The scores of which a cross-entropy takes the softmax, followed from the last layer.
+    """The scores of which a cross-entropy takes the softmax, followed from the last layer."""
 
-    Attributes:
-        features: number of the layer's feature at each place of the tensor that the softmax gets.
-        n_features: number of features of the layer.
-        axis: dimension over which the softmax runs.
-        is_direct: whether the loss gets the output of the softmax as it is.
-    """
-
-    features: Tensor
-    n_features: int
-    axis: int
-    is_direct: bool
+    features: Tensor  # number of the layer's feature at each place of the tensor that the softmax gets
+    n_features: int  # of the layer
+    axis: int  # over which the softmax runs
+    is_direct: bool  # whether the loss gets the output of the softmax as it is
 
 
 @fault("head.axis", Site.LOSS, needs="batch graph", leads_to=EVERYTHING, exact=True)
@@ -49,15 +44,12 @@ class ClassAxis(Fault):
 
     headline = "The softmax runs over the wrong axis"
     passed = "classes on another axis"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_known = False
+    unless = "too little was seen of the axis of the classes"
 
     def on_first_graph(self, run: Run) -> None:
         if (scores := class_scores(run.loop.loss_node)) is None:
             return
-        self.is_known = True
+        self.unless = ""
         shape, axis = tuple(scores.features.shape), scores.axis
         classes = min(1, len(shape) - 1)  # of torch's losses
         if scores.is_direct and axis != classes:
@@ -79,24 +71,53 @@ class ClassAxis(Fault):
             return
         self.see(text, value=1.0, causes=(cause,), next_steps=(next_step,))
 
+
+@fault("head.degenerate", Site.LOSS, needs="batch", leads_to=EVERYTHING, exact=True)
+class DegenerateHead(Fault):
+    """A softmax or log_softmax over a dimension of size 1: its output is 1 whatever the weights are.
+
+    Exact: length of that dimension, in the autograd graph between the loss and the last layer.
+
+    Source: torch.nn.Softmax, whose outputs along `dim` sum to 1.
+    """
+
+    headline = "The softmax runs over one number"
+    passed = "a softmax over one number"
+    uses = (Loss, Output)
+
+    def on_first_graph(self, run: Run) -> None:
+        if (output := run.measured(Output)).is_degenerate:
+            self.see(
+                "The softmax before the loss normalizes over a dimension of size 1, so its output is 1 "
+                "whatever the model computes, and no gradient reaches the weights.",
+                at=output.layer,
+                when=run.step,
+                value=1.0,
+                causes=("a softmax on a single output unit, or over the wrong dim",),
+                next_steps=(
+                    "For two classes and one output, remove the softmax and use nn.BCEWithLogitsLoss",
+                    "For several classes, use one output per class, and a softmax over the dim of the "
+                    "classes",
+                ),
+            )
+
     def findings(self, run: Run) -> Iterator[Result]:
-        unless = "" if self.is_known else "too little was seen of the axis of the classes"
-        yield from self.told(run, self.seen, unless)
+        if run.measured(Loss).is_open or self.seen:
+            yield from self.told(run, self.seen)
+        elif "graph" in run.absent:
+            yield Absent(run.absent["graph"])
+        else:
+            yield Skipped(run.missing.get("graph", "too little was seen of the graph"))
 
 
 def class_scores(node: Any) -> ClassScores | None:
-    """The scores of a loss, None if it is another one, or if they could not be followed.
-
-    Args:
-        node: `loss.grad_fn` of a loss.
-    """
+    """The scores of a loss, None if it is another one, or if they could not be followed."""
     main = main_term(read_terms(node))
     if main is None or main.kind != "cross-entropy" or main.node is None:
         return None
     given = main.node.next_functions[0][0]
     softmax = graph.peel(given, graph.SAME_ORDER)
-    found = _features(softmax) if graph.name(softmax) == "LogSoftmax" else None
-    if found is None:
+    if graph.name(softmax) != "LogSoftmax" or (found := _features(softmax)) is None:
         return None
     axis = saved(softmax, "dim", 1) % max(1, len(input_shape(softmax)))
     return ClassScores(*found, axis, softmax is given)
@@ -119,8 +140,7 @@ def _features(softmax: Any) -> tuple[Tensor, int] | None:
     sizes = [n if i == axis else 1 for i, n in enumerate(shape)]
     scores = torch.arange(shape[axis], dtype=torch.int32, device="cpu").view(sizes).expand(shape)
     for at in reversed(path):
-        moved = _moved(scores, at)
-        if moved is None or tuple(moved.shape) != input_shape(at):
+        if (moved := _moved(scores, at)) is None or tuple(moved.shape) != input_shape(at):
             return None
         scores = moved
     return scores, shape[axis]

@@ -29,14 +29,9 @@ MAX_SHARE = 0.05  # of targets out of range
 
 
 class Head(NamedTuple):
-    """The operation that limits a model's output.
+    """The operation that limits a model's output, and the range of that, whatever the weights are."""
 
-    Attributes:
-        name: name of the operation in the graph, "Sigmoid".
-        low, high: range of the model's output, whatever its weights are.
-    """
-
-    name: str
+    name: str  # of the operation in the graph, "Sigmoid"
     low: float
     high: float
 
@@ -61,8 +56,7 @@ class HeadOutOfReach(Fault):
 
     def on_first_graph(self, run: Run) -> None:
         output = run.measured(Output)
-        seen = output.beside(*SQUARES)
-        if seen is None or (head := read_head(seen.output)) is None:
+        if (seen := output.beside(*SQUARES)) is None or (head := read_head(seen.output)) is None:
             return
         y = seen.target.detach().float()
         share = float(((y < head.low - SLACK) | (y > head.high + SLACK)).float().mean())
@@ -91,8 +85,7 @@ def read_head(x: Tensor) -> Head | None:
     """
     node, scale, is_shifted = x.grad_fn, 1.0, False
     while (name := graph.name(node)) not in (*RANGES, "Hardtanh"):
-        factor = _factor(node, name)
-        if factor is None or not math.isfinite(factor):
+        if (factor := _factor(node, name)) is None or not math.isfinite(factor):
             return None
         scale *= factor
         is_shifted |= name in graph.SHIFTING

@@ -88,8 +88,7 @@ class StuckHead(Fault):
 def stuck_share(graph: LossGraph, node: Any, pred: Any, yb: Any) -> Tensor | None:
     """Share of the squared error from outputs that a ReLU holds at 0, below their targets; None if unknown.
 
-    These outputs get no gradient. The share is a number on its device. For absolute errors, 0 may be the best
-    output nevertheless: the median.
+    For absolute errors, 0 may be the best output nevertheless: the median.
     """
     seen = compared(node, pred, yb) if graph.head == "Relu" and graph.kind == "mse" else None
     if seen is None or seen.is_broadcast:

@@ -40,11 +40,9 @@ class ActivationScale(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         until = run.converged_at()
-        layers = [x for x in in_order(run) if len(x.series("std")) and not _is_masked(x)]
-        stds = {x.name: _scale(before(x.series("std"), until)) for x in layers}
-        stds = {name: std for name, std in stds.items() if std > 0}
-        layers = [layer for layer in layers if layer.name in stds]
-        if not layers:
+        unmasked = [x for x in in_order(run) if not _is_masked(x)]
+        stds = {x.name: _scale(before(x.series("std"), until)) for x in unmasked}
+        if not (layers := [x for x in unmasked if stds[x.name] > 0]):
             yield Skipped(f"no layer was inspected {N_FIRST} times before convergence")
             return
         for layer in layers:
@@ -70,8 +68,7 @@ class ActivationScale(Fault):
         growth = [stds[layer.name] / was for layer, was in zip(upto, previous, strict=False)]
         # the first one, if all layers grow alike
         at = next(i for i, x in enumerate(growth) if x >= max(growth) / 2)
-        layer, most = upto[at], stds[worst.name] / base
-        steps = worst.series("std").steps
+        layer, most, steps = upto[at], stds[worst.name] / base, worst.series("std").steps
         first = next((step for step, x in worst.series("std") if x > MAX_GROWTH * base), steps[0])
         chain = [p for p in weights(run) if p.layer in {x.name for x in upto} and begins_large([p])]
         return self.finding(
@@ -110,9 +107,8 @@ class ActivationScale(Fault):
 
 def _scale(series: Series) -> float:
     """The smaller of the medians of the first records and of all: the scale it has from the beginning."""
-    if len(series) < N_FIRST:
-        return math.nan
-    return min(median(series.values[:N_FIRST]), median(series.values))
+    is_known = len(series) >= N_FIRST
+    return min(median(series.values[:N_FIRST]), median(series.values)) if is_known else math.nan
 
 
 def _is_masked(layer: Layer) -> bool:

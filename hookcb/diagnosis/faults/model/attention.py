@@ -11,26 +11,23 @@ from hookcb.core.text import as_layer
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.operations import MIN_BATCHES, Operations
 from hookcb.diagnosis.run import Run
+from hookcb.diagnosis.verdict import Finding
 
 LOW_ENTROPY = 0.05  # mean entropy / ln T
 MAX_LOW_HEADS = 0.5  # share of the heads
 
 
 class _OfAttention(Fault):
-    """A fault that is told by a number of each call of attention, see `number`.
-
-    Attributes:
-        numbers: step and number of each call, by layer.
-    """
+    """A fault that is told by a number of each call of attention."""
 
     severity = "warning"
     uses = (Operations,)
+    _step = 0
 
     def __init__(self) -> None:
         super().__init__()
         self._seen: dict[str, list[tuple[int, Tensor]]] = {}
-        self._step = 0
-        self.numbers: dict[str, list[tuple[int, float]]] = {}
+        self.numbers: dict[str, list[tuple[int, float]]] = {}  # with its step, of each call, by layer
 
     def on_model(self, run: Run) -> None:
         run.measured(Operations).listeners.append(self)
@@ -42,7 +39,6 @@ class _OfAttention(Fault):
         raise NotImplementedError
 
     def see_attention(self, layer: str, m: Any, weights: Tensor) -> None:
-        """Measures the weights of a call, `(…, heads, queries, keys)`."""
         self._seen.setdefault(layer, []).append((self._step, self.number(weights)))
 
     def tell(self, run: Run) -> None:
@@ -52,7 +48,6 @@ class _OfAttention(Fault):
         self._seen = {}
 
     def why_unseen(self, run: Run) -> str:
-        """Reason why the fault is not ruled out, "" if it is."""
         few = "" if run.measured(Operations).has_attention else "too little was seen of the attention"
         return few and run.missing.get("attention", few)
 
@@ -124,37 +119,30 @@ class CollapsedAttention(_OfAttention):
         return low_heads(weights)
 
     def findings(self, run: Run) -> Iterator[Result]:
-        seen = []
+        yield from self.told(run, self._found(), self.why_unseen(run))
+
+    def _found(self) -> Iterator[Finding]:
         for layer, numbers in self.numbers.items():
             known = [(step, x) for step, x in numbers if not math.isnan(x)]
             least = min((x for _, x in known), default=0.0)
             if len(known) >= MIN_BATCHES and least > MAX_LOW_HEADS:
-                seen.append(
-                    self.finding(
-                        f"At least {least:.0%} of the heads of {as_layer(layer) or 'the model'} attend to "
-                        f"one place only: its entropy is below {LOW_ENTROPY:.0%} of the entropy of uniform "
-                        "attention.",
-                        at=layer,
-                        when=known[0][0],
-                        value=least,
-                        causes=("scores before the softmax are far too large, or are not divided by √d",),
-                        next_steps=(
-                            "Divide the scores by √d, and check the size of the query and key weights",
-                        ),
-                    )
+                yield self.finding(
+                    f"At least {least:.0%} of the heads of {as_layer(layer) or 'the model'} attend to "
+                    f"one place only: its entropy is below {LOW_ENTROPY:.0%} of the entropy of uniform "
+                    "attention.",
+                    at=layer,
+                    when=known[0][0],
+                    value=least,
+                    causes=("scores before the softmax are far too large, or are not divided by √d",),
+                    next_steps=("Divide the scores by √d, and check the size of the query and key weights",),
                 )
-        yield from self.told(run, seen, self.why_unseen(run))
 
 
 def low_heads(weights: Tensor) -> Tensor:
     """Share of the heads with a mean entropy below a twentieth of the entropy of uniform attention.
 
     Args:
-        weights: attention weights, `(…, heads, queries, keys)`, each row a distribution; or
-            `(batch · heads, queries, keys)`.
-
-    Returns:
-        A 0-d tensor, 0..1.
+        weights: attention weights, `(…, heads, queries, keys)` or `(batch · heads, queries, keys)`.
     """
     p = weights.float()
     relative = -torch.special.xlogy(p, p).sum(-1) / math.log(p.shape[-1])
@@ -165,13 +153,6 @@ def low_heads(weights: Tensor) -> Tensor:
 
 
 def is_blind(weights: Tensor) -> Tensor:
-    """Whether each query can see a single key at most, the same one in all samples and heads.
-
-    Args:
-        weights: see `low_heads`.
-
-    Returns:
-        A 0-d bool tensor. Weights that are that sharp because scores are large differ between samples.
-    """
+    """Whether each query can see a single key at most, the same one in all samples and heads."""
     rows = (weights > 0).flatten(0, -3)
     return (rows.sum(-1) <= 1).all() & (rows == rows[:1]).all() & (len(rows) > 1)

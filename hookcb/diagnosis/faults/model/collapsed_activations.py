@@ -4,21 +4,12 @@ import math
 from collections.abc import Iterator
 
 from hookcb.core.text import as_layer
+from hookcb.diagnosis import rules
 from hookcb.diagnosis.advice import lower_rate
 from hookcb.diagnosis.fault import Fault, Result, Site, fault, findings_of
 from hookcb.diagnosis.measurements.layer_rows import LayerRows
-from hookcb.diagnosis.rules import (
-    LATEST,
-    before,
-    finite,
-    in_order,
-    is_trivial,
-    median,
-    place_of_head,
-    trailing,
-)
 from hookcb.diagnosis.run import SPARSE_KINDS, Layer, Passed, Run, Series, Skipped, Span
-from hookcb.diagnosis.verdict import Finding, Severity
+from hookcb.diagnosis.verdict import Severity
 
 MIN_SPREAD_LEFT = 1e-3  # by one layer, share of the spread before it; if more is left the loss is gradual
 MIN_SPREAD = 1e-6  # variance across the batch / second moment; float32 resolves 1e-14 of a square
@@ -52,73 +43,54 @@ class CollapsedActivations(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         until = run.converged_at()
-        layers = [x for x in in_order(run) if x.kind not in SPARSE_KINDS]
-        spans, lowest, n_looked = {}, math.inf, 0
-        for layer in layers:
-            series = before(_spread(layer), until)
-            if len(series) >= LATEST:
-                n_looked += 1
-                spans[layer.name] = trailing(series, lambda x: x < MIN_SPREAD)
-                lowest = min(lowest, median(series.values))
-        if not n_looked:
-            yield Skipped(f"no layer had its outputs compared across the batch {LATEST} times")
+        layers = [x for x in rules.in_order(run) if x.kind not in SPARSE_KINDS]
+        spreads = {x.name: rules.before(_spread(x), until) for x in layers}
+        if not (known := [x for x in layers if len(spreads[x.name]) >= rules.LATEST]):
+            yield Skipped(f"no layer had its outputs compared across the batch {rules.LATEST} times")
             return
-        known = [layer for layer in layers if layer.name in spans]
+        usual = {x.name: rules.median(spreads[x.name].values) for x in known}
         first: tuple[Layer, Span] | None = None
-        previous = math.inf
+        previous, head = math.inf, rules.place_of_head(run)
         for layer in reversed(known):
-            usual = median(before(_spread(layer), until).values)
-            if (span := spans[layer.name]) is None:
-                previous = usual
+            if (span := rules.trailing(spreads[layer.name], lambda x: x < MIN_SPREAD)) is None:
+                previous = usual[layer.name]
                 break
             first = layer, span
-        if first and first[0].place < place_of_head(run):
+        if first and first[0].place < head:
             layer, span = first
-            spreads = before(_spread(layer), until)
             severity: Severity = "error"
-            if median(spreads.values) > MIN_SPREAD_LEFT * previous:
-                severity = "warning" if _is_harmful(run, span, spreads) else "info"
-            collapsed = median(spreads.values[-span.n :])
-            yield self._collapsed(layer, collapsed, span, severity, lower_rate(run, layer))
-        else:
-            alive = _most_alive_at_end(known, place_of_head(run), until)
-            yield Passed(
-                f"outputs that are the same for all samples (spread {lowest:.1g} or more)", alive, MIN_SPREAD
+            if usual[layer.name] > MIN_SPREAD_LEFT * previous:
+                severity = "warning" if _is_harmful(run, span, spreads[layer.name]) else "info"
+            spread = rules.median(spreads[layer.name].values[-span.n :])
+            yield self.finding(
+                f"From layer {layer.name} on, outputs are the same for every sample: their variance across "
+                f"the batch is {spread:.1g} of their second moment (limit {MIN_SPREAD:.0e}).",
+                severity,
+                at=layer,
+                when=span,
+                value=spread,
+                limit=MIN_SPREAD,
+                causes=(
+                    "units that are saturated or dead",
+                    "an input that does not reach this layer, or is constant",
+                ),
+                next_steps=(
+                    f"Look at the input of {as_layer(layer.name)}, and at its bias and initialization",
+                    *lower_rate(run, layer),
+                ),
             )
-
-    def _collapsed(
-        self, layer: Layer, spread: float, span: Span, severity: Severity, slower: tuple[str, ...]
-    ) -> Finding:
-        return self.finding(
-            f"From layer {layer.name} on, outputs are the same for every sample: their variance across "
-            f"the batch is {spread:.1g} of their second moment (limit {MIN_SPREAD:.0e}).",
-            severity,
-            at=layer,
-            when=span,
-            value=spread,
-            limit=MIN_SPREAD,
-            causes=(
-                "units that are saturated or dead",
-                "an input that does not reach this layer, or is constant",
-            ),
-            next_steps=(
-                f"Look at the input of {as_layer(layer.name)}, and at its bias and initialization",
-                *slower,
-            ),
-        )
+        else:
+            # all layers from the last one before the head on would have to collapse
+            last = max((x.place for x in known if x.place < head), default=math.inf)
+            most = max((usual[x.name] for x in known if x.place >= last), default=math.nan)
+            text = f"outputs that are the same for all samples (spread {min(usual.values()):.1g} or more)"
+            yield Passed(text, most, MIN_SPREAD)
 
 
 def _is_harmful(run: Run, span: Span, spreads: Series) -> bool:
     """Whether outputs were the same from the beginning, and nothing else says why nothing was learned."""
     begins_so = span.first == spreads.steps[0]
-    return begins_so and is_trivial(run) and not findings_of("grad.attenuated", run)
-
-
-def _most_alive_at_end(known: list[Layer], head: float, until: float) -> float:
-    """Largest spread from the last layer before the head on: all of these would have to collapse."""
-    last = max((layer.place for layer in known if layer.place < head), default=math.inf)
-    spreads = [median(before(_spread(layer), until).values) for layer in known if layer.place >= last]
-    return max(finite(spreads), default=math.nan)
+    return begins_so and rules.is_trivial(run) and not findings_of("grad.attenuated", run)
 
 
 def _spread(layer: Layer) -> Series:

@@ -8,7 +8,7 @@ from hookcb.core.text import as_layer
 from hookcb.diagnosis.advice import lower_rate
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.dead_units import MIN_EXAMPLES, MIN_LOOKS, Dead, DeadUnits
-from hookcb.diagnosis.rules import LATEST, finite, place, records_needed, trailing, weights
+from hookcb.diagnosis.rules import LATEST, finite, in_order, place, records_needed, trailing, weights
 from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped, Span
 from hookcb.diagnosis.verdict import Finding
 
@@ -49,41 +49,34 @@ class UnitsWithoutGradient(Fault):
             since = f"All gradients have been exactly zero since step {silent.first}"
             yield self._all_silent(run, silent, since)
             return
-        shares = _dead_shares(run, has_converged=run.converged_at() < math.inf)
-        if not shares and (silent := _silent_weights(run)):
-            yield self._all_silent(run, silent, "The gradients of all weights are exactly zero")
-            return
-        if not shares:
-            yield Skipped(f"no weight was inspected {MIN_LOOKS} times and with {MIN_EXAMPLES} examples")
+        if not (shares := _dead_shares(run, has_converged=run.converged_at() < math.inf)):
+            if silent := _silent_weights(run):
+                yield self._all_silent(run, silent, "The gradients of all weights are exactly zero")
+            else:
+                yield Skipped(f"no weight was inspected {MIN_LOOKS} times and with {MIN_EXAMPLES} examples")
             return
         worst = max(share for _, share in shares.values())
         measured = run.measured(DeadUnits).of
-        if worst < MAX_DEAD and not any(p.name in measured for p, _ in shares.values()):
-            yield Skipped(
-                "units are counted in linear and convolutional layers with 8 of them or more, and there are "
-                "none"
-                if "batches" in run.sources
-                else "dead units are counted by Diagnose, which knows the number of examples"
-            )
-            return
         if worst < MAX_DEAD:
-            yield Passed(f"dead units ({worst:.0%})", worst, MAX_DEAD)
+            layers = "units are counted in linear and convolutional layers with 8 of them or more"
+            why = "dead units are counted by Diagnose, which knows the number of examples"
+            why = f"{layers}, and there are none" if "batches" in run.sources else why
+            is_known = any(p.name in measured for p, _ in shares.values())
+            yield Passed(f"dead units ({worst:.0%})", worst, MAX_DEAD) if is_known else Skipped(why)
             return
         all_dead = [p for p, share in shares.values() if share >= ALL_DEAD]
-        if all_dead and _is_silent_throughout(run):
-            begins = _first_silent(run, shares)
-            if begins is None:
+        begins = _first_silent(run, shares) if all_dead else None
+        if all_dead and not begins:
+            if _is_silent_throughout(run):
                 yield Skipped("every gradient is exactly zero, so no layer differs from another")
                 return
-        else:
-            begins = _first_silent(run, shares) or _last_dead(run, all_dead) if all_dead else None
+            begins = _last_dead(run, all_dead)
         param = begins or next(p for p, share in shares.values() if share == worst)
         others = sum(share >= MAX_DEAD for _, share in shares.values()) - (shares[param.layer][1] >= MAX_DEAD)
         yield self._dead(run, param, max(worst if begins else 0.0, shares[param.layer][1]), others)
 
     def _all_silent(self, run: Run, span: Span, what: str) -> Finding:
-        shares = {p.layer: (p, 1.0) for p in weights(run)}
-        param = _first_silent(run, shares)
+        param = _first_silent(run, {p.layer: (p, 1.0) for p in weights(run)})
         where = f", and all outputs from {as_layer(param.layer)} on are zero" if param else ""
         return self.finding(
             f"{what}{where}: the model learns nothing.",
@@ -148,9 +141,8 @@ def _silent_weights(run: Run) -> Span | None:
     norms = [p.series("norm") for p in weights(run) if p.stats]
     if min(map(len, norms), default=0) < records_needed(run) or any(any(x.values) for x in norms):
         return None
-    if not run.is_one_backward and _is_silent_throughout(run):
-        return None
-    return Span(norms[0].steps[0], norms[0].steps[-1], len(norms[0]))
+    is_constant = not run.is_one_backward and _is_silent_throughout(run)
+    return None if is_constant else Span(norms[0].steps[0], norms[0].steps[-1], len(norms[0]))
 
 
 def _dead_shares(run: Run, has_converged: bool) -> dict[str, tuple[Param, float]]:
@@ -173,8 +165,7 @@ def _dead_share(param: Param, known: Dead | None, has_converged: bool) -> float:
     if known:
         is_enough = known.n_looked >= MIN_LOOKS and known.n_examples >= MIN_EXAMPLES
         return (known.never if has_converged else known.lately) if is_enough else math.nan
-    rows = finite(param.series("zero_rows").values)
-    if len(rows) < MIN_LOOKS:
+    if len(rows := finite(param.series("zero_rows").values)) < MIN_LOOKS:
         return math.nan
     return min(rows) if min(rows) >= NO_DIAGNOSE else 0.0
 
@@ -188,7 +179,7 @@ def _first_silent(run: Run, shares: dict[str, tuple[Param, float]]) -> Param | N
     """Weight of the first layer after which, before the next layer with weights, all outputs are zero."""
     last: Param | None = None
     with_weights = {p.layer for p in weights(run)}
-    for layer in sorted(run.layers.values(), key=lambda layer: layer.place):
+    for layer in in_order(run):
         if layer.name in with_weights:
             last = shares[layer.name][0] if layer.name in shares else None
         if last and layer.series("zeros").median() >= SILENT:
@@ -198,10 +189,7 @@ def _first_silent(run: Run, shares: dict[str, tuple[Param, float]]) -> Param | N
 
 def _last_dead(run: Run, dead: list[Param]) -> Param | None:
     """The dead weight nearest to the loss, except those fed with zeros only: their bias has a gradient."""
-    with_bias = {
-        p.layer
-        for p in run.params.values()
-        if len(p.shape) == 1 and any(x > 0 for x in p.series("norm").values)
-    }
+    biases = [p for p in run.params.values() if len(p.shape) == 1]
+    with_bias = {p.layer for p in biases if any(x > 0 for x in p.series("norm").values)}
     ordered = sorted(dead, key=place)
     return next((p for p in reversed(ordered) if p.layer not in with_bias), ordered[-1])

@@ -1,14 +1,13 @@
 """dropout.scores: dropout between the last layer and the loss."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
 from hookcb.core import graph
 from hookcb.core.torch_private import saved
-from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.fault import Fault, Site, fault
 from hookcb.diagnosis.measurements.layer_rows import LayerRows
 from hookcb.diagnosis.measurements.loss_graph import main_term
 from hookcb.diagnosis.measurements.loss_terms import read_terms
@@ -31,11 +30,8 @@ class ScoresDropout(Fault):
     headline = "Dropout follows the last layer"
     severity = "warning"
     passed = "dropout before the loss"
+    unless = "too little was seen of the input of the loss"
     uses = (LayerRows,)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_known = False  # whether the input of the loss was looked at
 
     def on_first_graph(self, run: Run) -> None:
         self.look(run.loop.loss_node, run.measured(LayerRows).last, run.step)
@@ -43,7 +39,8 @@ class ScoresDropout(Fault):
     def look(self, node: Any, layer: str, step: int | None) -> None:
         """Reads the graph of a loss; `layer` is the last one that was called."""
         share = dropped_share(node)
-        self.is_known = not math.isnan(share)
+        if not math.isnan(share):
+            self.unless = ""
         if share > 0:
             self.see(
                 f"Dropout sets {share:.0%} of the model's output to 0 just before the loss, which then "
@@ -55,19 +52,10 @@ class ScoresDropout(Fault):
                 next_steps=("Move the dropout before the last linear layer, or remove it",),
             )
 
-    def findings(self, run: Run) -> Iterator[Result]:
-        unless = "" if self.is_known else "too little was seen of the input of the loss"
-        yield from self.told(run, self.seen, unless)
-
 
 def dropped_share(node: Any) -> float:
-    """Share of the loss's input that a dropout sets to 0; 0 without dropout, NaN if the input is unknown.
-
-    Args:
-        node: `loss.grad_fn`, or None.
-    """
-    main = main_term(read_terms(node))
-    if main is None:
+    """Share of the loss's input that a dropout sets to 0; 0 without dropout, NaN if the input is unknown."""
+    if (main := main_term(read_terms(node))) is None:
         return math.nan
     given = graph.behind(main.given) if graph.name(main.given) in graph.HEADS else main.given
     if graph.name(given) == "NativeDropout":

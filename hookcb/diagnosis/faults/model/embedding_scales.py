@@ -38,13 +38,12 @@ class EmbeddingScales(Fault):
 
     headline = "An embedding is lost in the sum"
     passed = "embeddings on different scales"
+    unless = "too little was seen of the sums in the graph"
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_known = False  # whether all sums in the graph were looked at
-        self._tables: list[list[Tensor]] = []  # of embeddings or parameters, in each sum
-        self._first: list[list[float | Tensor]] = []  # RMS before the first step, on their devices
-        self._names: list[list[str]] = []
+        # name of each table in each sum, of embeddings or parameters, and its RMS before the first step
+        self._tables: list[list[tuple[str, Tensor, float | Tensor]]] = []
         self.sums: list[list[tuple[str, float, float]]] = []  # name, first and last RMS of each table
 
     def on_first_graph(self, run: Run) -> None:
@@ -56,23 +55,21 @@ class EmbeddingScales(Fault):
         }
         if (nodes := graph.uses(run.loop.loss_node, MAX_NODES)) is None:
             return
-        self.is_known = True
+        self.unless = ""
         sums = {at: tables for at in nodes if len(tables := _added(at)) > 1}
         inner = {after for at in sums for after, _ in at.next_functions}
         for at, tables in sums.items():
             if at not in inner and all(id(table) in names for table in tables):
-                self._names.append([names[id(table)] for table in tables])
-                self._tables.append(tables)
-                self._first.append([_rms(table) for table in tables])
+                self._tables.append([(names[id(table)], table, _rms(table)) for table in tables])
 
     def tell(self, run: Run) -> None:
         self.sums = [
-            [(name, float(begin), float(_rms(table))) for name, begin, table in zip(*seen, strict=True)]
-            for seen in zip(self._names, self._first, self._tables, strict=True)
+            [(name, float(begin), float(_rms(table))) for name, table, begin in tables]
+            for tables in self._tables
         ]
 
     def freeze(self) -> None:
-        self._tables, self._first, self._names = [], [], []
+        self._tables = []
 
     def findings(self, run: Run) -> Iterator[Result]:
         if not is_trivial(run, MIN_BATCHES):
@@ -84,21 +81,18 @@ class EmbeddingScales(Fault):
             one, begin, end = min(tables, key=lambda x: x[2])
             other, large, last = max(tables, key=lambda x: x[2])
             if large > MAX_RATIO * begin > 0 and last > MAX_RATIO * end > 0:
-                seen.append(
-                    self.finding(
-                        f"The output of {one} is added to that of {other}, which is far larger: the RMS of "
-                        f"their weights was {begin:.2g} and {large:.2g} at the beginning, and is {end:.2g} "
-                        f"and {last:.2g} now (limit: {MAX_RATIO:g} times).",
-                        severity,
-                        at=one,
-                        when=0,
-                        value=last / end,
-                        causes=("embeddings that are initialized on different scales",),
-                        next_steps=(f"Initialize {one} and {other} with the same std, such as 0.02",),
-                    )
+                message = (
+                    f"The output of {one} is added to that of {other}, which is far larger: the RMS of "
+                    f"their weights was {begin:.2g} and {large:.2g} at the beginning, and is {end:.2g} "
+                    f"and {last:.2g} now (limit: {MAX_RATIO:g} times)."
                 )
-        unless = "" if self.is_known else "too little was seen of the sums in the graph"
-        yield from self.told(run, seen, unless)
+                causes = ("embeddings that are initialized on different scales",)
+                steps = (f"Initialize {one} and {other} with the same std, such as 0.02",)
+                about = self.finding(
+                    message, severity, at=one, when=0, value=last / end, causes=causes, next_steps=steps
+                )
+                seen.append(about)
+        yield from self.told(run, seen, self.unless)
 
 
 def _added(at: Any) -> list[Tensor]:

@@ -48,8 +48,8 @@ class Modes(Fault):
 
     def on_model(self, run: Run) -> None:
         modules = named_modules(run.loop.model)
-        norms = {name: m for name, m in modules.items() if isinstance(m, BatchNorm)}
-        self._norms = WeakValueDictionary(norms)  # a watch must not keep its model alive
+        # a watch must not keep its model alive
+        self._norms = WeakValueDictionary({x: m for x, m in modules.items() if isinstance(m, BatchNorm)})
         self._names = list(self._norms)
         self._drops = any(isinstance(m, Dropout) and m.p > 0 for m in modules.values())
         self._frozen = {name for name, m in self._norms.items() if not m.training and _has_learned(m)}
@@ -79,10 +79,8 @@ class Modes(Fault):
                     self._refused = name, run.step
 
     def on_end(self, run: Run) -> None:
-        loop = run.loop
-        if not loop.is_external or loop.seen["before_validate"]:
-            return
-        if (n := loop.facts.n_without_grad) >= MIN_CALLS:
+        loop, is_watched = run.loop, run.loop.is_external and not run.loop.seen["before_validate"]
+        if is_watched and (n := loop.facts.n_without_grad) >= MIN_CALLS:
             self.see(
                 f"The model was called {n} times in train mode without gradients, and never in eval mode. "
                 "If these calls were a validation, its dropout and batch norms acted as in training.",
@@ -114,17 +112,15 @@ class Modes(Fault):
                 causes=(".eval() was called on the model, without .train() afterwards",),
                 next_steps=("Call model.train() before training",),
             )
+        severity: Severity = "error"
         if self._refused is not None:
-            name, step = self._refused
-            yield self._single(
-                name, step, "one value per channel, which leaves nothing of the input", "error"
-            )
+            (name, step), by = self._refused, "one value per channel, which leaves nothing of the input"
         elif self._names and self._n_batches and self._n_single >= MIN_SINGLE * self._n_batches:
+            name, step, severity = self._names[0], 0, "warning"
             by = "a single sample, because each batch has only one"
-            yield self._single(self._names[0], 0, by, "warning")
-
-    def _single(self, name: str, step: int, by: str, severity: Severity) -> Finding:
-        return self.finding(
+        else:
+            return
+        yield self.finding(
             f"Batch norm {as_layer(name)} normalizes by {by}.",
             severity,
             at=name,
@@ -139,7 +135,6 @@ class Modes(Fault):
 
 
 def _has_learned(m: nn.Module) -> bool:
-    """Whether its running statistics differ from their initial values."""
     return isinstance(m.running_mean, Tensor) and bool(m.running_mean.any())
 
 

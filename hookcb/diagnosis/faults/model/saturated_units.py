@@ -2,22 +2,10 @@
 
 from collections.abc import Iterator
 
+from hookcb.diagnosis import rules
 from hookcb.diagnosis.advice import begins_large, is_trained, lower_rate
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.layer_rows import LayerRows
-from hookcb.diagnosis.rules import (
-    LATEST,
-    MAX_SATURATED,
-    MIN_BATCHES,
-    before,
-    does_well,
-    has_learned,
-    in_order,
-    median,
-    place_of_head,
-    trailing,
-    weights,
-)
 from hookcb.diagnosis.run import Layer, Passed, Run, Skipped, Span
 from hookcb.diagnosis.verdict import Finding, Severity
 
@@ -51,37 +39,37 @@ class SaturatedUnits(Fault):
     uses = (LayerRows,)
 
     def findings(self, run: Run) -> Iterator[Result]:
-        until, head = run.converged_at(), place_of_head(run)
-        layers = [x for x in in_order(run) if x.place < head and len(x.series("saturated"))]
-        shares = [(layer, before(layer.series("saturated"), until)) for layer in layers]
-        shares = [(layer, series) for layer, series in shares if len(series) >= LATEST]
-        if not shares:
-            yield Skipped(f"no tanh or sigmoid inside the model was inspected {LATEST} times")
+        until, head = run.converged_at(), rules.place_of_head(run)
+        layers = [x for x in rules.in_order(run) if x.place < head]
+        shares = [(layer, rules.before(layer.series("saturated"), until)) for layer in layers]
+        if not (shares := [(layer, series) for layer, series in shares if len(series) >= rules.LATEST]):
+            yield Skipped(f"no tanh or sigmoid inside the model was inspected {rules.LATEST} times")
             return
-        worst = max(median(series.values) for _, series in shares)
-        if does_well(run):
+        worst = max(rules.median(series.values) for _, series in shares)
+        if rules.does_well(run):
             yield Passed(f"saturated units ({worst:.0%}, but the model does well)")
             return
         for layer, series in shares:
-            if span := trailing(series, lambda x: x > MAX_SATURATED):
-                began = median(series.values[:LATEST]) > MAX_SATURATED
-                yield self._saturated(run, layer, median(series.values[-span.n :]), span, began)
+            if span := rules.trailing(series, lambda x: x > rules.MAX_SATURATED):
+                began = rules.median(series.values[: rules.LATEST]) > rules.MAX_SATURATED
+                yield self._saturated(run, layer, rules.median(series.values[-span.n :]), span, began)
                 return
-        yield Passed(f"saturated units ({worst:.0%})", worst, MAX_SATURATED)
+        yield Passed(f"saturated units ({worst:.0%})", worst, rules.MAX_SATURATED)
 
     def _saturated(self, run: Run, layer: Layer, share: float, span: Span, began: bool) -> Finding:
-        feeds = [p for p in weights(run) if p.place_of_layer is not None and p.place_of_layer < layer.place]
+        places = [(p.place_of_layer, p) for p in rules.weights(run)]
+        feeds = [p for place, p in places if place is not None and place < layer.place]
         is_large = begins_large(feeds[-1:])
-        is_harmful = run.n_batches >= MIN_BATCHES and not has_learned(run, run.first_loss)
+        is_harmful = run.n_batches >= rules.MIN_BATCHES and not rules.has_learned(run, run.first_loss)
         severity: Severity = "error" if share > MAX_SATURATED_WARNING and is_harmful else "warning"
         return self.finding(
             f"Layer {layer.name}: {share:.0%} of its outputs are at the flat ends of {layer.kind}, where "
-            f"almost no gradient passes (limit {MAX_SATURATED:.0%}).",
+            f"almost no gradient passes (limit {rules.MAX_SATURATED:.0%}).",
             severity if began else "info",
             at=layer,
             when=span,
             value=share,
-            limit=MAX_SATURATED,
+            limit=rules.MAX_SATURATED,
             causes=(
                 "the layer before it outputs values that are too large",
                 *(("a step that was too large",) if is_trained(run, layer) else ()),

@@ -37,17 +37,14 @@ class ShutGate(Fault):
                 self._see_gates(name, m)
 
     def _see_gates(self, name: str, m: nn.LSTM | nn.GRU) -> None:
-        title = name or type(m).__name__
-        gates = GATES[type(m).__name__ if type(m).__name__ in GATES else "LSTM"]
+        title, gates = name or type(m).__name__, GATES.get(type(m).__name__, GATES["LSTM"])
         for layer in range(m.num_layers):
             bias = getattr(m, f"bias_ih_l{layer}").detach() + getattr(m, f"bias_hh_l{layer}").detach()
             for gate, part in zip(gates, bias.chunk(len(gates)), strict=True):
-                if gate in ("cell", "new"):
-                    continue
                 open_ = torch.sigmoid(part.float()).median().item()
                 if gate == "update":  # in a GRU it keeps the old state
                     open_ = 1 - open_
-                if open_ < SHUT:
+                if open_ < SHUT and gate not in ("cell", "new"):
                     self.see(
                         f"The bias of the {gate} gate of {title} keeps it shut: half of its units let less "
                         f"than {open_:.1g} through (limit {SHUT:g}), so nothing is remembered or learned "

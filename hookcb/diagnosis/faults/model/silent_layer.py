@@ -29,11 +29,8 @@ class SilentLayer(Fault):
             yield Passed("unused layers")
             return
         first, *others = unused
-        more = (
-            f", nor {'were' if len(others) > 1 else 'was'} {join_names(map(as_layer, others), 3)}"
-            if others
-            else ""
-        )
+        were = "were" if len(others) > 1 else "was"
+        more = f", nor {were} {join_names(map(as_layer, others), 3)}" if others else ""
         # the forward may read the settings of a layer without parameters, which no hook sees
         may_be_read = not {p.layer for p in run.params.values()}.issuperset(unused)
         reads = ("a forward that reads only its settings, as in F.dropout(x, self.dropout.p)",)
@@ -42,7 +39,7 @@ class SilentLayer(Fault):
             at=first,
             value=float(len(unused)),
             limit=0.0,
-            causes=("a layer that the forward skips, always or in most batches", *reads[: int(may_be_read)]),
+            causes=("a layer that the forward skips, always or in most batches", *reads[:may_be_read]),
             next_steps=(
                 "If it should take part, call it in forward; if not"
                 f"{', and its settings are not read there,' if may_be_read else ','} remove it",

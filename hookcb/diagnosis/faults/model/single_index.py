@@ -32,7 +32,7 @@ class SingleIndex(Fault):
                 told = self.finding(
                     f"Embedding {as_layer(layer) or 'of the model'} gets index {low} at all positions of all "
                     f"{n} inspected batches"
-                    + (", so the model cannot tell positions apart." if is_position else "."),
+                    f"{', so the model cannot tell positions apart' if is_position else ''}.",
                     "warning" if is_position else "info",
                     at=layer,
                     value=float(low),

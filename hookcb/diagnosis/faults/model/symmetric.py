@@ -54,11 +54,9 @@ class Symmetric(Fault):
     def _see_layers(self, modules: dict[str, nn.Module]) -> None:
         layers = [(name, m) for name, m in modules.items() if isinstance(m, nn.Linear | Convolution)]
         for name, m in layers[:-1]:  # the targets tell units of the last layer apart
-            weight = own_weight(m)
-            if weight is None or not weight.requires_grad or weight.is_meta:
+            if (weight := own_weight(m)) is None or not weight.requires_grad or weight.is_meta:
                 continue
-            share = _share_alike(weight.detach())
-            if share >= ALIKE and bool(weight.any()):
+            if (share := _share_alike(weight.detach())) >= ALIKE and bool(weight.any()):
                 self.see(
                     f"{share:.0%} of the pairs of units of {as_layer(name)} begin with the same weights "
                     f"(limit {ALIKE:.0%}), so they get the same gradients and act as a single unit.",
@@ -72,7 +70,7 @@ class Symmetric(Fault):
                 )
 
     def tell(self, run: Run) -> None:
-        """Adds constant matrices, which may be meant to scale each element, if all units are still equal."""
+        # constant matrices may be meant to scale each element, but not if all units are still equal
         self.seen = list(self._at_start)
         for name, p in self._constant:
             rows = p.detach().flatten(1)
@@ -92,17 +90,13 @@ class Symmetric(Fault):
 
 
 def _share_alike(weight: Tensor) -> float:
-    """Share of the pairs of rows of a weight that are equal up to sign; 0 below 4 rows or columns.
-
-    At most the first 256 rows and 64 columns are compared.
-    """
+    """Share of the pairs of its first 256 rows that are equal up to sign; 0 below 4 rows or columns."""
     rows = weight.flatten(1)
     if min(rows.shape) < MIN_UNITS:
         return 0.0
     rows = rows[:MAX_ROWS, :: max(1, rows.shape[1] // MAX_COLUMNS)].float()
     rows = torch.where((rows[:, :1] < 0), -rows, rows)
-    counts = torch.unique(rows, dim=0, return_counts=True)[1].cpu().double()
-    n = len(rows)
+    counts, n = torch.unique(rows, dim=0, return_counts=True)[1].cpu().double(), len(rows)
     return float((counts * (counts - 1)).sum() / (n * (n - 1)))
 
 

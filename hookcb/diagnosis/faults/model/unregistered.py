@@ -39,61 +39,48 @@ class Unregistered(Fault):
         self.unless = "" if outside.is_known(n_steps) else why
         self.seen = []
         if found := outside.made_anew():
-            self._see_made_anew(found)
+            message = (
+                f"The forward makes {_counted(found)} anew in each call, so that training changes nothing in "
+                f"{'it' if len(found) == 1 else 'them'}"
+            )
+            cause = "a layer or nn.Parameter that is created in forward"
+            advice = "Create it in __init__, and only use it in forward"
         elif found := outside.freed():
-            self._see_freed(found)
+            message = (
+                "Tensors of the model were computed from an nn.Parameter when it was built, and the first "
+                "backward has freed their graph"
+            )
+            cause, advice = OPERATION, "Assign the nn.Parameter itself, and compute from it in forward"
         elif found := outside.untrained(n_steps):
-            self._see_untrained(found, n_steps)
-
-    def _see_made_anew(self, found: list[Outside]) -> None:
-        n = len(found)
-        self._see(
-            found,
-            f"The forward makes {n} parameter{'s' * (n != 1)} anew in each call, so that training "
-            f"changes nothing in {'it' if n == 1 else 'them'}: {_named(found)}.",
-            "a layer or nn.Parameter that is created in forward",
-            "Create it in __init__, and only use it in forward",
-        )
-
-    def _see_freed(self, found: list[Outside]) -> None:
-        self._see(
-            found,
-            "Tensors of the model were computed from an nn.Parameter when it was built, and the first "
-            f"backward has freed their graph: {_named(found)}.",
-            OPERATION,
-            "Assign the nn.Parameter itself, and compute from it in forward",
-        )
-
-    def _see_untrained(self, found: list[Outside], n_steps: int) -> None:
-        n, is_computed = len(found), any(x.is_computed for x in found)
-        step = (
-            "Assign the nn.Parameter itself, and move the model as a whole"
-            if is_computed
-            else "Put the layers into an nn.ModuleList or nn.ModuleDict before the optimizer is created"
-        )
-        self._see(
-            found,
-            f"{n} parameter{'s' * (n != 1)} that the forward uses {'is' if n == 1 else 'are'} not in "
-            f"model.parameters(), and no optimizer has changed {'it' if n == 1 else 'them'} in {n_steps} "
-            f"steps: {_named(found)}.",
-            OPERATION if is_computed else CONTAINER,
-            f"{step}; what is meant to stay, freeze with requires_grad_(False)",
-        )
-
-    def _see(self, found: list[Outside], message: str, cause: str, next_step: str) -> None:
-        name = found[0].name
+            are, them = ("is", "it") if len(found) == 1 else ("are", "them")
+            message = (
+                f"{_counted(found)} that the forward uses {are} not in model.parameters(), and no optimizer "
+                f"has changed {them} in {n_steps} steps"
+            )
+            cause, advice = (
+                CONTAINER,
+                "Put the layers into an nn.ModuleList or nn.ModuleDict before the optimizer is created",
+            )
+            if any(x.is_computed for x in found):
+                cause, advice = OPERATION, "Assign the nn.Parameter itself, and move the model as a whole"
+            advice += "; what is meant to stay, freeze with requires_grad_(False)"
+        else:
+            return
         self.see(
-            message,
-            at=name.rpartition(".")[0],
-            param=name,
+            f"{message}: {_named(found)}.",
+            at=found[0].name.rpartition(".")[0],
+            param=found[0].name,
             value=float(len(found)),
             causes=(cause,),
-            next_steps=(next_step,),
+            next_steps=(advice,),
         )
+
+
+def _counted(found: list[Outside]) -> str:
+    return f"{len(found)} parameter{'s' * (len(found) != 1)}"
 
 
 def _named(found: list[Outside]) -> str:
-    """Names of the parameters, or their shapes."""
     if all(x.name for x in found):
         return join_names([x.name for x in found], 4)
     shapes = ["×".join(map(str, x.shape)) or "()" for x in found]

@@ -33,13 +33,11 @@ class ZeroLayer(Fault):
         if not any(len(p.series("norm")) >= LATEST for p in weights):
             yield Skipped(f"no weight had a gradient in {LATEST} inspected steps")
             return
-        zero = [p for p in weights[:-1] if _is_zero(p, "weight_norm") and _is_zero(p, "norm")]
-        if not zero:
+        if not (zero := [p for p in weights[:-1] if _is_zero(p, "weight_norm") and _is_zero(p, "norm")]):
             yield Passed("layers of zeros that stay so")
             return
         first, *others = zero
-        names = join_names([p.name for p in others], 3)
-        also = f"; the same is true of {names}" if others else ""
+        also = f"; the same is true of {join_names([p.name for p in others], 3)}" if others else ""
         yield self.finding(
             f"{first.name} and its gradient are all zero, so it stays zero{also}.",
             "info" if has_learned(run, run.first_loss) else "error",

@@ -2,22 +2,14 @@
 
 from collections.abc import Iterator
 
+from hookcb.diagnosis import rules
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.clipping import Clipping
-from hookcb.diagnosis.rules import (
-    USUAL_UPDATE,
-    before,
-    has_learned,
-    median,
-    need_not_fall,
-    recent_updates,
-    usual_update,
-)
 from hookcb.diagnosis.run import WINDOW, Passed, Run, Series, Skipped
 
 UNCLIPPED, MAX_CLIPPED = 0.999, 0.95  # coefficient of a gradient that is not clipped; share of records
 MIN_CLIPPED_TO, MIN_CLIPPED_TO_ANYWAY = 0.01, 1e-4  # median coefficient; the same if the loss falls
-MIN_UNHARMED = USUAL_UPDATE / 10  # update ratio of weights whose steps are not too small
+MIN_UNHARMED = rules.USUAL_UPDATE / 10  # update ratio of weights whose steps are not too small
 MAX_NORM = 100.0  # of all gradients; they are usually clipped to 0.1 to 10
 
 
@@ -47,18 +39,18 @@ class ConstantClipping(Fault):
     uses = (Clipping,)
 
     def findings(self, run: Run) -> Iterator[Result]:
-        coefs = before(run.steps.get("clip_coef", Series()), run.converged_at())
+        coefs = rules.before(run.steps.get("clip_coef", Series()), run.converged_at())
         if len(coefs) < WINDOW:
             yield Skipped(f"fewer than {WINDOW} records of clipping before convergence")
             return
         share, usual = sum(x < UNCLIPPED for x in coefs.values) / len(coefs), coefs.median()
-        learns = has_learned(run, run.first_loss)
+        learns = rules.has_learned(run, run.first_loss)
         if share <= MAX_CLIPPED or usual >= MIN_CLIPPED_TO or (learns and usual >= MIN_CLIPPED_TO_ANYWAY):
             yield Passed(f"clipping ({share:.0%} of steps, median ×{usual:.2g})", usual, MIN_CLIPPED_TO)
             return
         is_adaptive = any(p.is_adaptive for p in run.params.values())
-        size, note = usual_update(recent_updates(run)), ""
-        is_harmless = size >= MIN_UNHARMED and (is_adaptive or need_not_fall(run))
+        size, note = rules.usual_update(rules.recent_updates(run)), ""
+        is_harmless = size >= MIN_UNHARMED and (is_adaptive or rules.need_not_fall(run))
         if is_harmless:
             note = (
                 f" Steps still change the median weight by {size:.1e} of its size, so this does little harm."
@@ -78,8 +70,7 @@ class ConstantClipping(Fault):
 
 
 def _clip_advice(run: Run) -> str:
-    """Advice to clip near the median norm, unless that norm is what clipping protects from."""
-    norm = median(run.steps.get("total_norm", Series()).values)
+    norm = rules.median(run.steps.get("total_norm", Series()).values)
     if norm > MAX_NORM:
         return f"Find out why gradients have a norm of {norm:.2g}: a summed loss, or inputs on a large scale"
     usual = f"{norm:.2g}, the median" if norm > 0 else "the median of the gradients' norms"

@@ -6,9 +6,7 @@ from hookcb.core.text import join_names
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.operations import Operations
-from hookcb.diagnosis.rules import (
-    finite,
-)
+from hookcb.diagnosis.rules import finite
 from hookcb.diagnosis.run import SPARSE_KINDS, Param, Passed, Run, Skipped
 
 MAX_DECAY_OF_NORMS = 0.05  # sum of lr · weight decay
@@ -44,9 +42,8 @@ class DecayedNorms(Fault):
             return
         places = join_names([p.name for p in decayed], 3)
         yield self.finding(
-            f"Weight decay also applies to {len(decayed)} weights of norms and embeddings ({places}); "
-            f"over {run.n_steps} steps, lr · weight decay adds up to {total:.2g} (limit "
-            f"{MAX_DECAY_OF_NORMS:g}).",
+            f"Weight decay also applies to {len(decayed)} weights of norms and embeddings ({places}); over "
+            f"{run.n_steps} steps, lr · weight decay adds up to {total:.2g} (limit {MAX_DECAY_OF_NORMS:g}).",
             value=total,
             limit=MAX_DECAY_OF_NORMS,
             causes=("all parameters in one group of the optimizer",),

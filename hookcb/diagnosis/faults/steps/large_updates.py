@@ -2,27 +2,11 @@
 
 import math
 from collections.abc import Iterator
+from itertools import takewhile
 
+from hookcb.diagnosis import rules
 from hookcb.diagnosis.advice import lower_rate
 from hookcb.diagnosis.fault import Fault, Result, Site, fault, findings_of
-from hookcb.diagnosis.rules import (
-    MAX_FIRST_UPDATE,
-    MAX_UPDATE,
-    N_FIRST,
-    N_LARGE,
-    N_WINDOW,
-    USUAL_UPDATE,
-    before,
-    format_factor,
-    has_learned,
-    loss_left,
-    median,
-    need_not_fall,
-    persistent,
-    persistent_max,
-    updates,
-    weights,
-)
 from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped, Span
 from hookcb.diagnosis.verdict import Finding
 
@@ -64,32 +48,32 @@ class LargeUpdates(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         until = run.converged_at()
-        sizes = [(p, updates(p, until)) for p in weights(run)]
-        sizes = [(p, series) for p, series in sizes if len(series)]
-        if max((len(series) for _, series in sizes), default=0) < N_LARGE_FIRST:
+        sizes = [(p, series) for p in rules.weights(run) if len(series := rules.updates(p, until))]
+        if all(len(series) < N_LARGE_FIRST for _, series in sizes):
             yield Skipped(f"fewer than {N_LARGE_FIRST} steps were inspected before convergence")
             return
         start = run.loss.values[0] if len(run.loss) else math.nan
-        left = loss_left(run, start)
-        is_idle = not (math.isnan(left) or has_learned(run, start) or need_not_fall(run))
-        huge = [x for x in (_huge(p, series) for p, series in sizes) if x]
-        large = [x for x in (_large(p, series) for p, series in sizes) if x and is_idle]
-        if not large:
-            death = _death(run)
-            large = [x for x in (_large_before(p, series, death) for p, series in sizes) if x]
-        if huge and not has_learned(run, start, LEARNED_WELL):
+        left = rules.loss_left(run, start)
+        is_idle = not (math.isnan(left) or rules.has_learned(run, start) or rules.need_not_fall(run))
+        huge = [x for p, series in sizes if (x := _huge(p, series))]
+        if not (large := [x for p, series in sizes if is_idle and (x := _large(p, series))]):
+            # first step after which units are dead, or outputs the same for all samples; 0 if there is none
+            deaths = [*findings_of("unit.dead", run), *findings_of("act.collapse", run)]
+            death = min((x.step or 0 for x in deaths), default=0)
+            large = [x for p, series in sizes if (x := _large_before(p, series, death))]
+        if huge and not rules.has_learned(run, start, LEARNED_WELL):
             yield self._too_large(run, huge, _step_sizes(sizes), is_error=True)
         elif large:  # large steps that are not known to do harm may be intended
             yield self._too_large(run, large, _step_sizes(sizes), is_error=left > 1)
         else:
-            worst = max(median(series.values) for _, series in sizes)
+            worst = max(rules.median(series.values) for _, series in sizes)
             yield Passed(f"large updates (at most {worst:.1e} of a weight)", *_nearest(sizes, is_idle))
 
     def _too_large(self, run: Run, large: list[_Large], largest: dict[int, float], is_error: bool) -> Finding:
         param, size, span, limit = max(large, key=lambda x: x[1])
         return self.finding(
-            f"A step changes {param.name} by {format_factor(size)} times its size (limit {limit:g}); "
-            f"{USUAL_UPDATE:g} is usual.",
+            f"A step changes {param.name} by {rules.format_factor(size)} times its size (limit {limit:g}); "
+            f"{rules.USUAL_UPDATE:g} is usual.",
             "error" if is_error else "warning",
             at=param,
             when=(_beginning(large, largest), span.last),
@@ -103,35 +87,35 @@ class LargeUpdates(Fault):
         )
 
 
+def _halves(series: Series) -> tuple[Series, Series]:
+    """The first ten records, and the later ones."""
+    n = rules.N_FIRST
+    return Series(series.steps[:n], series.values[:n]), Series(series.steps[n:], series.values[n:])
+
+
 def _huge(param: Param, series: Series) -> _Large | None:
-    first = Series(series.steps[:N_FIRST], series.values[:N_FIRST])
-    span = persistent(first, lambda x: x > LARGER_THAN_WEIGHTS, 2, N_FIRST)
-    span = span or persistent(first, lambda x: x > FAR_LARGER, 1, N_FIRST)
+    first, _ = _halves(series)
+    span = rules.persistent(first, lambda x: x > LARGER_THAN_WEIGHTS, 2, rules.N_FIRST)
+    span = span or rules.persistent(first, lambda x: x > FAR_LARGER, 1, rules.N_FIRST)
     return (param, max(first.values), span, LARGER_THAN_WEIGHTS) if span else None
 
 
 def _large(param: Param, series: Series) -> _Large | None:
-    first = Series(series.steps[:N_FIRST], series.values[:N_FIRST])
-    if span := persistent(first, lambda x: x > MAX_FIRST_UPDATE, N_LARGE_FIRST, N_FIRST):
-        return param, median(first.between(span.first, span.last).values), span, MAX_FIRST_UPDATE
-    later = Series(series.steps[N_FIRST:], series.values[N_FIRST:])
-    if span := persistent(later, lambda x: x > MAX_UPDATE, N_LARGE, N_WINDOW):
-        return param, median(later.between(span.first, span.last).values), span, MAX_UPDATE
+    first, later = _halves(series)
+    if span := rules.persistent(first, lambda x: x > rules.MAX_FIRST_UPDATE, N_LARGE_FIRST, rules.N_FIRST):
+        return param, rules.median(first.between(span.first, span.last).values), span, rules.MAX_FIRST_UPDATE
+    if span := rules.persistent(later, lambda x: x > rules.MAX_UPDATE, rules.N_LARGE, rules.N_WINDOW):
+        return param, rules.median(later.between(span.first, span.last).values), span, rules.MAX_UPDATE
     return None
 
 
-def _death(run: Run) -> int:
-    """First step after which units are dead, or outputs the same for all samples; 0 if none, or at once."""
-    found = [*findings_of("unit.dead", run), *findings_of("act.collapse", run)]
-    return min((f.step or 0 for f in found), default=0)
-
-
 def _large_before(param: Param, series: Series, death: int) -> _Large | None:
-    early = before(series, death)
-    if span := persistent(early, lambda x: x > MAX_UPDATE, N_LARGE_FIRST, N_FIRST):
-        return param, median(early.between(span.first, span.last).values), span, MAX_UPDATE
-    if span := persistent(early, lambda x: x > MAX_FIRST_UPDATE, 1, N_FIRST):  # one or two steps may do
-        return param, max(early.values), span, MAX_FIRST_UPDATE
+    early = rules.before(series, death)
+    if span := rules.persistent(early, lambda x: x > rules.MAX_UPDATE, N_LARGE_FIRST, rules.N_FIRST):
+        return param, rules.median(early.between(span.first, span.last).values), span, rules.MAX_UPDATE
+    # one or two steps may do
+    if span := rules.persistent(early, lambda x: x > rules.MAX_FIRST_UPDATE, 1, rules.N_FIRST):
+        return param, max(early.values), span, rules.MAX_FIRST_UPDATE
     return None
 
 
@@ -139,12 +123,11 @@ def _nearest(updates_of: list[tuple[Param, Series]], is_idle: bool) -> tuple[flo
     """The update nearest to a limit, and that limit; two of three limits apply only if nothing is learned."""
     sizes = []
     for _, series in updates_of:
-        first = Series(series.steps[:N_FIRST], series.values[:N_FIRST])
-        later = Series(series.steps[N_FIRST:], series.values[N_FIRST:])
-        sizes.append((persistent_max(first, 2, N_FIRST), LARGER_THAN_WEIGHTS))
+        first, later = _halves(series)
+        sizes.append((rules.persistent_max(first, 2, rules.N_FIRST), LARGER_THAN_WEIGHTS))
         if is_idle:
-            sizes.append((persistent_max(first, N_LARGE_FIRST, N_FIRST), MAX_FIRST_UPDATE))
-            sizes.append((persistent_max(later, N_LARGE, N_WINDOW), MAX_UPDATE))
+            sizes.append((rules.persistent_max(first, N_LARGE_FIRST, rules.N_FIRST), rules.MAX_FIRST_UPDATE))
+            sizes.append((rules.persistent_max(later, rules.N_LARGE, rules.N_WINDOW), rules.MAX_UPDATE))
     known = [(size, limit) for size, limit in sizes if math.isfinite(size)]
     return max(known, key=lambda pair: pair[0] / pair[1], default=(math.nan, math.nan))
 
@@ -161,8 +144,5 @@ def _step_sizes(sizes: list[tuple[Param, Series]]) -> dict[int, float]:
 def _beginning(large: list[_Large], largest: dict[int, float]) -> int:
     """First of the inspected steps in a row, up to the first large one, with an update above 0.05."""
     first = min(span.first for _, _, span, _ in large)
-    for step in sorted((step for step in largest if step < first), reverse=True):
-        if largest[step] <= MAX_UPDATE:
-            break
-        first = step
-    return first
+    before = sorted((step for step in largest if step < first), reverse=True)
+    return [first, *takewhile(lambda step: largest[step] > rules.MAX_UPDATE, before)][-1]

@@ -26,29 +26,25 @@ class NotInOptimizer(Fault):
             yield Skipped("the loop updates its weights without a torch.optim.Optimizer")
             return
         is_compared = "batches" in run.sources  # weights at the end with those at the beginning
-        params = [
-            p
-            for p in run.params.values()
-            if p.stats and not p.is_optimized and not (is_compared and p.has_moved)
-        ]
-        if not any(p.stats for p in run.params.values()):
+        with_gradient = [p for p in run.params.values() if p.stats]
+        params = [p for p in with_gradient if not p.is_optimized and not (is_compared and p.has_moved)]
+        if not with_gradient:
             yield Skipped("no parameter had a gradient at a step")
             return
         if not params:
             yield Passed("parameters outside the optimizer")
             return
-        is_of_copy = run.measured(Frame).foreign.issuperset(p.shape for p in params)
-        others = " The optimizer has others of the same shapes, which are not the model's."
-        part = "the optimizer was created from a part of the model, or before layers were added"
-        copied = "the optimizer was created before the model, or a part of it, was copied or created anew"
+        others, cause = "", "the optimizer was created from a part of the model, or before layers were added"
+        if run.measured(Frame).foreign.issuperset(p.shape for p in params):
+            others = " The optimizer has others of the same shapes, which are not the model's."
+            cause = "the optimizer was created before the model, or a part of it, was copied or created anew"
         yield self.finding(
             f"{len(params)} of {len(run.params)} parameters get gradients but are in no optimizer, "
-            f"so they are never updated: {join_names([p.name for p in params], 4)}."
-            f"{others if is_of_copy else ''}",
+            f"so they are never updated: {join_names([p.name for p in params], 4)}.{others}",
             at=params[0],
             value=float(len(params)),
             limit=0.0,
-            causes=(copied if is_of_copy else part,),
+            causes=(cause,),
             next_steps=(
                 "Give the optimizer all of model.parameters(), or freeze these with requires_grad_(False)",
             ),

@@ -1,9 +1,10 @@
-"""param.not_stepped: parameters that never change."""
+"""param.not_stepped, param.restored: parameters that never change, or that something puts back."""
 
 import math
 from collections.abc import Iterator
 from itertools import takewhile
 
+from hookcb.core.text import join_names
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.cleared import ClearedGradients
 from hookcb.diagnosis.measurements.parameters import Parameters
@@ -98,12 +99,11 @@ class NotStepped(Fault):
             )
 
     def findings(self, run: Run) -> Iterator[Result]:
-        if self.seen:
-            yield from self.told(run, self.seen)
-            return
         lr = dict(rates(run))
         unmoved = [(p, span) for p in run.params.values() if (span := _unmoved(p, lr))]
-        if stop := _without_rate(run):
+        if self.seen:
+            yield from self.told(run, self.seen)
+        elif stop := _without_rate(run):
             yield self._no_rate(run, stop)
         elif unmoved:
             yield self._still(unmoved)
@@ -132,18 +132,60 @@ class NotStepped(Fault):
 
     def _no_rate(self, run: Run, span: Span) -> Finding:
         top = max(finite(rates(run).values), default=0.0)
-        past = f"; before, it was up to {top:.2g}" if top > 0 else ""
+        past, cause, advice = "", "a learning rate of 0", "Set the learning rate"
+        if top > 0:
+            past, cause = f"; before, it was up to {top:.2g}", "a schedule that ends too early"
+            advice = "Check the scheduler: its number of steps, and whether it counts batches or epochs"
         return self.finding(
             f"The learning rate has been 0 since step {span.first}{past}. Nothing is learned.",
             when=span,
             value=0.0,
             limit=0.0,
-            causes=("a schedule that ends too early" if top > 0 else "a learning rate of 0",),
-            next_steps=(
-                "Check the scheduler: its number of steps, and whether it counts batches or epochs"
-                if top > 0
-                else "Set the learning rate",
-            ),
+            causes=(cause,),
+            next_steps=(advice,),
+        )
+
+
+MIN_STEPS = 20  # of the run
+
+
+@fault(
+    "param.restored",
+    Site.OPTIMIZER,
+    needs="gradients batches",
+    leads_to="loss.flat loss.trivial",
+    exact=True,
+    shown_by="params.update_ratio",
+)
+class Restored(Fault):
+    """A weight that steps change, but that ends bit-identical to how it began.
+
+    Formula: the median update ratio of at least five inspected steps is above 1e-6, there were twenty steps
+    or more, and none of 1,024 elements has changed.
+    """
+
+    headline = "A weight is put back after each step"
+    uses = (Parameters,)
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        moving = [p for p in run.params.values() if p.is_weight and _steps_move(p)]
+        if run.n_steps < MIN_STEPS or not moving:
+            yield Skipped(f"fewer than {MIN_STEPS} steps, or no inspected step changed a weight")
+            return
+        if not (unchanged := [p for p in moving if not p.has_moved]):
+            yield Passed("weights that are put back after each step")
+            return
+        first, *others = unchanged
+        also = f"; the same is true of {join_names([p.name for p in others], 3)}" if others else ""
+        yield self.finding(
+            f"Steps change {first.name}, but after {run.n_steps} steps it is bit-identical to how "
+            f"it began{also}.",
+            at=first,
+            when=(first.series("update_ratio").steps[0], None),
+            value=0.0,
+            limit=0.0,
+            causes=("something puts the old value back after each step",),
+            next_steps=("Look for code that copies or loads weights inside the loop",),
         )
 
 
@@ -158,7 +200,7 @@ def _unmoved(param: Param, lr: dict[int, float]) -> Span | None:
 
     visible = max(VISIBLE_UPDATE, MIN_RESOLVED * param.resolution)
     is_large = math.prod(param.shape) > SAMPLE_SIZE
-    moves: list[tuple[int, float]] = []
+    moves = []
     for step, x in param.series("update_ratio"):
         expected = lr.get(step, math.nan) * ratio(at("clipped_norm", step), at("weight_norm", step))
         is_peaked = not at("abs_max", step) <= MAX_PEAK * at("rms", step)  # True if it was not read
@@ -175,6 +217,9 @@ def _without_rate(run: Run) -> Span | None:
     zeros = [step for step, _ in takewhile(lambda pair: pair[1] == 0, reversed(list(lr)))]
     n = len(zeros)
     is_long = n >= N_NO_RATE and (n >= MIN_NO_RATE_SHARE * len(lr) or n >= MIN_NO_RATE)
-    if not is_long or run.converged_at() <= zeros[-1]:
-        return None
-    return Span(zeros[-1], zeros[0], n)
+    return Span(zeros[-1], zeros[0], n) if is_long and run.converged_at() > zeros[-1] else None
+
+
+def _steps_move(param: Param) -> bool:
+    ratios = param.series("update_ratio")
+    return len(ratios) >= LATEST and ratios.median() > max(VISIBLE_UPDATE, param.resolution)

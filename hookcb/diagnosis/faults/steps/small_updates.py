@@ -2,28 +2,16 @@
 
 from collections.abc import Iterator
 
+from hookcb.diagnosis import rules
 from hookcb.diagnosis.advice import MIN_FACTOR, multiplier
 from hookcb.diagnosis.fault import Fault, Result, Site, fault, findings_of
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.loss import Loss
-from hookcb.diagnosis.rules import (
-    LATEST,
-    LEARNED,
-    USUAL_UPDATE,
-    is_warming_up,
-    loss_left,
-    median,
-    rates,
-    recent_updates,
-    trailing,
-    usual_update,
-    weights,
-)
 from hookcb.diagnosis.run import Passed, Run, Skipped
 
 BARELY_LEARNED = 0.9  # share of the first loss that is left
 MIN_UPDATE, MIN_UPDATE_WARNING = 1e-5, 1e-6
-MAX_SMALL, MAX_SMALL_SUM = USUAL_UPDATE / 10, 0.1  # update ratio, and all together, if the loss is flat
+MAX_SMALL, MAX_SMALL_SUM = rules.USUAL_UPDATE / 10, 0.1  # update ratio, and all together, if the loss is flat
 TRAINED = 0.5  # of the loss of a constant; a model that begins below it was trained before
 MIN_WARM_UP = 80  # batches; a shorter warmup may still be as intended
 
@@ -50,36 +38,32 @@ class SmallUpdates(Fault):
     """
 
     headline = "Steps barely change the weights"
-    uses = (
-        Loss,
-        Curves,
-    )
+    uses = (Loss, Curves)
     severity = "warning"
 
     def findings(self, run: Run) -> Iterator[Result]:
-        if is_warming_up(run):
+        if rules.is_warming_up(run):
             yield from self._never_warm(run)
             return
-        recent = recent_updates(run)
-        if not recent:
-            yield Skipped(f"fewer than {LATEST} steps were inspected before convergence")
+        if not (recent := rules.recent_updates(run)):
+            yield Skipped(f"fewer than {rules.LATEST} steps were inspected before convergence")
             return
-        size, left = usual_update(recent), loss_left(run, run.first_loss)
-        limit = MAX_SMALL if _has_barely_moved(run, size) else MIN_UPDATE
-        if size >= limit or left < LEARNED:
+        size, left = rules.usual_update(recent), rules.loss_left(run, run.first_loss)
+        is_flat = any(f.severity == "warning" for f in findings_of("loss.flat", run))
+        # steps of this size cannot have moved the weights far
+        limit = MAX_SMALL if is_flat and size * run.n_steps < MAX_SMALL_SUM else MIN_UPDATE
+        if size >= limit or left < rules.LEARNED:
             yield Passed(f"learning rate too low (update ratio {size:.1e})", size, limit)
             return
         if run.first_loss < TRAINED * run.measured(Loss).constant:
             yield Skipped("the model was trained before, and may have little left to learn")
             return
         causes, advice = _why_small(run, size)
-        small = [trailing(series, lambda x: x < limit) for series in recent]
-        first = min(
-            span.first if span else series.steps[0] for span, series in zip(small, recent, strict=True)
-        )
+        spans = [(rules.trailing(series, lambda x: x < limit), series) for series in recent]
+        first = min(span.first if span else series.steps[0] for span, series in spans)
         yield self.finding(
             f"A step changes the median weight by {size:.2g} of its size (limit {limit:g}); "
-            f"{USUAL_UPDATE:g} is usual.",
+            f"{rules.USUAL_UPDATE:g} is usual.",
             "error" if size < MIN_UPDATE_WARNING and left > BARELY_LEARNED else "warning",
             when=(first, max(series.steps[-1] for series in recent)),
             value=size,
@@ -89,16 +73,15 @@ class SmallUpdates(Fault):
         )
 
     def _never_warm(self, run: Run) -> Iterator[Result]:
-        """Finding on a warmup that has lasted long and has barely moved the weights yet."""
-        sizes = [p.series("update_ratio").median(LATEST) for p in weights(run) if p.is_optimized]
-        size, lr = median(sizes), rates(run)
+        sizes = [p.series("update_ratio").median(rules.LATEST) for p in rules.weights(run) if p.is_optimized]
+        size, lr = rules.median(sizes), rules.rates(run)
         if not (size < MIN_UPDATE_WARNING and run.n_batches >= MIN_WARM_UP):
             yield Skipped("the learning rate is still rising")
             return
         yield self.finding(
-            f"The learning rate is still rising after {run.n_batches} batches; at "
-            f"{lr.values[-1]:.1e}, a step changes the median weight by {size:.2g} of its size (limit "
-            f"{MIN_UPDATE_WARNING:g}); {USUAL_UPDATE:g} is usual.",
+            f"The learning rate is still rising after {run.n_batches} batches; at {lr.values[-1]:.1e}, a "
+            f"step changes the median weight by {size:.2g} of its size (limit {MIN_UPDATE_WARNING:g}); "
+            f"{rules.USUAL_UPDATE:g} is usual.",
             when=lr,
             value=size,
             limit=MIN_UPDATE_WARNING,
@@ -107,12 +90,6 @@ class SmallUpdates(Fault):
             ),
             next_steps=("Check the number of warmup steps of the scheduler",),
         )
-
-
-def _has_barely_moved(run: Run, size: float) -> bool:
-    """Whether steps of this size cannot have moved the weights far, and the loss has not fallen."""
-    is_flat = any(f.severity == "warning" for f in findings_of("loss.flat", run))
-    return is_flat and size * run.n_steps < MAX_SMALL_SUM
 
 
 def _why_small(run: Run, size: float) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -33,29 +33,29 @@ class Unreachable(Fault):
     uses = (Parameters, ClearedGradients, Steps)
 
     def findings(self, run: Run) -> Iterator[Result]:
-        steps, needed = run.steps.get("total_norm"), records_needed(run)
-        if steps is None or len(steps) < needed:
+        steps, needed = run.steps.get("total_norm", Series()), records_needed(run)
+        if len(steps) < needed:
             yield Skipped(f"fewer than {needed} steps were inspected")
             return
         if run.measured(ClearedGradients).has_found:
             yield Skipped("gradients were cleared between the backward and the step")
             return
-        is_watched = "batches" in run.sources  # so that a backward would have been seen
+        has_gradients = any(p.stats for p in run.params.values())
         has_backward = run.measured(Steps).n_backward > 0 or run.measured(Steps).is_beside
-        if is_watched and not has_backward and not any(p.stats for p in run.params.values()):
+        # a backward would have been seen with batches
+        if "batches" in run.sources and not has_backward and not has_gradients:
             yield Skipped("no backward was seen")
             return
         ungraded = [p for p in run.params.values() if not p.stats and p.n_without >= needed]
         without = [p for p in ungraded if p.layer in run.layers and _takes_part(run, p.layer)]
         unknown = [p for p in ungraded if p.layer not in run.layers and p.layer not in run.silent]
-        if unknown and "activations" not in run.sources and any(p.stats for p in run.params.values()):
+        if unknown and "activations" not in run.sources and has_gradients:
             yield self._without_gradient(unknown, steps)
             return
-        if not without and unknown:
-            yield Skipped(f"{unknown[0].name} had no gradient, and it is not known whether its layer is used")
-            return
         if not without:
-            yield Passed("layers without gradient")
+            why = "had no gradient, and it is not known whether its layer is used"
+            passed = Passed("layers without gradient")
+            yield Skipped(f"{unknown[0].name} {why}") if unknown else passed
             return
         last = max(without, key=lambda p: run.layers[p.layer].place)  # nearest to where the graph was cut
         layers = list(dict.fromkeys(p.layer for p in without if p.layer != last.layer))
@@ -75,13 +75,11 @@ class Unreachable(Fault):
         )
 
     def _without_gradient(self, params: Sequence[Param], steps: Series) -> Finding:
-        """Finding about parameters of layers that may not have been called."""
-        first, names, n = params[0], [p.name for p in params], len(steps)
-        looks = "one backward" if n == 1 else f"{n} steps"
-        many = f"Parameters {join_names(names, 4)}", "them"
-        subject, it = (f"Parameter {names[0]}", "it") if len(names) == 1 else many
+        first, looks = params[0], "one backward" if len(steps) == 1 else f"{len(steps)} steps"
+        s, it = ("", "it") if len(params) == 1 else ("s", "them")
+        names = join_names([p.name for p in params], 4)
         return self.finding(
-            f"{subject} received no gradient in {looks}; the loss may not depend on {it}.",
+            f"Parameter{s} {names} received no gradient in {looks}; the loss may not depend on {it}.",
             "warning",
             at=first,
             when=steps,
@@ -94,9 +92,5 @@ class Unreachable(Fault):
 
 def _takes_part(run: Run, layer: str) -> bool:
     """Whether a layer was called in most of the batches in which any layer was."""
-    most = max(_n_calls(run, name) for name in run.layers)
-    return 2 * _n_calls(run, layer) > most or not most
-
-
-def _n_calls(run: Run, layer: str) -> int:
-    return max(map(len, run.layers[layer].stats.values()), default=0)
+    n_calls = {name: max(map(len, x.stats.values()), default=0) for name, x in run.layers.items()}
+    return 2 * n_calls[layer] > max(n_calls.values()) or not any(n_calls.values())

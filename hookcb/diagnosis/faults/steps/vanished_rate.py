@@ -5,12 +5,7 @@ from itertools import takewhile
 
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.curves import Curves
-from hookcb.diagnosis.rules import (
-    finite,
-    has_learned,
-    need_not_fall,
-    rates,
-)
+from hookcb.diagnosis.rules import finite, has_learned, need_not_fall, rates
 from hookcb.diagnosis.run import Passed, Run, Skipped
 
 MIN_RATES, VANISHED, MAX_VANISHED = 50, 1e-3, 0.5  # batches; share of the largest rate; share of batches

@@ -6,16 +6,7 @@ from collections.abc import Iterator
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.steps import Steps
-from hookcb.diagnosis.rules import (
-    LATEST,
-    before,
-    median,
-    persistent,
-    persistent_max,
-    rates,
-    ratio,
-    weights,
-)
+from hookcb.diagnosis.rules import LATEST, before, median, persistent, persistent_max, rates, ratio, weights
 from hookcb.diagnosis.run import WINDOW, Param, Passed, Run, Series, Skipped, Span
 from hookcb.diagnosis.verdict import Finding
 
@@ -50,15 +41,13 @@ class DominatingDecay(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         until, lr = run.converged_at(), dict(rates(run))
-        params = [p for p in weights(run) if p.is_optimized and p.weight_decay > 0]
-        if not params:
+        if not (params := [p for p in weights(run) if p.is_optimized and p.weight_decay > 0]):
             has_optimizer = any(p.optimizer is not None for p in run.params.values())
             is_known = has_optimizer and not run.measured(Steps).is_by_hand
             unknown = Skipped("the optimizer of the parameters is not known")
             yield Passed("weight decay (none)") if is_known else unknown
             return
-        shares = _median_share([_decay_shares(p, lr, until) for p in params])
-        if len(shares) < WINDOW:
+        if len(shares := _median_share([_decay_shares(p, lr, until) for p in params])) < WINDOW:
             yield Skipped(f"fewer than {WINDOW} steps with weight decay were inspected before convergence")
             return
         n = min(N_RECORDS, len(shares))
@@ -66,34 +55,31 @@ class DominatingDecay(Fault):
         if span or _has_decayed(params, run, until):
             yield self._decayed(params, shares, span or Span(shares.steps[0], shares.steps[-1], len(shares)))
         else:
-            yield Passed(
-                f"weight decay ({shares.median():.0%} of a step)", persistent_max(shares, n, n), MAX_SHARE
-            )
+            most = persistent_max(shares, n, n)
+            yield Passed(f"weight decay ({shares.median():.0%} of a step)", most, MAX_SHARE)
 
     def _decayed(self, params: list[Param], shares: Series, span: Span) -> Finding:
-        decay = max(p.weight_decay for p in params)
-        share = median(shares.between(span.first, span.last).values)
+        decay, share = (
+            max(p.weight_decay for p in params),
+            median(shares.between(span.first, span.last).values),
+        )
+        cause = "gradients so small that even a usual weight decay outweighs them"
+        advice = "Set weight_decay to 0 as a test, and find out why gradients are smaller than the decay"
+        if decay > MAX_USUAL_DECAY:
+            cause = f"a weight decay of {decay:g}, which is too high"
+            advice = "Set weight_decay to 0.01, or to 0 as a test"
         return self.finding(
             f"Weight decay of {decay:g} makes up {share:.0%} of a step of the median weight (limit "
             f"{MAX_SHARE:.0%}), or has shrunk it to almost nothing: the decay outweighs the loss.",
             when=span,
             value=share,
             limit=MAX_SHARE,
-            causes=(
-                f"a weight decay of {decay:g}, which is too high"
-                if decay > MAX_USUAL_DECAY
-                else "gradients so small that even a usual weight decay outweighs them",
-            ),
-            next_steps=(
-                "Set weight_decay to 0.01, or to 0 as a test"
-                if decay > MAX_USUAL_DECAY
-                else "Set weight_decay to 0 as a test, and find out why gradients are smaller than the decay",
-            ),
+            causes=(cause,),
+            next_steps=(advice,),
         )
 
 
 def _coupled(param: Param, norm: float, gradient: float) -> float:
-    """Share of a decay that is added to the gradient."""
     decay = param.weight_decay * norm
     return ratio(decay, decay + gradient)
 
@@ -124,9 +110,8 @@ def _has_decayed(params: list[Param], run: Run, until: float) -> bool:
     size, drift, share, decay = [], [], [], []
     lr = median(x for x in rates(run).values if x > 0)
     for p in params:
-        norms = before(p.series("weight_norm"), until)
+        norms, gradients = before(p.series("weight_norm"), until), before(p.series("clipped_norm"), until)
         by_step = dict(norms)
-        gradients = before(p.series("clipped_norm"), until)
         shares = [_coupled(p, by_step.get(step, math.nan), gradient) for step, gradient in gradients]
         size.append(norms.median(LATEST) / math.sqrt(max(1, p.shape[0])))
         drift.append(before(p.series("drift"), until).median(LATEST))

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from hookcb import Diagnose, watch
-from hookcb.diagnosis.faults.steps.not_stepped import MIN_BATCHES, NotStepped
+from hookcb import Callback, Diagnose, watch
+from hookcb.diagnosis.faults.steps.not_stepped import MIN_BATCHES, NotStepped, Restored
 from hookcb.diagnosis.measurements.steps import Steps
-from hookcb.diagnosis.run import Passed, Skipped
+from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
-from tests.diagnosis.faults.support import followed, told
+from tests.diagnosis.faults.support import followed, found_by, plain_weight, small_net, told, trained
 from tests.diagnosis.support import STAYS, evidence, only, weight
 
 
@@ -167,3 +167,40 @@ def test_gradients_that_are_cleared_before_each_step_are_named(to_none, every):
     codes = [finding.code for finding in w.diagnose().findings if finding.severity == "error"]
     assert ("param.not_stepped" in codes) == (every == 1)
     assert "param.unreachable" not in codes
+
+
+def stepping(*params, n_steps=40):
+    return Run(params={p.name: p for p in params}, n_steps=n_steps)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "has_moved", "n_steps", "kind"),
+    [
+        ([1e-3] * 6, True, 40, Passed),
+        ([1e-3] * 6, False, 19, Skipped),
+        ([1e-9] * 6, False, 40, Skipped),
+        ([1e-3] * 4, False, 40, Skipped),
+    ],
+)
+def test_weights_that_moved_or_were_barely_inspected_are_not_found(ratios, has_moved, n_steps, kind):
+    param = plain_weight("body", update_ratio=ratios)
+    param.has_moved = has_moved
+    (found,) = found_by(Restored, stepping(param, n_steps=n_steps))
+    assert isinstance(found, kind)
+
+
+def test_weights_that_are_put_back_after_each_step_are_found():
+    kept = {}
+
+    def keep(cb):
+        kept["weight"] = cb.model[2].weight.detach().clone()
+
+    def put(cb):
+        with torch.no_grad():
+            cb.model[2].weight.copy_(kept["weight"])
+
+    verdict = trained(small_net(), [Callback(name="putter", before_fit=keep, after_batch=put)])
+    (found,) = [f for f in verdict.findings if f.code == "param.restored"]
+    assert (found.layer, found.param) == ("2", "2.weight")
+    assert "bit-identical" in found.message
+    assert "param.restored" not in [f.code for f in trained(small_net()).findings]

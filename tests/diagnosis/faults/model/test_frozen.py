@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookcb.diagnosis.faults.model.frozen_between import FrozenBetween
+from hookcb.diagnosis.faults.model.frozen import FrozenBetween
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.run import Run, Skipped
 from tests.diagnosis.faults.support import small_net, trained

@@ -1,11 +1,12 @@
-"""param.frozen_between: layers that are frozen between trained ones."""
+"""param.frozen_between, param.frozen: layers, or a whole model, without a gradient."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator
 
 from hookcb.core.text import join_names
-from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.fault import EVERYTHING, Fault, Result, Site, fault
 from hookcb.diagnosis.frame import Frame
+from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Passed, Run, Skipped
 
 
@@ -24,18 +25,15 @@ class FrozenBetween(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         trained = {p.layer: p for p in run.params.values() if p.is_weight and p.stats}
-        places = [p.place_of_layer for p in trained.values() if p.place_of_layer is not None]
-        if not places:
+        if not (places := [p.place_of_layer for p in trained.values() if p.place_of_layer is not None]):
             yield Skipped("no layer with gradients was called")
             return
         frozen = run.measured(Frame).frozen
         n_frozen, n_trained = sum(frozen.values()), sum(math.prod(p.shape) for p in trained.values())
         is_tuning = len(frozen) > len(trained) or (len(frozen) > 1 and n_frozen > n_trained)
         layers = [run.layers[name] for name in frozen if name in run.layers and not is_tuning]
-        between = [
-            x for x in layers if min(places) < x.place < max(places) and _is_beside(x.name, trained, frozen)
-        ]
-        if not between:
+        layers = [x for x in layers if min(places) < x.place < max(places)]
+        if not (between := [x for x in layers if _is_beside(x.name, trained, frozen)]):
             yield Passed("a frozen layer between trained ones")
             return
         names, is_one = [layer.name for layer in between], len(between) == 1
@@ -48,6 +46,41 @@ class FrozenBetween(Fault):
             causes=("a layer frozen by mistake, or not unfrozen",),
             next_steps=(f"If it should be trained: model.get_submodule({names[0]!r}).requires_grad_(True)",),
         )
+
+
+@fault("param.frozen", Site.MODULES, needs="batches", leads_to=EVERYTHING, exact=True)
+class FrozenModel(Fault):
+    """A model without a parameter that requires a gradient, whose loss has a graph, say, to the inputs.
+
+    Exact: `requires_grad` of all parameters is False after the backwards and at the end.
+    """
+
+    headline = "No parameter of the model is trained"
+    uses = (Steps,)
+    passed = "a model that is frozen as a whole"
+    unless = "too little was seen of the backward"
+
+    def on_end(self, run: Run) -> None:
+        params, steps = list(run.loop.model.parameters()), run.measured(Steps)
+        n = steps.n_backward
+        if steps.first_param is not None or not (n and params) or any(p.requires_grad for p in params):
+            return
+        held = {id(p) for opt in steps.optimizers.values() for x in opt.param_groups for p in x["params"]}
+        self.see(
+            f"Backward ran {n} time{'s' * (n != 1)}, but none of the {len(params)} parameters of the model "
+            f"requires a gradient, so nothing is trained; the optimizer holds "
+            f"{sum(id(p) in held for p in params)} of them.",
+            value=float(len(params)),
+            causes=("weights that are frozen on purpose, with adapters that were loaded frozen, too",),
+            next_steps=(
+                "Call requires_grad_() on what is to be trained, before the optimizer is created; PEFT does "
+                "it with from_pretrained(…, is_trainable=True)",
+            ),
+        )
+
+    def tell(self, run: Run) -> None:
+        if run.measured(Steps).n_backward:
+            self.unless = ""
 
 
 def _is_beside(name: str, trained: Collection[str], frozen: Iterable[str]) -> bool:
