@@ -24,8 +24,7 @@ class ConstantInputs(Fault):
         differs = run.measured(Inputs).differs
         n, do_differ = len(differs), any(x > 0 for x in differs.values)
         if do_differ or n < MIN_BATCHES:
-            yield from self.told(run, (), "" if do_differ else run.why_unseen("samples that differ"))
-            return
+            return self.told(run, (), "" if do_differ else run.why_unseen("samples that differ"))
         finding = self.finding(
             f"All samples of a batch are identical, in each of the {n} inspected batches, so the model "
             "cannot tell them apart.",
@@ -36,4 +35,4 @@ class ConstantInputs(Fault):
             ),
             next_steps=("Print two samples of your dataset, and follow them through your transforms",),
         )
-        yield from self.told(run, [finding])
+        return self.told(run, [finding])

@@ -26,16 +26,14 @@ class NonfiniteInputs(Fault):
             found = (found[0] if origin.step is None and found else origin.step or 0), float(began)
         if found is None:
             is_known = len(inputs.nonfinite) > 0 and "inputs" not in run.missing
-            yield from self.told(run, (), "" if is_known else run.why_unseen("inputs"))
-            return
+            return self.told(run, (), "" if is_known else run.why_unseen("inputs"))
         step, n = found
-        severity = self.severity if origin.is_sought else "info"  # a model may handle NaN as a missing value
         finding = self.finding(
             f"The inputs of batch {step} contain {n:,.0f} NaN or infinite number{'s' * (n != 1)}.",
-            severity,
+            self.severity if origin.is_sought else "info",  # a model may handle NaN as a missing value
             when=step if "batches" in run.sources else (None, None),
             value=float(n),
             causes=("missing values in the data, or a division by zero in a transform",),
             next_steps=("Find these samples with torch.isfinite(x), then fill or drop them",),
         )
-        yield from self.told(run, [finding])
+        return self.told(run, [finding])

@@ -38,4 +38,4 @@ class BroadcastTargets(Fault):
         )
 
     def findings(self, run: Run) -> Iterator[Result]:
-        yield from self.told(run, self.seen, run.measured(Output).why_unknown())
+        return self.told(run, self.seen, run.measured(Output).why_unknown())

@@ -13,19 +13,12 @@ from hookcb.diagnosis.run import Run
 
 
 class Refusal(NamedTuple):
-    """A form of targets that a loss of torch refuses.
+    """A form of targets that a loss of torch refuses."""
 
-    Attributes:
-        error: pattern of torch's message.
-        takes: what the loss takes.
-        next_steps: how to give it that.
-        is_of_integers: whether it is about integer targets; None if it may be about others.
-    """
-
-    error: str
-    takes: str
+    error: str  # pattern of torch's message
+    takes: str  # what the loss takes
     next_steps: tuple[str, ...]
-    is_of_integers: bool | None = None
+    is_of_integers: bool | None = None  # whether it is about integer targets only, or about others only
 
 
 REFUSALS = (
@@ -94,4 +87,4 @@ class RefusedTargets(Fault):
                 return
 
     def findings(self, run: Run) -> Iterator[Result]:
-        yield from self.told(run, self.seen, run.measured(Curves).why_unseen(run))
+        return self.told(run, self.seen, run.measured(Curves).why_unseen(run))

@@ -42,13 +42,9 @@ class LabelsOutOfRange(Fault):
         worst = int(refused[1]) if refused else high
         if worst is None or not (refused or (n_classes is not None and worst >= n_classes)):
             return
-        valid = (
-            f"; the model has {n_classes} scores, so valid labels are 0 to {n_classes - 1}"
-            if n_classes
-            else ""
-        )
+        valid = f"; the model has {n_classes} scores, so valid labels are 0 to {(n_classes or 0) - 1}"
         self.see(
-            f"A label of batch {run.step} is {worst}, which has no score{valid}.",
+            f"A label of batch {run.step} is {worst}, which has no score{valid if n_classes else ''}.",
             when=run.step,
             value=float(worst),
             causes=("labels that count from 1, or a last layer with too few outputs",),
@@ -60,7 +56,7 @@ class LabelsOutOfRange(Fault):
         )
 
     def findings(self, run: Run) -> Iterator[Result]:
-        yield from self.told(run, self.seen, run.measured(Curves).why_unseen(run))
+        return self.told(run, self.seen, run.measured(Curves).why_unseen(run))
 
 
 def _range_of(pred: Any, yb: Any) -> tuple[int | None, int | None]:

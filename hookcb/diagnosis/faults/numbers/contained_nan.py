@@ -28,11 +28,9 @@ class ContainedNan(Fault):
     def findings(self, run: Run) -> Iterator[Result]:
         known = [layer for layer in run.layers.values() if "grad_nonfinite" in layer.stats]
         if not known:
-            yield Skipped(
-                "gradients of the outputs of layers were not recorded"
-                if run.reader == "command"
-                else "needs gradients of outputs, from GradientHealth(activations=True)"
-            )
+            is_command = run.reader == "command"
+            why = "needs gradients of outputs, from GradientHealth(activations=True)"
+            yield Skipped("gradients of the outputs of layers were not recorded" if is_command else why)
             return
         bad = {step for p in run.params.values() for step, n in p.series("nonfinite") if n > 0}
         records = [(step, n, x) for x in known for step, n in x.series("grad_nonfinite") if n > 0]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from hookcb.core.text import join_names
-from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.fault import EVERYTHING, Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.origin import Origin
 from hookcb.diagnosis.reader import why_unseen
 from hookcb.diagnosis.run import Passed, Run, Series, Skipped
@@ -16,7 +16,7 @@ UNSEEN = "too little was seen of the backward"
 @fault(
     "nonfinite.first",
     Site.MODULES,
-    leads_to="act.* attn.* grad.* loss.* nonfinite.* unit.* update.* amp.* head.*",
+    leads_to=EVERYTHING,
     exact=True,
     shown_by="layers.nonfinite",
     draws_limit=True,

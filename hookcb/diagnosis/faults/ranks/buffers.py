@@ -97,17 +97,12 @@ class OwnBuffers(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         unless = "" if self.has_looked else "too little was seen of the buffers of each replica"
-        yield from self.told(run, self.seen, unless)
+        return self.told(run, self.seen, unless)
 
 
 @torch.no_grad()
 def distances(norms: Sequence[Any], ranks: Ranks) -> list[float]:
-    """How far statistics of batch norms are from those of the other ranks, for each of them on any rank.
-
-    It is the median over the channels of the distance of the mean, in standard deviations of the channel, or
-    of the difference of the logarithms of the standard deviation, if that is more. Costs a sum and a maximum
-    of a few numbers for each channel.
-    """
+    """How far statistics of batch norms are from those of the other ranks, for each of them on any rank."""
     sizes = [len(m.running_mean) for m in norms]
     mean = torch.cat([m.running_mean.cpu().double() for m in norms])
     var = torch.cat([m.running_var.cpu().double() for m in norms])
@@ -115,12 +110,9 @@ def distances(norms: Sequence[Any], ranks: Ranks) -> list[float]:
     sums = torch.tensor(ranks.sum([*mean.tolist(), *log.tolist()]), dtype=torch.float64, device="cpu")
     of_others = (sums - torch.cat([mean, log])) / (ranks.world - 1)
     mean_of_others, log_of_others = of_others.chunk(2)
-    moved = (mean - mean_of_others).abs() / log_of_others.exp()
-    scaled = (log - log_of_others).abs()
-    own = [
-        max(float(a.median()), float(b.median()))
-        for a, b in zip(torch.split(moved, sizes), torch.split(scaled, sizes), strict=True)
-    ]
+    moved = torch.split((mean - mean_of_others).abs() / log_of_others.exp(), sizes)
+    scaled = torch.split((log - log_of_others).abs(), sizes)
+    own = [max(float(a.median()), float(b.median())) for a, b in zip(moved, scaled, strict=True)]
     return ranks.max([x if math.isfinite(x) else 0.0 for x in own])
 
 

@@ -56,4 +56,4 @@ class DivergedReplicas(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         unless = "" if self.has_looked else "too little was seen of the replicas at the end of an epoch"
-        yield from self.told(run, self.seen, unless)
+        return self.told(run, self.seen, unless)

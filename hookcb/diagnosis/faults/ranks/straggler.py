@@ -38,9 +38,8 @@ class SlowRank(Fault):
             return
         is_chronic = _chance(found.n_slowest, found.n_blocks) < MAX_CHANCE
         if not (found.share > MAX_EXCESS and found.excess >= MIN_EXCESS and is_chronic):
-            name = "a rank that the others wait for"
             more = f"{found.share:.0%} more work at most" if is_chronic else "not always the same one"
-            yield Passed(f"{name} ({more})", found.share, MAX_EXCESS)
+            yield Passed(f"a rank that the others wait for ({more})", found.share, MAX_EXCESS)
             return
         yield self.finding(
             value=found.share,

@@ -29,15 +29,13 @@ class GrowingBatches(Fault):
     severity = "info"
 
     def findings(self, run: Run) -> Iterator[Result]:
-        sizes = run.measured(Inputs).sizes.values
-        curves = run.measured(Curves)
+        sizes, curves = run.measured(Inputs).sizes.values, run.measured(Curves)
         waits = dict(curves.waits)
         seconds = [x - waits.get(step, 0.0) for step, x in curves.batches]
         if len(sizes) < MIN_LOOKS or len(seconds) < MIN_BATCHES:
             yield Skipped(f"fewer than {MIN_BATCHES} batches were timed")
             return
-        size, before = _thirds(sizes)
-        now, earlier = _thirds(seconds)
+        (size, before), (now, earlier) = _thirds(sizes), _thirds(seconds)
         if not (before and earlier > 0):
             yield Skipped(f"the {'times' if before else 'inputs'} of batches were not seen")
             return

@@ -74,7 +74,7 @@ class GraphsKept(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         unless = "" if self.has_looked else "too little was seen of the graphs of 60 losses"
-        yield from self.told(run, self.seen, unless)
+        return self.told(run, self.seen, unless)
 
 
 @fault("memory.growth", Site.RUN, needs="memory")
@@ -124,6 +124,5 @@ class GrowingMemory(Fault):
 def _is_steady(values: list[float]) -> bool:
     """Whether memory grows from the first third to the second, and from the second to the last."""
     n = len(values) // 3
-    first, second, third = (median(part) for part in (values[:n], values[n : 2 * n], values[2 * n :]))
-    smallest = MIN_PART * (third - first)
-    return min(second - first, third - second) > max(0.0, smallest)
+    first, second, third = map(median, (values[:n], values[n : 2 * n], values[2 * n :]))
+    return min(second - first, third - second) > max(0.0, MIN_PART * (third - first))
