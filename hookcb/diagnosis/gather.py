@@ -137,7 +137,9 @@ def _add_gradients(evidence: Run, records: GradientRecords) -> None:
     unclipped = evidence.steps.get("clip_coef")  # if the loop clips before gradients are read
     evidence.steps = {stat: Series.of(steps, [row[stat] for row in rows]) for stat in STEP_STATS}
     if unclipped is not None:
-        _add_clipping(evidence, unclipped)
+        left, norms = dict(unclipped), evidence.steps["total_norm"]
+        before = [x / coef if (coef := left.get(step, math.nan)) > 0 else x for step, x in norms]
+        evidence.steps |= {"clip_coef": unclipped, "total_norm": Series(norms.steps, before)}
     if not len(evidence.lr):
         evidence.lr = evidence.steps["lr"]
     if evidence.steps["lr"].steps != steps:  # made without an optimizer; clipping was not seen
@@ -167,14 +169,6 @@ def _add_gradients(evidence: Run, records: GradientRecords) -> None:
     elif len(evidence.steps["scale"]):
         evidence.absent["scaler"] = "there is no GradScaler"
     evidence.n_steps = max(evidence.n_steps, len(steps))
-
-
-def _add_clipping(evidence: Run, coefs: Series) -> None:
-    """Replaces the coefficients of clipping, and the norms of all gradients by those of before."""
-    evidence.steps["clip_coef"], left = coefs, dict(coefs)
-    norms = evidence.steps["total_norm"]
-    known = [x / coef if (coef := left.get(step, math.nan)) > 0 else x for step, x in norms]
-    evidence.steps["total_norm"] = Series(norms.steps, known)
 
 
 def _add_output_gradients(evidence: Run, stats: OutputGradients) -> None:

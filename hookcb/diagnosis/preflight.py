@@ -89,7 +89,10 @@ def _inspect(evidence: Run, learn: Any) -> None:
             _observe_model(found, learn)
             _observe_batch(found, learn, step=evidence.n_batches)
     if any(p.first_bad is not None for p in evidence.params.values()) and "scaler" in evidence.absent:
-        _leave_out_later(found)
+        # this batch cannot say how NaN began in an earlier step, of which there are records
+        if (origin := found.measured(Origin)).found.is_from_weights:
+            origin.found = Found()
+        found.missing["inputs"] = "the batch of the first NaN was not inspected; that needs Diagnose"
     at_any_time = {"batch", "model", "graph", "optimizers"}.issuperset
     # a fault at the end may have been there from the beginning, and then explains the others
     for kind, part in found.parts.items():
@@ -101,13 +104,6 @@ def _inspect(evidence: Run, learn: Any) -> None:
     found.measured(Loss).validation = evidence.measured(Loss).validation
     evidence.parts |= found.parts
     evidence.notes.append("one more batch after the training")
-
-
-def _leave_out_later(found: Run) -> None:
-    """Leaves out what this batch cannot say: how NaN began in an earlier step, of which there are records."""
-    if (origin := found.measured(Origin)).found.is_from_weights:
-        origin.found = Found()
-    found.missing["inputs"] = "the batch of the first NaN was not inspected; that needs Diagnose"
 
 
 def _observe_model(found: Run, learn: Any) -> None:

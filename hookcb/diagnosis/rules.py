@@ -193,19 +193,16 @@ def falls_slowly(run: Run) -> bool:
 
     That is typical of a slow training, and of one that memorizes labels that do not follow from the inputs.
     """
-    is_long = len(finite(run.loss.values)) >= MIN_BATCHES and math.isfinite(first := run.first_loss)
-    is_near = is_long and guesses(run) and lowest_loss(run) > limit_of_flat(first)
-    return is_near and falls_by(run.loss)[0] > 0
+    is_long = len(finite(run.loss.values)) >= MIN_BATCHES and math.isfinite(run.first_loss)
+    if not is_long or not guesses(run):
+        return False
+    lowest, limit = lowest_loss(run)
+    return lowest > limit and falls_by(run.loss)[0] > 0
 
 
-def lowest_loss(run: Run) -> float:
-    """Minimum of the smoothed loss after the first ten batches."""
-    return min(run.smooth_loss().values[WINDOW:])
-
-
-def limit_of_flat(first: float) -> float:
-    """Value below which a loss that began at `first` counts as having fallen."""
-    return first - (1 - FLAT) * abs(first)
+def lowest_loss(run: Run) -> tuple[float, float]:
+    """Minimum of the smoothed loss after the first ten batches, and the limit below which it has fallen."""
+    return min(run.smooth_loss().values[WINDOW:]), run.first_loss - (1 - FLAT) * abs(run.first_loss)
 
 
 def falls_by(loss: Series) -> tuple[float, float]:

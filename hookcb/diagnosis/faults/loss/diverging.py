@@ -45,7 +45,10 @@ class DivergingLoss(Fault):
     uses = (Curves, Loss)
 
     def findings(self, run: Run) -> Iterator[Result]:
-        smooth, first, known = run.smooth_loss(), _beginning(run), run.measured(Loss)
+        smooth, first, known = run.smooth_loss(), run.first_loss, run.measured(Loss)
+        start = run.loss.values[0] if len(run.loss) else math.nan
+        if not math.isfinite(first) or first > start + (INFLATED - 1) * abs(start):
+            first = start
         if len(smooth) < MIN_SMOOTHED or not math.isfinite(first):
             yield Skipped(f"fewer than {MIN_SMOOTHED} batches with a finite loss")
             return
@@ -71,10 +74,13 @@ class DivergingLoss(Fault):
         if _has_growing_targets(run, span.first):
             yield Passed(f"diverging loss (at {last:.3g}, from {first:.3g}, as its targets have grown)")
             return
+        # a large first step may leave nothing that moves any more
+        is_large = rules.first_update(run) > rules.MAX_FIRST_UPDATE
+        is_large = is_large or any(map(rules.has_large_updates, rules.weights(run)))
         yield self.finding(
             f"The loss has risen from {first:.3g} to {last:.3g} and has stayed above the limit of "
             f"{limit:.3g} for {span.n:,} batches.",
-            "error" if known.kind or run.is_by_closure or _has_large_steps(run) else "info",
+            "error" if known.kind or run.is_by_closure or is_large else "info",
             when=span,
             value=last,
             limit=limit,
@@ -96,13 +102,6 @@ def _may_be_chance(loss: Series, first: float) -> bool:
     values = [math.log(x) for x in later] if is_positive else later
     noise = rules.spread(b - a for a, b in pairwise(values))[1] / math.sqrt(2)
     return rules.median(values) - (math.log(first) if is_positive else first) < NOISE * noise
-
-
-def _has_large_steps(run: Run) -> bool:
-    """Whether steps change a weight so much that they may be why the loss rises."""
-    # a large first step may leave nothing that moves any more
-    is_large = rules.first_update(run) > rules.MAX_FIRST_UPDATE
-    return is_large or any(map(rules.has_large_updates, rules.weights(run)))
 
 
 def _has_growing_targets(run: Run, since: int) -> bool:
@@ -128,10 +127,3 @@ def _has_growing_targets(run: Run, since: int) -> bool:
 def _squared(loss: float, kind: str) -> float:
     """Squared error behind a loss; a Huber loss is half of it, and linear for errors above 1."""
     return loss if kind == "mse" else max(2 * loss, (loss + 0.5) ** 2 if loss > 0.5 else 0.0)
-
-
-def _beginning(run: Run) -> float:
-    """Mean of the first ten losses; the first one if the ten already diverge or are not finite."""
-    first, start = run.first_loss, run.loss.values[0] if len(run.loss) else math.nan
-    is_inflated = not math.isfinite(first) or first > start + (INFLATED - 1) * abs(start)
-    return start if is_inflated else first

@@ -36,7 +36,7 @@ class FlatLoss(Fault):
             why = rules.why_unknown(run, "the kind of the loss is not known")
             yield Skipped(f"{why}, and an objective need not fall")
             return
-        lowest, limit = rules.lowest_loss(run), rules.limit_of_flat(first)
+        lowest, limit = rules.lowest_loss(run)
         smallest_fall, largest_fall = rules.falls_by(loss)
         if lowest <= limit or smallest_fall > 0:
             yield Passed(f"flat loss (from {first:.3g} down to {lowest:.3g})", lowest, limit)
