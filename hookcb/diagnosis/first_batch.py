@@ -37,8 +37,13 @@ def first_batch(loader: Any) -> Any:
     Raises:
         ValueError: If the loader has no batch.
     """
-    if _is_plain(loader):
-        loader = _without_workers(loader)
+    if _is_plain(loader):  # persistent workers would advance their random state
+        how: dict[str, Any] = {"collate_fn": loader.collate_fn, "generator": loader.generator}
+        if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+            how |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        else:
+            how["batch_sampler"] = loader.batch_sampler
+        loader = DataLoader(loader.dataset, **how)
     for batch in loader:
         return batch
     raise ValueError("the training loader has no batch")
@@ -47,11 +52,3 @@ def first_batch(loader: Any) -> Any:
 def _is_plain(loader: Any) -> bool:
     """Whether it is a DataLoader with torch's own `__iter__`."""
     return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-
-
-def _without_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Loader of the same data in this process; persistent workers would advance their random state."""
-    how: dict[str, Any] = {"collate_fn": loader.collate_fn, "generator": loader.generator}
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-        return DataLoader(loader.dataset, loader.batch_size, drop_last=loader.drop_last, **how)
-    return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, **how)

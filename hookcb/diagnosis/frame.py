@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from hookcb.core.optim import detached_scalar, is_adaptive, largest_lr
@@ -56,30 +56,25 @@ class Frame:
     @classmethod
     def of(cls, model: nn.Module, optimizers: Iterable[Optimizer]) -> "Frame":
         """Frame of a model and its known optimizers."""
-        modules = named_modules(model)
-        known = list(optimizers)
+        modules, known = named_modules(model), list(optimizers)
         frame = cls({name: about(m) for name, m in modules.items()}, n_optimizers=len(known))
         frame.frozen = dict(_frozen(modules))
         frame.absent, frame.partial = dict(_absent(model, known)), dict(_partial(model))
-        groups: dict[int, tuple[int, Optimizer, dict[str, Any]]] = {
-            id(p): (i, opt, group)
-            for i, opt in enumerate(known)
-            for group in opt.param_groups
-            for p in group["params"]
-        }
+        groups = [(i, opt, group) for i, opt in enumerate(known) for group in opt.param_groups]
+        group_of = {id(p): where for where in groups for p in where[2]["params"]}
         own = {id(p) for p in model.parameters()}
-        every = (p for opt in known for group in opt.param_groups for p in group["params"])
+        every = (p for _, _, group in groups for p in group["params"])
         frame.foreign = {tuple(p.shape) for p in every if id(p) not in own}
         for place, (name, p, kind) in enumerate(find_params(model)):
-            if not p.requires_grad or isinstance(p, nn.parameter.UninitializedParameter):
+            if not p.requires_grad or isinstance(p, UninitializedParameter):
                 continue
             is_path = kind == "ParameterDict" and "/" in name  # as in Keras: dense/kernel
             layer = name.rpartition("/" if is_path else ".")[0]
             param = Param(name, layer, kind, frame.about.get(layer, ""), place, tuple(p.shape))
             if p.dtype.is_floating_point:
                 param.resolution = torch.finfo(p.dtype).eps
-            if id(p) in groups:
-                param.optimizer, opt, group = groups[id(p)]
+            if id(p) in group_of:
+                param.optimizer, opt, group = group_of[id(p)]
                 rate = detached_scalar(group["lr"])
                 param.lr = rate if isinstance(rate, float) else largest_lr(opt)
                 param.weight_decay = float(group.get("weight_decay", 0.0))
@@ -92,15 +87,10 @@ class Frame:
 def _frozen(modules: dict[str, nn.Module]) -> Iterator[tuple[str, int]]:
     """Names of frozen linear, convolutional and recurrent layers, and the sizes of their weights."""
     for name, m in modules.items():
-        params = [
-            p for p in m.parameters(recurse=False) if not isinstance(p, nn.parameter.UninitializedParameter)
-        ]
+        params = [p for p in m.parameters(recurse=False) if not isinstance(p, UninitializedParameter)]
         size = max((p.numel() for p in params if p.ndim > 1), default=0)
-        if (
-            isinstance(m, nn.Linear | Convolution | nn.RNNBase)
-            and size
-            and not any(p.requires_grad for p in params)
-        ):
+        is_frozen = size and not any(p.requires_grad for p in params)
+        if is_frozen and isinstance(m, nn.Linear | Convolution | nn.RNNBase):
             yield name, size
 
 
@@ -138,14 +128,11 @@ def about(m: nn.Module) -> str:
     if has_uninitialized(m):
         return kind
     pairs = ("in_features", "out_features"), ("in_channels", "out_channels"), ("input_size", "hidden_size")
-    for pair in pairs:
-        sizes = [getattr(m, name, None) for name in pair]
+    for names in (*pairs, ("num_features",), ("embed_dim",)):
+        sizes = [getattr(m, name, None) for name in names]
         if all(isinstance(size, int) for size in sizes):
-            return f"{kind} {sizes[0]}→{sizes[1]}"
-    size = next(
-        (n for name in ("num_features", "embed_dim") if isinstance(n := getattr(m, name, None), int)), None
-    )
-    return kind if size is None else f"{kind} {size}"
+            return f"{kind} {'→'.join(map(str, sizes))}"
+    return kind
 
 
 def is_of_torch(m: nn.Module) -> bool:
@@ -157,10 +144,6 @@ def is_of_torch(m: nn.Module) -> bool:
 def own_weight(m: nn.Module) -> nn.Parameter | None:
     """Weight of a module, if it is a parameter of that module: a computed weight may change when read."""
     weight = parameters_of(m).get("weight")
-    if (
-        weight is None
-        or isinstance(weight, nn.parameter.UninitializedParameter)
-        or type(weight).__name__ in SHARDED
-    ):
+    if weight is None or isinstance(weight, UninitializedParameter) or type(weight).__name__ in SHARDED:
         return None
     return weight if weight.numel() else None  # DeepSpeed's ZeRO-3 empties it outside of a forward

@@ -31,8 +31,7 @@ OF_OTHERS = "each loss of the model is one of another model too, which another o
 
 def recorded(cbs: Sequence[Callback], loop: Any) -> Run:
     """A run from what callbacks have recorded of a loop without `Diagnose`."""
-    run = Run()
-    dispatcher = Dispatcher(run, (), 0.0)
+    dispatcher = Dispatcher(run := Run(), (), 0.0)
     optimizers = [] if loop.opt is None else [loop.opt]
     frame = dispatcher.guarded("frame", Frame.of, loop.model, optimizers) or Frame()
     gather(cbs, frame, run, dispatcher)
@@ -40,14 +39,7 @@ def recorded(cbs: Sequence[Callback], loop: Any) -> Run:
 
 
 def gather(cbs: Iterable[Callback], frame: Frame, evidence: Run, dispatcher: Dispatcher) -> None:
-    """Adds to a run what these callbacks have recorded.
-
-    Args:
-        cbs: callbacks; the first `ActivationStats`, `GradientHealth`, `Recorder` and `StepTimer` are used.
-        frame: layers and parameters of the model.
-        evidence: what `Diagnose` has measured, or nothing.
-        dispatcher: keeps failures.
-    """
+    """Adds to a run what the first callback of each kind has recorded; the dispatcher keeps failures."""
     guarded = dispatcher.guarded
     found: dict[type, Any] = {}
     for cb in cbs:
@@ -92,18 +84,21 @@ def note_unseen(evidence: Run, loop: Any) -> None:
     """Adds what was not seen of a loop that hookcb does not run."""
     evidence.unseen = dict(loop.coverage.missing)
     evidence.reader = way_of(loop.way)
-    facts = loop.facts
-    if facts.of_rank:
+    if (facts := loop.facts).of_rank:
         evidence.note(facts.of_rank)
     if facts.n_losses_of_others and not (facts.n_losses_found or facts.n_losses_reported):
         evidence.absent |= dict.fromkeys(("loss", "graph", "targets"), OF_OTHERS)
 
 
-def _add_activations(evidence: Run, stats: ActivationStats, frame: Frame) -> None:
-    evidence.sources.add("activations")
-    steps, store = stats.steps(), stats.store_of("train")
+def _add_source(evidence: Run, source: str, steps: Sequence[int]) -> None:
+    evidence.sources.add(source)
     evidence.n_looked = max(evidence.n_looked, len(steps))
     evidence.n_batches = max(evidence.n_batches, 1 + max(steps, default=-1))
+
+
+def _add_activations(evidence: Run, stats: ActivationStats, frame: Frame) -> None:
+    steps, store = stats.steps(), stats.store_of("train")
+    _add_source(evidence, "activations", steps)
     for path in stats.names:
         name = module_of(path)
         if name in evidence.layers and evidence.layers[name].stats.get("std"):
@@ -111,15 +106,11 @@ def _add_activations(evidence: Run, stats: ActivationStats, frame: Frame) -> Non
         about = frame.about.get(name, stats.outputs.get(path, ("", ()))[0])
         new = Layer(name, about.partition(" ")[0], about, len(evidence.layers))
         layer = evidence.layers.setdefault(name, new)
-        columns = store.series(path).T.tolist()
-        for stat, values in zip(LAYER_STATS, columns, strict=False):
+        for stat, values in zip(LAYER_STATS, store.series(path).T.tolist(), strict=False):
             layer.stats[stat] = Series.of(steps, values)
     if not stats.names and evidence.params:
-        evidence.notes.insert(
-            0,
-            "no layer of the model is one of its submodules, so outputs of layers are not inspected; the "
-            "gradients of its parameters are",
-        )
+        what = "no layer of the model is one of its submodules, so outputs of layers are not inspected"
+        evidence.notes.insert(0, f"{what}; the gradients of its parameters are")
     for place, layer in enumerate(evidence.layers.values()):
         layer.place = place
     for param in evidence.params.values():
@@ -141,15 +132,14 @@ def _place_of(name: str, layers: Mapping[str, Layer]) -> int | None:
 
 
 def _add_gradients(evidence: Run, records: GradientRecords) -> None:
-    evidence.sources.add("gradients")
-    steps, store = records.steps(), records.store_of("train")
-    evidence.n_looked = max(evidence.n_looked, len(steps))
-    evidence.n_batches = max(evidence.n_batches, 1 + max(steps, default=-1))
-    rows = records.step_stats
+    steps, store, rows = records.steps(), records.store_of("train"), records.step_stats
+    _add_source(evidence, "gradients", steps)
     unclipped = evidence.steps.get("clip_coef")  # if the loop clips before gradients are read
     evidence.steps = {stat: Series.of(steps, [row[stat] for row in rows]) for stat in STEP_STATS}
     if unclipped is not None:
-        _add_clipping(evidence, unclipped)
+        left, norms = dict(unclipped), evidence.steps["total_norm"]
+        before = [x / coef if (coef := left.get(step, math.nan)) > 0 else x for step, x in norms]
+        evidence.steps |= {"clip_coef": unclipped, "total_norm": Series(norms.steps, before)}
     if not len(evidence.lr):
         evidence.lr = evidence.steps["lr"]
     if evidence.steps["lr"].steps != steps:  # made without an optimizer; clipping was not seen
@@ -158,23 +148,20 @@ def _add_gradients(evidence: Run, records: GradientRecords) -> None:
     made_by = evidence.measured(Steps).made_by
     is_known = len(made_by) == len(steps) and len(set(made_by)) > 1
     stepped: list[int | None] = list(made_by) if is_known else [None] * len(steps)
-    for name in records.names:
-        if name in evidence.params:
-            columns = dict(zip(records.columns, store.series(name).T.tolist(), strict=False))
-            optimizer = evidence.params[name].optimizer
-            columns["update_ratio"] = [
-                x if made and (by is None or by == optimizer) else math.nan
-                for x, made, by in zip(columns["update_ratio"], was_made, stepped, strict=True)
-            ]
-            evidence.params[name].stats = {stat: Series.of(steps, values) for stat, values in columns.items()}
-    for name in set(records.without_grad) & evidence.params.keys():
-        param = evidence.params[name]
-        param.n_without = param.n_without or len(steps)
-    for name in records.first_bad.keys() & evidence.params.keys():
-        evidence.params[name].first_bad = records.first_bad[name][0]
-    for name in records.not_optimized:
-        if name in evidence.params:
-            evidence.params[name].is_optimized = False
+    params = evidence.params
+    for name in (name for name in records.names if name in params):
+        columns = dict(zip(records.columns, store.series(name).T.tolist(), strict=False))
+        columns["update_ratio"] = [
+            x if made and (by is None or by == params[name].optimizer) else math.nan
+            for x, made, by in zip(columns["update_ratio"], was_made, stepped, strict=True)
+        ]
+        params[name].stats = {stat: Series.of(steps, values) for stat, values in columns.items()}
+    for name in params.keys() & set(records.without_grad):
+        params[name].n_without = params[name].n_without or len(steps)
+    for name in params.keys() & records.first_bad.keys():
+        params[name].first_bad = records.first_bad[name][0]
+    for name in params.keys() & set(records.not_optimized):
+        params[name].is_optimized = False
     if records.output_stats is not None:
         _add_output_gradients(evidence, records.output_stats)
     if any(scale != 1 for _, scale in evidence.steps["scale"]):  # else the scaler has not skipped them
@@ -184,19 +171,10 @@ def _add_gradients(evidence: Run, records: GradientRecords) -> None:
     evidence.n_steps = max(evidence.n_steps, len(steps))
 
 
-def _add_clipping(evidence: Run, coefs: Series) -> None:
-    """Replaces the coefficients of clipping, and the norms of all gradients by those of before."""
-    evidence.steps["clip_coef"], left = coefs, dict(coefs)
-    norms = evidence.steps["total_norm"]
-    known = [x / coef if (coef := left.get(step, math.nan)) > 0 else x for step, x in norms]
-    evidence.steps["total_norm"] = Series(norms.steps, known)
-
-
 def _add_output_gradients(evidence: Run, stats: OutputGradients) -> None:
-    steps = stats.steps()
     for path in stats.names:
         if (name := module_of(path)) in evidence.layers:
-            series = Series.of(steps, stats.layer_series(path, "nonfinite"))
+            series = Series.of(stats.steps(), stats.layer_series(path, "nonfinite"))
             evidence.layers[name].stats.setdefault("grad_nonfinite", series)
 
 

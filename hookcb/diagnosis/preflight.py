@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 
 from hookcb.core.batch import split_batch
 from hookcb.core.callback import Callback
@@ -46,10 +46,10 @@ def add_preflight(evidence: Run, learn: Any, cbs: list[Callback]) -> None:
 
     It runs a forward, the loss and its gradients, with the model in train mode and without torch.compile.
     Weights, buffers, gradients, modes, random state, the optimizer and the loader are restored. Checks that
-    are meaningful only before training are left out.
+    are meaningful only before training are left out. If the batch cannot be run, `missing` says why.
 
     Args:
-        evidence: records of the callbacks; if the batch cannot be run its `missing` says why.
+        evidence: records of the callbacks.
         learn: the learner, outside of a fit.
         cbs: its callbacks, also from its last fit; none of them is called.
     """
@@ -89,7 +89,10 @@ def _inspect(evidence: Run, learn: Any) -> None:
             _observe_model(found, learn)
             _observe_batch(found, learn, step=evidence.n_batches)
     if any(p.first_bad is not None for p in evidence.params.values()) and "scaler" in evidence.absent:
-        _leave_out_later(found)
+        # this batch cannot say how NaN began in an earlier step, of which there are records
+        if (origin := found.measured(Origin)).found.is_from_weights:
+            origin.found = Found()
+        found.missing["inputs"] = "the batch of the first NaN was not inspected; that needs Diagnose"
     at_any_time = {"batch", "model", "graph", "optimizers"}.issuperset
     # a fault at the end may have been there from the beginning, and then explains the others
     for kind, part in found.parts.items():
@@ -101,13 +104,6 @@ def _inspect(evidence: Run, learn: Any) -> None:
     found.measured(Loss).validation = evidence.measured(Loss).validation
     evidence.parts |= found.parts
     evidence.notes.append("one more batch after the training")
-
-
-def _leave_out_later(found: Run) -> None:
-    """Leaves out what this batch cannot say: how NaN began in an earlier step, of which there are records."""
-    if (origin := found.measured(Origin)).found.is_from_weights:
-        origin.found = Found()
-    found.missing["inputs"] = "the batch of the first NaN was not inspected; that needs Diagnose"
 
 
 def _observe_model(found: Run, learn: Any) -> None:
@@ -166,11 +162,8 @@ def _is_finite(learn: Any) -> bool:
         return True
     params = [p for p in learn.model.parameters() if p.requires_grad]
     grads = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
-    return all(bool(_values(grad).isfinite().all()) for grad in grads if grad is not None)
-
-
-def _values(grad: Tensor) -> Tensor:
-    return grad.coalesce().values() if grad.is_sparse else grad
+    known = (grad.coalesce().values() if grad.is_sparse else grad for grad in grads if grad is not None)
+    return all(bool(values.isfinite().all()) for values in known)
 
 
 @contextmanager

@@ -15,13 +15,7 @@ SEVERITIES = "error", "warning", "info"
 
 
 def of_all(run: Run, ranks: Ranks, dispatcher: Dispatcher) -> Run:
-    """A run of all ranks, which call this together, from that of this rank, which stays as it is.
-
-    Args:
-        run: what this rank has measured.
-        ranks: all ranks.
-        dispatcher: keeps failures.
-    """
+    """A run of all ranks, which call this together, from that of this rank, which stays as it is."""
     merged = replace(run, parts=dict(run.parts), notes=[*run.notes, f"{ranks.world} ranks"], _found={})
     parts = {key_of(kind): part for kind, part in run.parts.items() if hasattr(part, "merge")}
     own = {key: dispatcher.guarded(part, part.state, run) for key, part in parts.items()}
@@ -41,14 +35,12 @@ def findings_of_all(
 ) -> tuple[list[Finding], list[Gap]]:
     """Findings of all ranks, each with the ranks that found it unless all did, and the gaps of any rank.
 
-    Args:
-        found: findings of this rank.
-        gaps: checks that could not run on this rank.
-        ranks: all ranks call this together.
+    All ranks call this together, with their own findings and gaps.
     """
     found, own = list(found), sorted(code for gap in gaps for code in gap.codes)
-    is_same = not _differ([crc32(repr(own).encode())], ranks)
-    if not any(ranks.max([bool(found)])) and is_same:
+    of_gaps = crc32(repr(own).encode())
+    most, least = ranks.max([of_gaps, -of_gaps])
+    if not any(ranks.max([bool(found)])) and most == -least:
         return [], list(gaps)
     own_text, of_main = repr((found, gaps)), ranks.of_main(lambda: (found, gaps))
     # most ranks find what rank 0 finds, and need not send it
@@ -84,10 +76,3 @@ def _later_gaps(by_rank: Sequence[Sequence[Gap]]) -> Iterable[Gap]:
             if codes := tuple(code for code in gap.codes if code not in known):
                 known.update(codes)
                 yield Gap(codes, f"on rank {rank}, {gap.reason}")
-
-
-def _differ(numbers: Sequence[float], ranks: Ranks) -> bool:
-    """Whether ranks have different numbers."""
-    extremes = ranks.max([*numbers, *(-x for x in numbers)])
-    n = len(numbers)
-    return any(high != -low for high, low in zip(extremes[:n], extremes[n:], strict=True))

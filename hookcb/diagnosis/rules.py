@@ -3,16 +3,13 @@
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 
 from hookcb.core.text import join_names
-from hookcb.diagnosis.fault import Fault
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.tokens import Tokens
 from hookcb.diagnosis.run import CONVERGED, WINDOW, Layer, Param, Run, Series, Span
-from hookcb.diagnosis.verdict import Finding, Severity
 
 LATEST = 5  # records in a median: a single batch says little
 MIN_UNITS = 4  # of a layer, and inputs of each, to compare them
@@ -40,13 +37,6 @@ MAX_RISE = 0.5  # of the loss, as a share of the loss at the beginning
 # up to 600, in the first steps of branches that begin with zeros
 MAX_EXCESS = 1e3
 RECURRENT = ("RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell")
-
-
-def finding(code: str, severity: Severity, *, message: str, **about: Any) -> Finding:
-    """Finding of a check that is a function; see `Fault.finding`."""
-    fault = Fault()
-    fault.code = code  # type: ignore[misc]
-    return fault.finding(message, severity, **about)
 
 
 def records_needed(run: Run) -> int:
@@ -90,12 +80,12 @@ def trailing(series: Series, holds: Callable[[float], bool], n: int = LATEST) ->
 
     A single unusual record does not break the run.
     """
-    start = None
+    start = len(series)
     for i in range(len(series) - n, -1, -1):
         if not holds(statistics.median(series.values[i : i + n])):
             break
         start = i
-    if start is None:
+    if start == len(series):
         return None
     # the first median may begin with records that do not hold yet
     first = next((i for i in range(start, len(series)) if holds(series.values[i])), start)
@@ -120,11 +110,8 @@ def persistent_max(series: Series, n: int, window: int) -> float:
 def slope(series: Series, sigmas: float) -> tuple[float, float]:
     """Confidence interval of a robust slope; NaN for fewer than two points.
 
-    The points are at most 80 means of records in a row, so a long series counts as a whole.
-
-    Args:
-        series: finite values.
-        sigmas: half the width of the interval, in standard deviations of Kendall's statistic.
+    The points are at most 80 means of records in a row, so a long series counts as a whole. The interval has
+    half a width of so many standard deviations of Kendall's statistic.
 
     Source: P. K. Sen, "Estimates of the regression coefficient based on Kendall's tau", 1968.
     """
@@ -206,19 +193,16 @@ def falls_slowly(run: Run) -> bool:
 
     That is typical of a slow training, and of one that memorizes labels that do not follow from the inputs.
     """
-    is_long = len(finite(run.loss.values)) >= MIN_BATCHES and math.isfinite(first := run.first_loss)
-    is_near = is_long and guesses(run) and lowest_loss(run) > limit_of_flat(first)
-    return is_near and falls_by(run.loss)[0] > 0
+    is_long = len(finite(run.loss.values)) >= MIN_BATCHES and math.isfinite(run.first_loss)
+    if not is_long or not guesses(run):
+        return False
+    lowest, limit = lowest_loss(run)
+    return lowest > limit and falls_by(run.loss)[0] > 0
 
 
-def lowest_loss(run: Run) -> float:
-    """Minimum of the smoothed loss after the first ten batches."""
-    return min(run.smooth_loss().values[WINDOW:])
-
-
-def limit_of_flat(first: float) -> float:
-    """Value below which a loss that began at `first` counts as having fallen."""
-    return first - (1 - FLAT) * abs(first)
+def lowest_loss(run: Run) -> tuple[float, float]:
+    """Minimum of the smoothed loss after the first ten batches, and the limit below which it has fallen."""
+    return min(run.smooth_loss().values[WINDOW:]), run.first_loss - (1 - FLAT) * abs(run.first_loss)
 
 
 def falls_by(loss: Series) -> tuple[float, float]:
@@ -389,10 +373,8 @@ def first_update(run: Run) -> float:
     start = run.loss.values[0] if len(run.loss) else math.nan
     high = start + MAX_RISE * abs(start)
     risen = next((step for step, x in run.loss if math.isfinite(start) and not x <= high), math.inf)
-    sizes = []
-    for p in weights(run):
-        records = enumerate(updates(p))
-        sizes += [x for i, (step, x) in records if i == 0 or (i < N_FIRST and step < risen)]
+    every = ((i, step, x) for p in weights(run) for i, (step, x) in enumerate(updates(p)))
+    sizes = [x for i, step, x in every if i == 0 or (i < N_FIRST and step < risen)]
     return max(finite(sizes), default=math.nan)
 
 

@@ -13,7 +13,7 @@ from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.loss import Loss
-from hookcb.diagnosis.rules import falls_slowly, finding, persistent, persistent_max
+from hookcb.diagnosis.rules import falls_slowly, persistent, persistent_max
 from hookcb.diagnosis.run import Layer, Param, Run, Series, Span
 from hookcb.diagnosis.verdict import Finding
 from hookcb.gradients.stats import GRAD_STATS, STEP_STATS
@@ -34,7 +34,7 @@ PARAM = Param("net.0.weight", "net.0", "Linear", "Linear 8→4", 0, (4, 8))
     ],
 )
 def test_the_place_is_that_of_the_layer_or_the_parameter(at, place):
-    found = finding("unit.dead", "error", at=at, message="dead")
+    found = StuckHead().finding("dead", at=at)
     assert (found.layer, found.param, found.kind) == place
 
 
@@ -49,16 +49,15 @@ def test_the_place_is_that_of_the_layer_or_the_parameter(at, place):
     ],
 )
 def test_the_steps_are_the_first_and_the_last(when, steps):
-    found = finding("unit.dead", "error", when=when, message="dead")
+    found = StuckHead().finding("dead", when=when)
     assert (found.step, found.last_step) == steps
 
 
 def test_the_rest_is_given_as_it_is():
-    found = finding("a.b", "info", value=1.0, limit=2.0, message="m", causes=("c",), next_steps=("n",))
-    assert found == Finding(
-        "a.b", "info", value=1.0, limit=2.0, message="m", causes=("c",), next_steps=("n",), consequence_of=""
-    )
-    assert math.isnan(finding("a.b", "info", message="m").limit)
+    found = StuckHead().finding("m", "info", value=1.0, limit=2.0, causes=("c",), next_steps=("n",))
+    about = {"value": 1.0, "limit": 2.0, "causes": ("c",), "next_steps": ("n",), "consequence_of": ""}
+    assert found == Finding(StuckHead.code, "info", message="m", **about)
+    assert math.isnan(StuckHead().finding("m").limit)
 
 
 def unknown(n):

@@ -60,12 +60,10 @@ class Accumulation(Fault):
     def on_backward(self, run: Run) -> None:
         """Checks whether the gradient is as the backward before has left it."""
         param = run.measured(Steps).first_param
-        if param is None or self._mark is None:
-            return
-        if not is_there(param.grad):
+        if param is not None and self._mark is not None and not is_there(param.grad):
             self._n, self._is_known = 0, True
-        elif mark_of(param.grad) != self._mark:
-            self._is_known = False
+        else:
+            self.on_step(run)
 
     def on_gradients(self, run: Run) -> None:
         param = run.measured(Steps).first_param
@@ -91,10 +89,8 @@ class Accumulation(Fault):
         if graph is None or len(run.measured(Steps).optimizers) > 1 or is_scaled or run.n_steps < MIN_STEPS:
             return
         factors = {float(x) for x in self._factors} if loop.facts.n_losses_reported else {1.0}
-        scale, n = (
-            graph.scale * (factors.pop() if len(factors) == 1 else math.nan),
-            min(self._counts, default=0),
-        )
+        scale = graph.scale * (factors.pop() if len(factors) == 1 else math.nan)
+        n = min(self._counts, default=0)
         self.unless = self.unless if math.isnan(scale) else ""
         if n > 1 and self._counts == {n} and scale == 1:
             self.see(

@@ -3,19 +3,9 @@
 import math
 from collections.abc import Iterator, Sequence
 
+from hookcb.diagnosis import rules
 from hookcb.diagnosis.advice import begins_small, init_advice
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
-from hookcb.diagnosis.rules import (
-    LATEST,
-    MAX_EXCESS,
-    RECURRENT,
-    finite,
-    gradient_sizes,
-    median,
-    records_needed,
-    trailing,
-    weights,
-)
 from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped, Span
 from hookcb.diagnosis.verdict import Finding
 
@@ -24,10 +14,8 @@ MIN_RATIO, MIN_RATIO_WARNING = 1e-4, 1e-6
 # share of the largest RMS; if a weight nearer to the input has more, nothing fades on the way to it
 MAX_FAINT = 1e-3
 MIN_KEPT = 0.01  # share of the RMS of the next layer; below it a single layer takes the gradient away
-FLAT = ("Sigmoid", "Tanh", "Softsign", "LogSigmoid")
-
-
 _Low = tuple[Param, float, Span]  # a weight with small gradients, their ratio to the largest, and records
+FLAT = ("Sigmoid", "Tanh", "Softsign", "LogSigmoid")
 
 
 @fault(
@@ -54,32 +42,30 @@ class Attenuated(Fault):
     headline = "The first layers barely learn"
 
     def findings(self, run: Run) -> Iterator[Result]:
-        until, n = run.converged_at(), records_needed(run)
-        sizes = {p.name: gradient_sizes(p, until) for p in weights(run)}
-        params = [p for p in weights(run) if len(sizes[p.name]) >= n]
+        until, n = run.converged_at(), rules.records_needed(run)
+        sizes = {p.name: rules.gradient_sizes(p, until) for p in rules.weights(run)}
+        params = [p for p in rules.weights(run) if len(sizes[p.name]) >= n]
         if len(params) < 2:
             yield Skipped(f"fewer than two weights had a gradient in {n} records before convergence")
             return
         ratios = _ratios(params, sizes)
-        usual = max(median(sizes[p.name].values[-LATEST:]) for p in params)
+        usual = [_latest(sizes[p.name]) for p in params]
+        spans = [rules.trailing(series, lambda x: x < MIN_RATIO, n) for series in ratios]
         low = [
-            (p, median(series.values[-LATEST:]), span)
-            for p, series in zip(params, ratios, strict=True)
-            if (span := trailing(series, lambda x: x < MIN_RATIO, n)) and _is_faint_before(p, usual, run)
+            (p, _latest(series), span)
+            for p, series, span in zip(params, ratios, spans, strict=True)
+            if span and _is_faint_before(p, max(usual), run)
         ]
+        known = [_latest(series) for series in ratios if len(series)]
         if low:
-            yield self._attenuated(run, params, sizes, low)
-            return
-        if not any(map(len, ratios)):
+            yield self._attenuated(run, params, usual, low)
+        elif known:
+            worst = min(known)
+            yield Passed(f"vanishing gradients (smallest {worst:.1g} of the largest)", worst, MIN_RATIO)
+        else:
             yield Skipped("in each record one weight explodes, next to which all others look small")
-            return
-        worst = min(median(series.values[-LATEST:]) for series in ratios if len(series))
-        yield Passed(f"vanishing gradients (smallest {worst:.1g} of the largest)", worst, MIN_RATIO)
 
-    def _attenuated(
-        self, run: Run, params: Sequence[Param], sizes: dict[str, Series], low: Sequence[_Low]
-    ) -> Finding:
-        usual = [median(sizes[p.name].values[-LATEST:]) for p in params]
+    def _attenuated(self, run: Run, params: list[Param], usual: list[float], low: list[_Low]) -> Finding:
         names = [p.name for p in params]
         lowest = min(low, key=lambda x: x[1])
         # the one nearest to the loss that has far less than the one behind it; without one it is gradual
@@ -89,13 +75,9 @@ class Attenuated(Fault):
         at = names.index(param.name)
         top = max(range(at, len(usual)), key=lambda i: usual[i])
         largest = names[top] if top != at else names[max(range(len(usual)), key=lambda i: usual[i])]
-        n = top - at
-        falls = (
-            f" It falls ×{(usual[at] / usual[top]) ** (1 / n):.2g} per layer over {n} layers."
-            if n > 1
-            else ""
-        )
-        how = " It falls at this layer all at once." if steep else falls
+        how = " It falls at this layer all at once." if steep else ""
+        if not steep and (n := top - at) > 1:
+            how = f" It falls ×{(usual[at] / usual[top]) ** (1 / n):.2g} per layer over {n} layers."
         causes, steps = _why_attenuated(run, params[at : top + 1])
         return self.finding(
             f"The gradient (RMS) of {param.name} is {ratio:.1e} times that of {largest} (limit "
@@ -110,10 +92,14 @@ class Attenuated(Fault):
         )
 
 
+def _latest(series: Series) -> float:
+    return rules.median(series.values[-rules.LATEST :])
+
+
 def _is_faint_before(param: Param, largest: float, run: Run) -> bool:
     """Whether all parameters nearer to the input have small gradients, too; attention keys always do."""
     before = [p for p in run.params.values() if _comes_before(p, param)]
-    return not any(median(p.series("rms").values[-LATEST:]) > MAX_FAINT * largest for p in before)
+    return not any(_latest(p.series("rms")) > MAX_FAINT * largest for p in before)
 
 
 def _comes_before(one: Param, other: Param) -> bool:
@@ -130,9 +116,9 @@ def _ratios(params: Sequence[Param], sizes: dict[str, Series]) -> list[Series]:
     is_ordered = any(p.place_of_layer is not None for p in params)
     for step in sorted({step for row in table.values() for step in row}):
         now = [table[p.name].get(step, math.nan) for p in params]
-        most = max(finite(now))
-        usual = max(median(now), next(x for x in reversed(now) if math.isfinite(x)))
-        if most > MAX_EXCESS * usual:
+        most = max(rules.finite(now))
+        usual = max(rules.median(now), next(x for x in reversed(now) if math.isfinite(x)))
+        if most > rules.MAX_EXCESS * usual:
             continue
         behind = 0.0
         for series, size in zip(reversed(found), reversed(now), strict=True):
@@ -143,6 +129,7 @@ def _ratios(params: Sequence[Param], sizes: dict[str, Series]) -> list[Series]:
 
 
 def _why_attenuated(run: Run, chain: Sequence[Param]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    advice = "Add normalization or residual connections"
     kinds = [layer.kind for layer in run.layers.values() if layer.kind in FLAT]
     if len(kinds) > 2:
         kind = max(sorted(set(kinds)), key=kinds.count)
@@ -150,14 +137,11 @@ def _why_attenuated(run: Run, chain: Sequence[Param]) -> tuple[tuple[str, ...], 
         return (f"{kinds.count(kind)} {kind} layers in series{slope}",), (
             f"Use ReLU or GELU instead of {kind}, with normalization or residual connections",
         )
-    if any(p.kind in RECURRENT for p in run.params.values()):
+    if any(p.kind in rules.RECURRENT for p in run.params.values()):
         return ("a long sequence, along which the gradient fades", "closed gates"), (
             "Use shorter sequences, and initialize the forget-gate bias to 1",
         )
-    advice = "Add normalization or residual connections"
+    deep = "many layers without a shortcut"
     if begins_small(chain):
-        return ("weights that are initialized too small", "many layers without a shortcut"), (
-            init_advice(chain),
-            advice,
-        )
-    return ("saturated units", "many layers without a shortcut"), (advice,)
+        return ("weights that are initialized too small", deep), (init_advice(chain), advice)
+    return ("saturated units", deep), (advice,)

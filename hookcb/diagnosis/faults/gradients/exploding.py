@@ -3,20 +3,9 @@
 import math
 from collections.abc import Iterator, Sequence
 
+from hookcb.diagnosis import rules
 from hookcb.diagnosis.advice import begins_large, lower_rate
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
-from hookcb.diagnosis.rules import (
-    MAX_EXCESS,
-    RECURRENT,
-    before,
-    finite,
-    format_factor,
-    gradient_sizes,
-    median,
-    ratio,
-    records_needed,
-    weights,
-)
 from hookcb.diagnosis.run import WINDOW, Param, Passed, Run, Series, Skipped, Span
 from hookcb.diagnosis.verdict import Finding
 
@@ -48,39 +37,40 @@ class Exploding(Fault):
     headline = "Gradients explode"
 
     def findings(self, run: Run) -> Iterator[Result]:
-        until, n = run.converged_at(), records_needed(run)
+        until, n = run.converged_at(), rules.records_needed(run)
         layers = _by_layer(run, until)
-        norms = before(run.steps.get("total_norm", Series()), until)
+        norms = rules.before(run.steps.get("total_norm", Series()), until)
         if max((len(series) for _, series in layers), default=0) < n and len(norms) <= MIN_BEFORE:
             yield Skipped(f"fewer than {n} records of gradients before convergence")
             return
         excesses = [(*_excess(sizes), span) for span, sizes in _windows(layers, n)]
-        above = next((excess for excess in excesses if excess[1] > MAX_EXCESS), None)
+        above = next((excess for excess in excesses if excess[1] > rules.MAX_EXCESS), None)
         if above is not None:
             yield self._exploding(run, [p for p, _ in layers], *above)
         elif jump := _jump(run, norms):
             yield self._jumping(run, *jump)
         elif known := [x for _, x, _ in excesses if x > 0]:
-            text = f"exploding gradients (largest {format_factor(max(known))} times the usual)"
-            yield Passed(text, max(known), MAX_EXCESS)
+            text = f"exploding gradients (largest {rules.format_factor(max(known))} times the usual)"
+            yield Passed(text, max(known), rules.MAX_EXCESS)
         else:
             yield Skipped("fewer than two layers had a gradient other than 0")
 
     def _exploding(self, run: Run, params: Sequence[Param], i: int, excess: float, span: Span) -> Finding:
         param = params[i]
-        is_recurrent = param.kind in RECURRENT
-        cause = "a recurrent layer that multiplies the gradient at each time step" if is_recurrent else ""
-        clip = run.advise("clip")
-        is_large = begins_large(params)
-        scale = "Initialize with smaller weights, or add normalization" if is_large else "Add normalization"
+        cause, is_recurrent = "layers that each multiply the gradient", param.kind in rules.RECURRENT
+        if is_recurrent:
+            cause = "a recurrent layer that multiplies the gradient at each time step"
+        clip, scale = run.advise("clip"), "Add normalization"
+        if begins_large(params):
+            scale = "Initialize with smaller weights, or add normalization"
         return self.finding(
-            f"The gradient (RMS) of {param.name} is {format_factor(excess)} times that of the median "
-            f"layer and of the last layer (limit {MAX_EXCESS:,.0f}).",
+            f"The gradient (RMS) of {param.name} is {rules.format_factor(excess)} times that of the median "
+            f"layer and of the last layer (limit {rules.MAX_EXCESS:,.0f}).",
             at=param,
             when=span,
             value=excess,
-            limit=MAX_EXCESS,
-            causes=(cause or "layers that each multiply the gradient",),
+            limit=rules.MAX_EXCESS,
+            causes=(cause,),
             next_steps=(clip, scale) if is_recurrent else (scale, clip),
         )
 
@@ -89,29 +79,25 @@ class Exploding(Fault):
         param = max(((x, p) for x, p in norms if x > 0), key=lambda pair: pair[0], default=(0.0, None))[1]
         most = f" Most of it comes from {param.name}." if param else ""
         return self.finding(
-            f"The norm of all gradients at step {step} is {format_factor(jump)} times its median before "
-            f"that (limit {MAX_JUMP:.0f}), and the loss is higher afterwards.{most}",
+            f"The norm of all gradients at step {step} is {rules.format_factor(jump)} times its median "
+            f"before that (limit {MAX_JUMP:.0f}), and the loss is higher afterwards.{most}",
             "warning",
             at=param,
             when=step,
             value=jump,
             limit=MAX_JUMP,
             causes=("a learning rate that is too high", "a batch with unusual samples"),
-            next_steps=(
-                run.advise("clip"),
-                f"Look at the batch of step {step}",
-                *lower_rate(run),
-            ),
+            next_steps=(run.advise("clip"), f"Look at the batch of step {step}", *lower_rate(run)),
         )
 
 
 def _by_layer(run: Run, until: float) -> list[tuple[Param, Series]]:
     """The weight with the largest gradient in each layer, and the series of its RMS, in order."""
     layers: dict[str, list[tuple[Param, Series]]] = {}
-    for p in weights(run):
-        if len(series := gradient_sizes(p, until)):
+    for p in rules.weights(run):
+        if len(series := rules.gradient_sizes(p, until)):
             layers.setdefault(p.layer, []).append((p, series))
-    return [max(pairs, key=lambda pair: median(pair[1].values)) for pairs in layers.values()]
+    return [max(pairs, key=lambda pair: rules.median(pair[1].values)) for pairs in layers.values()]
 
 
 def _windows(layers: list[tuple[Param, Series]], n: int) -> Iterator[tuple[Span, list[float]]]:
@@ -120,18 +106,19 @@ def _windows(layers: list[tuple[Param, Series]], n: int) -> Iterator[tuple[Span,
     steps = sorted({step for row in table for step in row})
     for i, last in enumerate(steps[n - 1 :]):
         window = steps[i : i + n]
-        yield Span(window[0], last, n), [median(row.get(step, math.nan) for step in window) for row in table]
+        sizes = [rules.median(row.get(step, math.nan) for step in window) for row in table]
+        yield Span(window[0], last, n), sizes
 
 
 def _excess(sizes: list[float]) -> tuple[int, float]:
     """Index of the layer with the largest gradient, and its factor to the usual gradient; NaN if unknown."""
-    known = sorted(finite(sizes))
+    known = sorted(rules.finite(sizes))
     last = next((x for x in reversed(sizes) if math.isfinite(x)), math.nan)
     if len(known) < 2:
         return 0, math.nan
     usual = max(known[(len(known) - 1) // 2], last)  # of two layers the smaller one
     i = max(_passed_on(sizes), key=lambda i: sizes[i])
-    return i, ratio(sizes[i], usual)
+    return i, rules.ratio(sizes[i], usual)
 
 
 def _passed_on(sizes: list[float]) -> Iterator[int]:
@@ -149,9 +136,8 @@ def _passed_on(sizes: list[float]) -> Iterator[int]:
 
 def _jump(run: Run, norms: Series) -> tuple[int, float] | None:
     """The first step with a total norm far above those before it, after which the loss is higher."""
-    values = norms.values
-    for i in range(MIN_BEFORE, len(values)):
-        usual = median(values[max(0, i - N_BEFORE) : i])
+    for i in range(MIN_BEFORE, len(values := norms.values)):
+        usual = rules.median(values[max(0, i - N_BEFORE) : i])
         if values[i] > MAX_JUMP * usual > 0 and _rises(run, norms.steps[i]):
             return norms.steps[i], values[i] / usual
     return None
@@ -161,7 +147,7 @@ def _rises(run: Run, step: int) -> bool:
     """Whether the loss is twice as high in the ten batches after a step as in the ten before."""
     before_it = [x for at, x in run.loss if at <= step][-WINDOW:]
     after = sorted([x for at, x in run.loss if at > step][:WINDOW])
-    if len(after) < MIN_AFTER or not finite(before_it):
+    if len(after) < MIN_AFTER or not rules.finite(before_it):
         return False
-    usual = median(before_it)
+    usual = rules.median(before_it)
     return after[len(after) // 2] > usual + (MAX_RISE - 1) * abs(usual)  # an infinite loss is high, too

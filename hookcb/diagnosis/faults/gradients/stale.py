@@ -21,9 +21,7 @@ MIN_STEPS, MAX_STEPS = 3, 64
 UNSEEN = "too little was seen of the time before a backward"
 
 
-class _Track(NamedTuple):
-    """State of one optimizer."""
-
+class _Track(NamedTuple):  # of one optimizer
     # largest magnitude of an old gradient; over the backwards since the last step, the smallest of these
     dirty: Tensor | float | None
     n_steps: int

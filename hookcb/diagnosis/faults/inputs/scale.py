@@ -3,24 +3,11 @@
 import math
 from collections.abc import Iterator
 
+from hookcb.diagnosis import rules
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.dead_units import DeadUnits
 from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.loss import Loss
-from hookcb.diagnosis.rules import (
-    MAX_FIRST_UPDATE,
-    MAX_OF_CONSTANT,
-    MAX_SATURATED,
-    MIN_BATCHES,
-    RECURRENT,
-    finite,
-    format_factor,
-    has_learned,
-    loss_of_constant,
-    median,
-    need_not_fall,
-    updates,
-)
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Skipped
 
 MAX_RMS, MIN_RMS = 30.0, 0.02
@@ -67,8 +54,8 @@ class InputScale(Fault):
         if math.isnan(rms):
             yield Skipped("no float input was recorded")
             return
-        may_learn = has_learned(run, run.first_loss) or need_not_fall(run)
-        if 0 < rms < MIN_RMS and len(run.loss) >= MIN_BATCHES and not may_learn:
+        may_learn = rules.has_learned(run, run.first_loss) or rules.need_not_fall(run)
+        if 0 < rms < MIN_RMS and len(run.loss) >= rules.MIN_BATCHES and not may_learn:
             yield self.finding(
                 f"The inputs have a root mean square of {rms:.2g} (limit {MIN_RMS:g}), and the model has not "
                 "learned anything from them.",
@@ -85,7 +72,7 @@ class InputScale(Fault):
             yield Passed(f"scale of the inputs (root mean square {rms:.2g})", rms, MAX_RMS)
             return
         subject = f"Column {column} of the inputs has" if column else "The inputs have"
-        learns = loss_of_constant(run)[1] < LEARNS and not _is_apart(inputs)
+        learns = rules.loss_of_constant(run)[1] < LEARNS and not _is_apart(inputs)
         yield self.finding(
             f"{subject} a root mean square of {rms:.3g} (limit {MAX_RMS:g}), and {harm}.",
             "info" if learns else "error",
@@ -102,22 +89,22 @@ class InputScale(Fault):
 
 def _scale(inputs: Inputs) -> tuple[float, str]:
     """Root mean square of the inputs, or of the one column that stands out; number of that column, or ""."""
-    rms = median(inputs.rms.values[:N_FIRST])
-    columns = [median(values) for values in zip(*inputs.columns, strict=False)]
-    if not finite(columns) or median(columns) > MAX_RMS:
+    rms = rules.median(inputs.rms.values[:N_FIRST])
+    columns = [rules.median(values) for values in zip(*inputs.columns, strict=False)]
+    known = rules.finite(columns)
+    if not known or rules.median(columns) > MAX_RMS:
         return rms, ""
-    top = max(finite(columns))
-    return top, str(columns.index(top))
+    return max(known), str(columns.index(max(known)))
 
 
 def _is_apart(inputs: Inputs) -> bool:
     """Whether the inputs of this rank are on another scale than those of the others."""
-    return median(inputs.rms.values) > MAX_TIMES_OTHERS * inputs.rms_of_others
+    return rules.median(inputs.rms.values) > MAX_TIMES_OTHERS * inputs.rms_of_others
 
 
 def _way(run: Run, is_one_column: bool) -> tuple[list[Layer], list[Param]]:
     """The layers, and their weights, on which the scale of the inputs, or of one of their columns, acts."""
-    layers = sorted(run.layers.values(), key=lambda layer: layer.place)
+    layers = rules.in_order(run)
     params = [p for p in run.params.values() if p.is_weight]
     norm = next((x.place for x in layers if "Norm" in x.kind and x.kind != "LocalResponseNorm"), math.inf)
     first = min((p.place_of_layer for p in params if p.place_of_layer is not None), default=math.inf)
@@ -133,22 +120,22 @@ def _harm(run: Run, inputs: Inputs, is_one_column: bool) -> str:
     is_whole = len(layers) == len(run.layers)
     # a normalization after a single layer undoes its scale, so that its steps do not depend on it
     stepping = params if is_whole or len({p.layer for p in params}) > 1 else []
-    ratios = [x for p in stepping for x in updates(p).values[:N_FIRST] if math.isfinite(x)]
-    largest = max(ratios, default=0.0)
+    ratios = [x for p in stepping for x in rules.updates(p).values[:N_FIRST]]
+    largest = max(rules.finite(ratios), default=0.0)
     first = run.loss.values[0] if is_whole and len(run.loss) else math.nan
     saturated = [layer.series("saturated").values[:N_FIRST] for layer in layers]
-    if largest > MAX_FIRST_UPDATE:
-        return f"a step changes weights by {format_factor(largest)} times their size"
+    if largest > rules.MAX_FIRST_UPDATE:
+        return f"a step changes weights by {rules.format_factor(largest)} times their size"
     if first > MAX_FIRST_LOSS * (guess := run.measured(Loss).guess):
         return f"the first loss is {first:.3g}, while guessing gives {guess:.3g}"
-    if any(p.kind in RECURRENT and p.place == 0 for p in params):
+    if any(p.kind in rules.RECURRENT and p.place == 0 for p in params):
         return "they saturate the gates of a recurrent layer"
-    if any(median(values) > MAX_SATURATED for values in saturated):
+    if any(rules.median(values) > rules.MAX_SATURATED for values in saturated):
         return "they saturate units"
     dead = run.measured(DeadUnits).of
     if any(p.name in dead and dead[p.name].lately > MAX_DEAD for p in params):
         return "some units get no gradient"
     if _is_apart(inputs):
         return f"those of other ranks have one of {inputs.rms_of_others:.3g}"
-    is_trivial = is_whole and loss_of_constant(run)[1] > MAX_OF_CONSTANT
+    is_trivial = is_whole and rules.loss_of_constant(run)[1] > rules.MAX_OF_CONSTANT
     return "the model is no better than a constant prediction" if is_trivial else ""

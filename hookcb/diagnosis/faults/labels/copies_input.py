@@ -35,19 +35,16 @@ class CopiedInput(Fault):
         relations, graph = run.measured(Tokens).relations, run.measured(Loss).graph_of_one
         is_shifted = any(x.is_next for x in relations)
         if not relations or is_shifted or graph.sure_kind != "cross-entropy":
-            unless = "" if relations else run.why_unseen("tokens that are targets")
-            yield from self.told(run, (), unless)
-            return
+            return self.told(run, (), "" if relations else run.why_unseen("tokens that are targets"))
         first = relations[0]
         is_causal = bool(first.seeing) and not any(first.seeing.values())
-        has_copied = loss_left(run, run.first_loss) < COPIED
         finding = self.finding(
             f"All {first.n_targets:,} targets of the inspected batches are the tokens that the model "
             "embeds at the same position.",
-            "warning" if is_causal and has_copied else "info",
+            "warning" if is_causal and loss_left(run, run.first_loss) < COPIED else "info",
             at=first.layer,
             value=1.0,
             causes=("targets that are not shifted by one, in a model that predicts the next token",),
             next_steps=("Use x[:, :-1] as inputs and x[:, 1:] as targets; for an autoencoder this is fine",),
         )
-        yield from self.told(run, [finding])
+        return self.told(run, [finding])

@@ -31,8 +31,7 @@ class CountedPadding(Fault):
         share = 0.0 if first is None else first.n_padding / first.n_targets
         if first is None or first.padding < 0 or share <= MAX_PADDING:
             is_known = any(x.padding >= 0 for x in relations)
-            yield from self.told(run, (), "" if is_known else run.why_unseen("padding of the tokens"))
-            return
+            return self.told(run, (), "" if is_known else run.why_unseen("padding of the tokens"))
         finding = self.finding(
             f"{share:.0%} of the targets are padding that follows padding (index {first.padding}, the "
             f"padding_idx of {as_layer(first.layer) or 'the embedding'}), and the loss counts them (limit "
@@ -42,4 +41,4 @@ class CountedPadding(Fault):
             causes=("a loss without ignore_index",),
             next_steps=(f"Pass ignore_index={first.padding} to the loss",),
         )
-        yield from self.told(run, [finding])
+        return self.told(run, [finding])

@@ -46,14 +46,11 @@ class ScaledLabels(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         if not self.seen and not run.measured(Targets).is_known and "targets" in run.absent:
-            yield Absent(run.absent["targets"])
-            return
-        unless = "" if run.measured(Targets).is_known else run.why_unseen("targets")
-        yield from self.told(run, self.seen, unless)
+            return iter([Absent(run.absent["targets"])])
+        return self.told(run, self.seen, "" if run.measured(Targets).is_known else run.why_unseen("targets"))
 
 
 def _is_255th(x: Tensor) -> bool:
     """Whether all numbers are 0/255, 1/255 … 255/255."""
     whole = 255 * x.float()
-    is_near = ((whole - whole.round()).abs() < 1e-2).all()
-    return bool(is_near & (x >= 0).all() & (x <= 1).all())
+    return bool((((whole - whole.round()).abs() < 1e-2) & (x >= 0) & (x <= 1)).all())

@@ -43,6 +43,5 @@ class SingleClass(Fault):
             )
 
     def findings(self, run: Run) -> Iterator[Result]:
-        yield from self.told(
-            run, self.seen, "" if self.is_known else run.why_unseen("labels of a classifier")
-        )
+        unless = "" if self.is_known else run.why_unseen("labels of a classifier")
+        return self.told(run, self.seen, unless)

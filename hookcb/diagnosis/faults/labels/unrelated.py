@@ -64,13 +64,9 @@ class UnrelatedLabels(Fault):
         if not (is_flat or "loss.trivial" in alarms or falls_slowly(run)) or not _can_copy(live.loop.model):
             return False
         losses, follow = _overfitted(live.loop)
-        has_learned = losses[-1] < LEARNED * losses[0]
-        if not has_learned or follow or (follow is None and not is_flat):
+        if not losses[-1] < LEARNED * losses[0] or follow or (follow is None and not is_flat):
             return False
-        self._tell(losses, is_flat, live.n_batches)
-        return True
-
-    def _tell(self, losses: list[float], is_flat: bool, n: int) -> None:
+        n = live.n_batches
         overfits = f"a copy of the model can overfit a single batch, from {losses[0]:.3g} to {losses[-1]:.3g}"
         self.see(
             f"The loss is flat over {n:,} batches, but {overfits}: it can learn, so the labels may not "
@@ -87,6 +83,7 @@ class UnrelatedLabels(Fault):
             ),
             next_steps=("Look at ten samples with their labels, as the loader yields them",),
         )
+        return True
 
     def freeze(self) -> None:
         self._live = None
@@ -103,9 +100,8 @@ class UnrelatedLabels(Fault):
             elif isinstance(result, Skipped):
                 yield result
             else:
-                yield Skipped(
-                    "no copy of the model was trained on a single batch, or it could not overfit that"
-                )
+                why = "no copy of the model was trained on a single batch, or it could not overfit that"
+                yield Skipped(why)
 
 
 def _can_copy(model: nn.Module) -> bool:

@@ -4,23 +4,11 @@ import math
 from collections.abc import Iterator
 from itertools import pairwise
 
+from hookcb.diagnosis import rules
 from hookcb.diagnosis.advice import lower_rate
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.loss import Loss
-from hookcb.diagnosis.rules import (
-    LATEST,
-    MAX_FIRST_UPDATE,
-    MAX_RISE,
-    MIN_BATCHES,
-    finite,
-    first_update,
-    has_large_updates,
-    median,
-    spread,
-    trailing,
-    weights,
-)
 from hookcb.diagnosis.run import Passed, Run, Series, Skipped
 
 MAX_RISE_UNKNOWN = 4.0  # like MAX_RISE, for a loss that may be one side of a game
@@ -57,35 +45,42 @@ class DivergingLoss(Fault):
     uses = (Curves, Loss)
 
     def findings(self, run: Run) -> Iterator[Result]:
-        smooth, first, known = run.smooth_loss(), _beginning(run), run.measured(Loss)
+        smooth, first, known = run.smooth_loss(), run.first_loss, run.measured(Loss)
+        start = run.loss.values[0] if len(run.loss) else math.nan
+        if not math.isfinite(first) or first > start + (INFLATED - 1) * abs(start):
+            first = start
         if len(smooth) < MIN_SMOOTHED or not math.isfinite(first):
             yield Skipped(f"fewer than {MIN_SMOOTHED} batches with a finite loss")
             return
         if first == 0 and math.isnan(known.guess):
             yield Skipped("the loss began at 0, so that its rise cannot be compared with anything")
             return
-        lowest = min(smooth.values)
-        is_sure = known.kind and len(smooth) >= MIN_BATCHES
-        limit = first + (MAX_RISE if is_sure else MAX_RISE_UNKNOWN) * abs(first)
+        lowest, is_sure = min(smooth.values), known.kind and len(smooth) >= rules.MIN_BATCHES
+        limit = first + (rules.MAX_RISE if is_sure else MAX_RISE_UNKNOWN) * abs(first)
         limit = max(limit, MAX_OF_MINIMUM * lowest) if lowest > 0 else limit
         limit = limit if math.isnan(known.guess) else max(limit, SOLVED * known.guess)
-        span = trailing(smooth, lambda x: x > limit, 1)
+        span = rules.trailing(smooth, lambda x: x > limit, 1)
         last = smooth.values[-1]
-        if span is not None and len(smooth) < MIN_BATCHES and _may_be_chance(run.loss, first):
-            yield Skipped(f"fewer than {MIN_BATCHES} batches, with losses that vary too much between them")
+        if span is not None and len(smooth) < rules.MIN_BATCHES and _may_be_chance(run.loss, first):
+            yield Skipped(
+                f"fewer than {rules.MIN_BATCHES} batches, with losses that vary too much between them"
+            )
             return
         # LBFGS tries points that it leaves at once
-        least = MIN_BATCHES if run.is_by_closure else min(MIN_BATCHES, len(smooth) // 3)
+        least = rules.MIN_BATCHES if run.is_by_closure else min(rules.MIN_BATCHES, len(smooth) // 3)
         if span is None or span.n < least:
             yield Passed(f"diverging loss (at {last:.3g}, from {first:.3g})", last, limit)
             return
         if _has_growing_targets(run, span.first):
             yield Passed(f"diverging loss (at {last:.3g}, from {first:.3g}, as its targets have grown)")
             return
+        # a large first step may leave nothing that moves any more
+        is_large = rules.first_update(run) > rules.MAX_FIRST_UPDATE
+        is_large = is_large or any(map(rules.has_large_updates, rules.weights(run)))
         yield self.finding(
             f"The loss has risen from {first:.3g} to {last:.3g} and has stayed above the limit of "
             f"{limit:.3g} for {span.n:,} batches.",
-            "error" if known.kind or run.is_by_closure or _has_large_steps(run) else "info",
+            "error" if known.kind or run.is_by_closure or is_large else "info",
             when=span,
             value=last,
             limit=limit,
@@ -102,17 +97,11 @@ def _may_be_chance(loss: Series, first: float) -> bool:
 
     The noise of a loss above 0 is that of its logarithm; it is read from differences, which a trend shifts.
     """
-    later = finite(loss.values[1:])
+    later = rules.finite(loss.values[1:])
     is_positive = first > 0 and min(later) > 0
     values = [math.log(x) for x in later] if is_positive else later
-    noise = spread(b - a for a, b in pairwise(values))[1] / math.sqrt(2)
-    return median(values) - (math.log(first) if is_positive else first) < NOISE * noise
-
-
-def _has_large_steps(run: Run) -> bool:
-    """Whether steps change a weight so much that they may be why the loss rises."""
-    # a large first step may leave nothing that moves any more
-    return any(map(has_large_updates, weights(run))) or first_update(run) > MAX_FIRST_UPDATE
+    noise = rules.spread(b - a for a, b in pairwise(values))[1] / math.sqrt(2)
+    return rules.median(values) - (math.log(first) if is_positive else first) < NOISE * noise
 
 
 def _has_growing_targets(run: Run, since: int) -> bool:
@@ -130,20 +119,11 @@ def _has_growing_targets(run: Run, since: int) -> bool:
         for step, std in outputs.series("std")
         if step in losses and step in means
     ]
-    first_targets = median([error + size for _, error, size in records[:LATEST]])
-    later = [record for record in records[LATEST:] if record[0] >= since] or records[
-        -1:
-    ]  # none was seen since
-    return median([size - error for _, error, size in later]) > first_targets
+    first_targets = rules.median([error + size for _, error, size in records[: rules.LATEST]])
+    later = [record for record in records[rules.LATEST :] if record[0] >= since] or records[-1:]
+    return rules.median([size - error for _, error, size in later]) > first_targets
 
 
 def _squared(loss: float, kind: str) -> float:
     """Squared error behind a loss; a Huber loss is half of it, and linear for errors above 1."""
     return loss if kind == "mse" else max(2 * loss, (loss + 0.5) ** 2 if loss > 0.5 else 0.0)
-
-
-def _beginning(run: Run) -> float:
-    """Mean of the first ten losses; the first one if the ten already diverge or are not finite."""
-    first, start = run.first_loss, run.loss.values[0] if len(run.loss) else math.nan
-    is_inflated = not math.isfinite(first) or first > start + (INFLATED - 1) * abs(start)
-    return start if is_inflated else first

@@ -3,20 +3,10 @@
 import math
 from collections.abc import Iterator
 
+from hookcb.diagnosis import rules
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.loss import Loss
-from hookcb.diagnosis.rules import (
-    MIN_BATCHES,
-    falls_by,
-    finite,
-    guesses,
-    is_warming_up,
-    limit_of_flat,
-    lowest_loss,
-    need_not_fall,
-    why_unknown,
-)
 from hookcb.diagnosis.run import WINDOW, Passed, Run, Skipped
 
 
@@ -38,23 +28,23 @@ class FlatLoss(Fault):
     uses = (Curves, Loss)
 
     def findings(self, run: Run) -> Iterator[Result]:
-        loss, values, first = run.loss, finite(run.loss.values), run.first_loss
-        if len(values) < MIN_BATCHES or not math.isfinite(first) or is_warming_up(run):
-            yield Skipped(f"fewer than {MIN_BATCHES} batches, or the learning rate is still rising")
+        loss, values, first = run.loss, rules.finite(run.loss.values), run.first_loss
+        if len(values) < rules.MIN_BATCHES or not math.isfinite(first) or rules.is_warming_up(run):
+            yield Skipped(f"fewer than {rules.MIN_BATCHES} batches, or the learning rate is still rising")
             return
-        if need_not_fall(run):
-            why = why_unknown(run, "the kind of the loss is not known")
+        if rules.need_not_fall(run):
+            why = rules.why_unknown(run, "the kind of the loss is not known")
             yield Skipped(f"{why}, and an objective need not fall")
             return
-        lowest, limit = lowest_loss(run), limit_of_flat(first)
-        smallest_fall, largest_fall = falls_by(loss)
+        lowest, limit = rules.lowest_loss(run)
+        smallest_fall, largest_fall = rules.falls_by(loss)
         if lowest <= limit or smallest_fall > 0:
             yield Passed(f"flat loss (from {first:.3g} down to {lowest:.3g})", lowest, limit)
             return
         if largest_fall > first - limit:
             yield Skipped("the loss is too noisy to tell from so few batches whether it falls")
             return
-        is_guessing = guesses(run)
+        is_guessing = rules.guesses(run)
         guess = f"; guessing gives {run.measured(Loss).guess:.3g}" if is_guessing else ""
         yield self.finding(
             f"The loss has not fallen in {len(values):,} batches: it began at {first:.3g}, and its "

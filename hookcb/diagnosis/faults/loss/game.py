@@ -36,8 +36,9 @@ class Balance(Fault):
             return
         a, b = norms
         for winner, loser in ((a, b), (b, a)):
-            fall = _fall(norms[loser])
-            if fall > MAX_FALL and _has_won(losses[winner]) and not _has_fallen(losses[loser]):
+            fall, opponent, own = _fall(norms[loser]), losses[winner].values, losses[loser].values
+            has_won = max((abs(x) for x in opponent[-WINDOW:]), default=math.inf) < WON
+            if fall > MAX_FALL and has_won and not median(own[-WINDOW:]) < median(own[:WINDOW]):
                 yield self._unbalanced(run, loser, fall, norms[loser])
                 return
         yield Passed("balance of two networks", max(_fall(norms[a]), _fall(norms[b])), MAX_FALL)
@@ -67,22 +68,11 @@ def _norms_by_optimizer(run: Run) -> dict[int, Series]:
             norms = by_optimizer.setdefault(p.optimizer, {})
             for step, x in p.series("norm"):
                 norms[step] = max(norms.get(step, 0.0), x)
-    return {
-        i: Series(list(norms), list(norms.values()))
-        for i, norms in by_optimizer.items()
-        if len(norms) > N_FIRST
-    }
+    longer = {i: norms for i, norms in by_optimizer.items() if len(norms) > N_FIRST}
+    return {i: Series(list(norms), list(norms.values())) for i, norms in longer.items()}
 
 
 def _fall(series: Series) -> float:
     """Factor between the first records and the last, which counts if the record before it is similar."""
     first, last = median(series.values[:N_FIRST]), max(series.values[-1], series.values[-2] / 10)
     return first / last if last > 0 else math.inf if first > 0 else 1.0
-
-
-def _has_won(loss: Series) -> bool:
-    return max((abs(x) for x in loss.values[-WINDOW:]), default=math.inf) < WON
-
-
-def _has_fallen(loss: Series) -> bool:
-    return median(loss.values[-WINDOW:]) < median(loss.values[:WINDOW])

@@ -36,11 +36,8 @@ class LossOfValues(Fault):
             return
         ends = f"the {name_of(loss.head)}" if loss.head else "the output"
         error = {"mse": "squared", "mae": "absolute", "huber": "Huber"}[loss.kind]
-        weak = {
-            "Relu": "; an output of 0 gets no gradient",
-            "Sigmoid": "; their gradient vanishes where the model is sure and wrong",
-            "Softmax": "; their gradient vanishes where the model is sure and wrong",
-        }
+        vanishes = "; their gradient vanishes where the model is sure and wrong"
+        weak = {"Relu": "; an output of 0 gets no gradient", "Sigmoid": vanishes, "Softmax": vanishes}
         logits = "CrossEntropy" if seen.target.ndim > 1 and seen.target.shape[-1] > 1 else "BCEWithLogits"
         self.see(
             f"The targets are classes, as 0 and 1, and {ends} is compared with them by {error} errors"
@@ -54,7 +51,7 @@ class LossOfValues(Fault):
     def findings(self, run: Run) -> Iterator[Result]:
         severity: Severity = "warning" if is_trivial(run) else "info"
         seen = [replace(x, severity=severity) for x in self.seen]
-        yield from self.told(run, seen, run.measured(Output).why_unknown())
+        return self.told(run, seen, run.measured(Output).why_unknown())
 
 
 def _are_classes(y: Tensor) -> bool:

@@ -3,19 +3,10 @@
 import math
 from collections.abc import Iterator
 
+from hookcb.diagnosis import rules
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.loss import Loss
-from hookcb.diagnosis.rules import (
-    MAX_OF_CONSTANT,
-    batches_to_learn,
-    is_noisy,
-    loss_of_constant,
-    may_become_better,
-    n_last,
-    ratio_to_constant,
-    why_unknown,
-)
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
 
@@ -40,36 +31,35 @@ class TrivialLoss(Fault):
     uses = (Curves, Loss)
 
     def findings(self, run: Run) -> Iterator[Result]:
-        known, (last, ratio) = run.measured(Loss), loss_of_constant(run)
+        known, (last, ratio) = run.measured(Loss), rules.loss_of_constant(run)
+        new = math.nan if len(known.penalty) else rules.ratio_to_constant(run, known.validation)
         if math.isnan(last):
-            yield Skipped(f"fewer than {batches_to_learn(run)} batches at the full learning rate")
-            return
-        if math.isnan(ratio):
-            yield Skipped(why_unknown(run, "the loss of the best constant prediction is unknown"))
-            return
-        new = math.nan if len(known.penalty) else ratio_to_constant(run, known.validation)
-        if ratio <= MAX_OF_CONSTANT < new:
-            yield self._trivial_validation(run, last, new)
-            return
-        if ratio <= MAX_OF_CONSTANT:
-            yield Passed(f"no better than a constant (loss {ratio:.2g} of that)", ratio, MAX_OF_CONSTANT)
-            return
-        if is_noisy(run):
+            yield Skipped(f"fewer than {rules.batches_to_learn(run)} batches at the full learning rate")
+        elif math.isnan(ratio):
+            yield Skipped(rules.why_unknown(run, "the loss of the best constant prediction is unknown"))
+        elif ratio <= rules.MAX_OF_CONSTANT < new:
+            yield self._trivial_validation(known, last, new)
+        elif ratio <= rules.MAX_OF_CONSTANT:
+            text = f"no better than a constant (loss {ratio:.2g} of that)"
+            yield Passed(text, ratio, rules.MAX_OF_CONSTANT)
+        elif rules.is_noisy(run):
             yield Skipped("the targets vary too much from batch to batch to compare with a constant")
-            return
-        if may_become_better(run, last):
+        elif rules.may_become_better(run, last):
             yield Skipped("the loss still falls, and may soon be below that of a constant")
-            return
+        else:
+            yield self._trivial(run, known, last, ratio)
+
+    def _trivial(self, run: Run, known: Loss, last: float, ratio: float) -> Finding:
         better = "better" if ratio < 1 else "worse"
         far = f"{abs(ratio - 1):.0%} {better} than" if abs(ratio - 1) > 0.005 else "as good as"
         without = "without its penalty " if len(known.penalty) else ""
-        yield self.finding(
+        return self.finding(
             f"After {len(run.loss):,} batches the loss {without}is {last:.3g}; "
             f"{known.constant_in_words()}. The model is {far} a constant that ignores its input.",
             "warning",
-            when=(run.loss.steps[-n_last(len(run.loss))], run.loss.steps[-1]),
+            when=(run.loss.steps[-rules.n_last(len(run.loss))], run.loss.steps[-1]),
             value=ratio,
-            limit=MAX_OF_CONSTANT,
+            limit=rules.MAX_OF_CONSTANT,
             causes=(
                 "a head or loss that does not suit the targets",
                 "inputs on a bad scale, or that do not belong to the targets",
@@ -81,15 +71,14 @@ class TrivialLoss(Fault):
             ),
         )
 
-    def _trivial_validation(self, run: Run, last: float, ratio: float) -> Finding:
-        known = run.measured(Loss)
+    def _trivial_validation(self, known: Loss, last: float, ratio: float) -> Finding:
         return self.finding(
             f"The loss is {last:.3g} in training but {known.validation:.3g} in validation; "
             f"{known.constant_in_words()}. By its loss, the model is no better than a constant on new "
             "data; by a metric such as accuracy it may be.",
             "info",
             value=ratio,
-            limit=MAX_OF_CONSTANT,
+            limit=rules.MAX_OF_CONSTANT,
             causes=("overfitting", "inputs or targets that are prepared differently for the validation"),
             next_steps=(
                 "Compare a batch of the validation with one of the training",

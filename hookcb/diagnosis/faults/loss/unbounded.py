@@ -35,10 +35,9 @@ class UnboundedLoss(Fault):
     uses = (Curves, Loss)
 
     def findings(self, run: Run) -> Iterator[Result]:
-        loss = run.measured(Loss)
+        loss, values = run.measured(Loss), finite(run.loss.values)
         kinds = loss.kinds or (loss.kind,)
         kind = " + ".join(kinds)
-        values = finite(run.loss.values)
         if not set(kinds).issubset(NEVER_NEGATIVE) or not values:
             yield Skipped("the kind of the loss is not known")
             return
@@ -47,25 +46,22 @@ class UnboundedLoss(Fault):
             return
         below = [(step, x) for step, x in run.loss if x < BELOW_ZERO]
         if not below:
-            smallest = min(values)
-            yield Passed(f"loss below zero (smallest {smallest:.3g})", smallest, 0.0)
+            yield Passed(f"loss below zero (smallest {min(values):.3g})", min(values), 0.0)
             return
         step, value = below[0]
-        negated = ("an extra minus sign: the loss is maximized",)
-        targets = ("targets outside 0 to 1",) if "binary cross-entropy" in kinds else ()
-        is_nll = kind == "nll"
+        causes: tuple[str, ...] = ("an extra minus sign: the loss is maximized",)
+        advice = "Look for a minus sign in the loss function, and for targets that are out of range"
+        if kind == "nll":
+            causes = ("probabilities are passed where log-probabilities are expected", *causes)
+            advice = "Put log_softmax before nll_loss, or use cross_entropy on the raw outputs"
+        elif "binary cross-entropy" in kinds:
+            causes += ("targets outside 0 to 1",)
         yield self.finding(
             f"The loss is {value:.3g} at step {step}, but {kind} is never below 0.",
             "error",
             when=(step, below[-1][0]),
             value=value,
             limit=0.0,
-            causes=("probabilities are passed where log-probabilities are expected", *negated)
-            if is_nll
-            else negated + targets,
-            next_steps=(
-                "Put log_softmax before nll_loss, or use cross_entropy on the raw outputs"
-                if is_nll
-                else "Look for a minus sign in the loss function, and for targets that are out of range",
-            ),
+            causes=causes,
+            next_steps=(advice,),
         )

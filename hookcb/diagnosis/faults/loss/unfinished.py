@@ -5,18 +5,11 @@ from collections.abc import Iterator
 from itertools import pairwise
 from statistics import fmean
 
+from hookcb.diagnosis import rules
 from hookcb.diagnosis.advice import MIN_FACTOR, divisor, multiplier
 from hookcb.diagnosis.fault import Fault, Result, Site, fault, findings_of
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.loss import Loss
-from hookcb.diagnosis.rules import (
-    MIN_BATCHES,
-    USUAL_UPDATE,
-    expected_fall,
-    final_loss,
-    recent_updates,
-    usual_update,
-)
 from hookcb.diagnosis.run import Passed, Run, Skipped
 
 # expected fall in as many batches again / fall so far; a tenth of the healthy trainings have more
@@ -24,7 +17,7 @@ MAX_TO_COME = 0.25
 MAX_MOTION = 0.3  # of the size of a weight, by all steps together: too little to have learned much
 MIN_FALLS = 4  # batches; three falls in a row happen by chance once in 24
 MAX_OF_CONSTANT_EARLY = 0.9  # of a training of a few batches that has learned something
-SMALL_UPDATE = USUAL_UPDATE / 10
+SMALL_UPDATE = rules.USUAL_UPDATE / 10
 
 
 @fault("train.unfinished", Site.RUN, needs="loss", subject="end", shown_by="run.loss")
@@ -47,12 +40,12 @@ class UnfinishedTraining(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         loss, n = run.loss, len(run.loss)
-        if n < MIN_BATCHES:
+        if n < rules.MIN_BATCHES:
             yield self._few(run)
             return
-        first, last, fall = run.first_loss, final_loss(run), expected_fall(run)
+        first, last, fall = run.first_loss, rules.final_loss(run), rules.expected_fall(run)
         share, limit = fall / (first - last) if first > last else 0.0, MAX_TO_COME
-        moved = n * usual_update(recent_updates(run))
+        moved = n * rules.usual_update(rules.recent_updates(run))
         if share > limit:
             message = (
                 f"The loss fell from {first:.3g} to {last:.3g} in {n:,} batches, and still falls: by its "
@@ -84,17 +77,15 @@ class UnfinishedTraining(Fault):
         falls = n >= MIN_FALLS and all(x > y for x, y in pairwise(values))
         last = fmean(values[-max(1, n // 4) :]) if n >= MIN_FALLS else math.nan
         if not (falls or last > MAX_OF_CONSTANT_EARLY * known.constant > 0):
-            return Skipped(f"fewer than {MIN_BATCHES} batches")
-        how = (
-            f"fell with each of them, from {values[0]:.3g} to {values[-1]:.3g}" if falls else f"is {last:.3g}"
-        )
+            return Skipped(f"fewer than {rules.MIN_BATCHES} batches")
+        each = f"fell with each of them, from {values[0]:.3g} to {values[-1]:.3g}"
         constant = f"; {known.constant_in_words()}" if known.constant > 0 else ""
         return self.finding(
-            f"Only {n} batches were trained, and the loss {how}{constant}.",
+            f"Only {n} batches were trained, and the loss {each if falls else f'is {last:.3g}'}{constant}.",
             "info",
             when=run.loss,
             value=float(n),
-            limit=MIN_BATCHES,
+            limit=rules.MIN_BATCHES,
             causes=("a training that is too short",),
             next_steps=_advice(run),
         )
@@ -102,12 +93,12 @@ class UnfinishedTraining(Fault):
 
 def _advice(run: Run) -> tuple[str, ...]:
     """Advice to raise the learning rate, if steps are small by the records, or else to train longer."""
-    usual = usual_update(recent_updates(run))
+    usual = rules.usual_update(rules.recent_updates(run))
     n = multiplier(run, usual) if 0 < usual < SMALL_UPDATE else 1
     if n < MIN_FACTOR or divisor(run) >= MIN_FACTOR:
         return ("Train longer",)
     return (
         f"Multiply the learning rate by {n:,}: a step changes the median weight by {usual:.1g} of its size, "
-        f"and {USUAL_UPDATE:g} is usual",
+        f"and {rules.USUAL_UPDATE:g} is usual",
         "Train longer",
     )

@@ -44,11 +44,8 @@ class LostToRounding(Fault):
         self._params = {name: p for name, p in params.items() if p.dtype in LOW_PRECISION and p.ndim > 1}
 
     def on_step(self, run: Run) -> None:
-        self._before = [
-            (name, p, sketch_copy(p), sketch_copy(p.grad) != 0)
-            for name, p in self._params.items()
-            if p.grad is not None
-        ]
+        known = ((name, p, p.grad) for name, p in self._params.items() if p.grad is not None)
+        self._before = [(name, p, sketch_copy(p), sketch_copy(grad) != 0) for name, p, grad in known]
 
     def on_cancel(self, run: Run, level: str) -> None:
         if level == "step":
@@ -62,12 +59,13 @@ class LostToRounding(Fault):
         self._before = []
 
     def tell(self, run: Run) -> None:
-        if any(len(shares) >= MIN_STEPS for shares in self.shares.values()):
-            self.unless = ""
         self.seen = []
         for name, shares in self.shares.items():
+            if len(shares) < MIN_STEPS:
+                continue
+            self.unless = ""
             values = [(step, float(share)) for step, share in shares]
-            if len(values) >= MIN_STEPS and all(share > MAX_LOST for _, share in values):
+            if all(share > MAX_LOST for _, share in values):
                 usual = sorted(share for _, share in values)[len(values) // 2]
                 dtype = str(self._params[name].dtype).removeprefix("torch.")
                 self.see(

@@ -4,9 +4,7 @@ from collections.abc import Iterator
 
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.steps import Steps
-from hookcb.diagnosis.rules import (
-    ratio,
-)
+from hookcb.diagnosis.rules import ratio
 from hookcb.diagnosis.run import Passed, Run, Series, Skipped
 from hookcb.diagnosis.verdict import Finding
 
@@ -36,9 +34,8 @@ class CollapsedScale(Fault):
     uses = (Steps,)
 
     def findings(self, run: Run) -> Iterator[Result]:
-        scales = run.steps.get("scale", Series())
+        scales, n_skipped = run.steps.get("scale", Series()), run.measured(Steps).n_skipped
         low = next(((step, x) for step, x in scales if 0 <= x < 1), None)
-        n_skipped = run.measured(Steps).n_skipped
         share = ratio(n_skipped, run.n_steps)
         if low:
             text = f"The GradScaler's scale has fallen to {low[1]:.2g} (limit 1)"

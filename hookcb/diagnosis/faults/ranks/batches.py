@@ -119,19 +119,20 @@ class SameOrder(Fault):
         elif not _are_alike(epochs):
             yield Passed("epochs in the same order")
         else:
+            more, cause = "", "a loader that is not shuffled"
+            advice = "Shuffle the training data, unless its order is meant"
+            if stays is not None:
+                more = f": the DistributedSampler has stayed in its epoch {stays}"
+                cause = "a loader around that of torch, which hides set_epoch from the Learner"
+                advice = "Give the loader a set_epoch(epoch) that calls that of its DistributedSampler"
             yield self.finding(
                 f"Each epoch begins with the same {min(map(len, epochs))} batches in the same order, in all "
-                f"of the first {len(epochs)} epochs"
-                + ("." if stays is None else f": the DistributedSampler has stayed in its epoch {stays}."),
+                f"of the first {len(epochs)} epochs{more}.",
                 "info" if stays is None else "warning",
                 when=0,
                 value=float(len(epochs)),
-                causes=("a loader that is not shuffled",)
-                if stays is None
-                else ("a loader around that of torch, which hides set_epoch from the Learner",),
-                next_steps=("Shuffle the training data, unless its order is meant",)
-                if stays is None
-                else ("Give the loader a set_epoch(epoch) that calls that of its DistributedSampler",),
+                causes=(cause,),
+                next_steps=(advice,),
             )
 
 

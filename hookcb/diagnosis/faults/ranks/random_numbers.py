@@ -73,6 +73,5 @@ class DuplicatedRandomNumbers(Fault):
 
 def _state(device: torch.device) -> int:
     """Hash of the state of the generator that dropout uses; that of a GPU is kept by the CPU."""
-    cuda = device.type == "cuda"
-    state = torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state()
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
     return zlib.crc32(state.numpy().tobytes())

@@ -72,16 +72,13 @@ class RescaledGradients(Fault):
         if param is None or len(steps) < MIN_STEPS:
             yield Skipped(f"gradients were compared with those after the backward in {len(steps)} steps")
             return
-        n = self.world
-        ratios = sorted(x for _, x in steps)
+        n, ratios = self.world, sorted(x for _, x in steps)
         factor = next((x for x in (1 / n, n) if all(abs(y / x - 1) < ROUNDING for y in ratios)), None)
         if factor is None:
-            yield Passed(
-                f"gradients that are averaged over ranks twice ({ratios[len(ratios) // 2]:.3g} of them)"
-            )
+            usual = ratios[len(ratios) // 2]
+            yield Passed(f"gradients that are averaged over ranks twice ({usual:.3g} of them)")
             return
-        what = f"divided by {n}" if factor < 1 else f"multiplied by {n}"
-        size = "small" if factor < 1 else "large"
+        what, size = (f"divided by {n}", "small") if factor < 1 else (f"multiplied by {n}", "large")
         effect = "undoes that" if param.is_adaptive else f"makes steps that are {n} times too {size}"
         yield self.finding(
             f"Gradients are {what}, the number of ranks, between the backward and the step, though "

@@ -36,11 +36,11 @@ class SlowRank(Fault):
         if found is None or found.n_blocks < MIN_BLOCKS:
             yield Skipped(f"ranks were compared in fewer than {MIN_BLOCKS} blocks of steps")
             return
-        is_chronic = _chance(found.n_slowest, found.n_blocks) < MAX_CHANCE
+        n = found.n_blocks  # as often as a fair coin shows heads
+        is_chronic = sum(math.comb(n, i) for i in range(found.n_slowest, n + 1)) / 2**n < MAX_CHANCE
         if not (found.share > MAX_EXCESS and found.excess >= MIN_EXCESS and is_chronic):
-            name = "a rank that the others wait for"
             more = f"{found.share:.0%} more work at most" if is_chronic else "not always the same one"
-            yield Passed(f"{name} ({more})", found.share, MAX_EXCESS)
+            yield Passed(f"a rank that the others wait for ({more})", found.share, MAX_EXCESS)
             return
         yield self.finding(
             value=found.share,
@@ -53,11 +53,6 @@ class SlowRank(Fault):
             next_steps=(run.advise("straggler"), "Give its shard as much work as the others have"),
             ranks=(found.rank,),
         )
-
-
-def _chance(k: int, n: int) -> float:
-    """Probability that a fair coin shows heads in `k` or more of `n` throws."""
-    return float(sum(math.comb(n, i) for i in range(k, n + 1)) / 2**n)
 
 
 def _causes_of_lag(phase: str) -> tuple[str, ...]:

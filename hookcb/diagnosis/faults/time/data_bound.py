@@ -1,7 +1,7 @@
 """time.data_bound: training that waits for its batches."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from hookcb.core.threads import n_cores
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
@@ -52,25 +52,21 @@ class DataBound(Fault):
             yield Skipped(f"fewer than {N_WARM_UP + MIN_BATCHES} batches were timed")
             return
         n_fetched = sum(wait > 0 for wait, _ in pairs)
-        if 2 * n_fetched <= len(pairs) and fetches:
-            yield self._slow_fetches(run)
-            return
         if 2 * n_fetched <= len(pairs):
-            yield Skipped(f"the fetch of a batch was seen before {n_fetched} of {len(pairs)} batches")
+            unseen = Skipped(f"the fetch of a batch was seen before {n_fetched} of {len(pairs)} batches")
+            yield self._slow_fetches(run) if fetches else unseen
             return
-        wait, whole = median(wait for wait, _ in pairs), median(x for _, x in pairs)
-        if wait < MIN_ALARM:
-            wait, whole = _low(wait for wait, _ in pairs), _low(x for _, x in pairs)
+        wait, whole = (median(column) for column in zip(*pairs, strict=True))
+        if wait < MIN_ALARM:  # lower quartiles
+            wait, whole = (sorted(column)[len(pairs) // 4] for column in zip(*pairs, strict=True))
         share, some, delay = ratio(wait, whole), "", wait
         if not (share > MAX_WAITING and wait >= MIN_WAIT) and (slow := _slow_batches(run)) is not None:
             wait, whole, delay, some = slow
             share = ratio(wait, whole)
-        if not (share > MAX_WAITING and (wait >= MIN_WAIT or some)):
-            yield Passed(
-                f"waiting for data ({share:.0%} of the time, {1e3 * wait:.1f} ms)", share, MAX_WAITING
-            )
-            return
-        yield self._data_bound(run, share, delay, f"{1e3 * wait:.1f} of {1e3 * whole:.1f} ms per batch", some)
+        if share > MAX_WAITING and (wait >= MIN_WAIT or some):
+            yield self._data_bound(run, share, wait, whole, delay, some)
+        else:
+            yield _passed(share, wait)
 
     def _slow_fetches(self, run: Run) -> Result:
         """Verdict on the fetches that were seen as lines of the loop."""
@@ -78,18 +74,18 @@ class DataBound(Fault):
         wait, line = math.fsum(spent.fetches.values()), max(spent.fetches, key=spent.fetches.__getitem__)
         share = ratio(wait, spent.whole)
         if not (share > MAX_WAITING and wait >= MIN_WAIT):
-            return Passed(
-                f"waiting for data ({share:.0%} of the time, {1e3 * wait:.1f} ms)", share, MAX_WAITING
-            )
-        text = f"{1e3 * wait:.1f} of {1e3 * spent.whole:.1f} ms per batch"
-        return self._data_bound(run, share, wait, text, f" They are fetched in {line}.")
+            return _passed(share, wait)
+        return self._data_bound(run, share, wait, spent.whole, wait, f" They are fetched in {line}.")
 
-    def _data_bound(self, run: Run, share: float, delay: float, text: str, more: str) -> Finding:
+    def _data_bound(
+        self, run: Run, share: float, wait: float, whole: float, delay: float, more: str
+    ) -> Finding:
         n = min(MAX_WORKERS, n_cores())  # with more workers than processors they wait for each other
         why = f", as this process may use {n} processor{'s' * (n > 1)}" if n < MAX_WORKERS else ""
         steps = run.measured(Curves).batches.steps
         return self.finding(
-            f"Training waits for batches {share:.0%} of the time: {text} (limit {MAX_WAITING:.0%}).{more}",
+            f"Training waits for batches {share:.0%} of the time: {1e3 * wait:.1f} of {1e3 * whole:.1f} ms "
+            f"per batch (limit {MAX_WAITING:.0%}).{more}",
             "info" if delay < MIN_ALARM else "error" if share > MAX_WAITING_WARNING else "warning",
             when=(steps[N_WARM_UP], steps[-1]),
             value=share,
@@ -102,25 +98,20 @@ class DataBound(Fault):
         )
 
 
-def _low(values: Iterable[float]) -> float:
-    """The lower quartile."""
-    in_order = sorted(values)
-    return in_order[len(in_order) // 4]
+def _passed(share: float, wait: float) -> Passed:
+    return Passed(f"waiting for data ({share:.0%} of the time, {1e3 * wait:.1f} ms)", share, MAX_WAITING)
 
 
 def _slow_batches(run: Run) -> tuple[float, float, float, str] | None:
     """Mean seconds of fetches and of batches, those of a slow fetch, and what to say, if some are slow."""
     curves = run.measured(Curves)
     waits, inspected = dict(curves.waits), set(run.measured(Inputs).sizes.steps)
-    pairs = [
-        (waits[step], x)
-        for step, x in list(curves.batches)[N_WARM_UP:]
-        if step in waits and step not in inspected and math.isfinite(waits[step]) and math.isfinite(x)
-    ]
+    later = [(step, x) for step, x in list(curves.batches)[N_WARM_UP:] if step not in inspected]
+    pairs = [(waits.get(step, math.nan), x) for step, x in later]
+    pairs = [(wait, x) for wait, x in pairs if math.isfinite(wait) and math.isfinite(x)]
     if len(pairs) < MIN_BATCHES:
         return None
-    usual = median(wait for wait, _ in pairs)
-    usual_rest = median(x - wait for wait, x in pairs)
+    usual, usual_rest = median(wait for wait, _ in pairs), median(x - wait for wait, x in pairs)
     slow = [wait for wait, _ in pairs if wait > MIN_SLOWDOWN * usual]
     delay = math.fsum(wait - usual for wait in slow)
     # a busy machine delays both, each as long as it usually takes

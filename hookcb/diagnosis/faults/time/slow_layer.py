@@ -37,15 +37,13 @@ class SlowLayer(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         times = run.measured(LayerTimes)
-        seconds, work = times.seconds, times.work
-        whole = sum(seconds.values())
+        seconds, work, whole = times.seconds, times.work, sum(times.seconds.values())
         unknown = {name: why for name in seconds if (why := _why_unknown(run, name))}
         known = {name: x for name, x in seconds.items() if name not in unknown}
         whole_work = sum(work.get(name, 0.0) for name in known)
+        large_unknown = {name: why for name, why in unknown.items() if _is_large(seconds[name], whole)}
         not_judged = [
-            f"{_part(name, seconds[name], whole)}, but {why}"
-            for name, why in unknown.items()
-            if _is_large(seconds[name], whole)
+            f"{_part(name, seconds[name], whole)}, but {why}" for name, why in large_unknown.items()
         ]
         if not whole_work:
             not_judged = not_judged or ["the forwards of layers were not timed, or their work is unknown"]

@@ -125,8 +125,7 @@ class Garbage(Fault):
         if spent.n < MIN_BATCHES:
             yield Skipped(TOO_FEW)
             return
-        seconds = spent.phases.get(GARBAGE, 0.0)
-        share = ratio(seconds, spent.whole)
+        share = ratio(seconds := spent.phases.get(GARBAGE, 0.0), spent.whole)
         if not (share > MAX_GARBAGE and seconds >= MIN_OTHER):
             yield Passed(f"garbage collections ({share:.1%} of the time)", share, MAX_GARBAGE)
             return

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hookcb.core.ranks import ranks_of
-from hookcb.diagnosis.faults.ranks.buffers import OwnBuffers
-from hookcb.diagnosis.faults.ranks.diverged import DivergedReplicas
+from hookcb.diagnosis.faults.ranks.copies import DivergedReplicas, OwnBuffers
 from hookcb.diagnosis.run import Run
 
 

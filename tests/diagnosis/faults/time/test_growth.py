@@ -1,4 +1,4 @@
-"""Graphs of past batches that are kept alive, in loops that keep them or not; memory that grows, made up."""
+"""Graphs of past batches that are kept alive, or not; memory and batches that grow, made up."""
 
 import gc
 import random
@@ -10,12 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.faults.time.memory import EACH, KEY, N_TRACKED, GraphsKept, GrowingMemory
+from hookcb.diagnosis.faults.time.growth import (
+    EACH,
+    KEY,
+    N_TRACKED,
+    GraphsKept,
+    GrowingBatches,
+    GrowingMemory,
+)
 from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.run import Passed, Run, Series, Skipped
 from hookcb.diagnosis.verdict import Finding
 from hookcb.hooks.coverage import BY_CLOSURE
-from tests.diagnosis.faults.time.support import only
+from tests.diagnosis.faults.time.support import only, places
 
 MB = 1e6
 X, Y = torch.ones(4, 3), torch.zeros(4, 2)
@@ -230,3 +238,21 @@ def test_memory_that_stays_jumps_once_or_swings_is_no_finding(values):
 
 def test_fifty_nine_steps_are_too_few_for_growth():
     assert isinstance(only(GrowingMemory, memory([9 * MB * i for i in range(59)])), Skipped)
+
+
+def growing(sizes, seconds):
+    n = len(seconds)
+    run = Run()
+    run.measured(Inputs).sizes = Series(list(range(len(sizes))), [float(x) for x in sizes])
+    curves = run.measured(Curves)
+    curves.batches = Series(list(range(n)), list(seconds))
+    curves.waits = Series(list(range(n)), [0.0] * n)
+    return run
+
+
+def test_batches_that_grow_are_told_only_if_they_take_longer():
+    longer = [0.004 + 0.001 * i for i in range(40)]
+    assert places(GrowingBatches, growing(range(10, 100, 9), longer)) == ["time.growing"]
+    assert places(GrowingBatches, growing(range(10, 100, 9), [0.004] * 40)) == []
+    assert places(GrowingBatches, growing([10] * 12, longer)) == []
+    assert isinstance(only(GrowingBatches, growing([10] * 5, longer)), Skipped)

@@ -1,4 +1,4 @@
-"""replica.buffers: buffers of replicas, which DistributedDataParallel need not keep alike."""
+"""replica.buffers and replica.diverged: what replicas of a model hold, which should be alike."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,6 +17,14 @@ from hookcb.hooks.modules import named_modules
 MAX_APART = 0.5  # standard deviations of a channel
 COUNTER = "num_batches_tracked"
 TINY = 1e-12  # variance of a channel that is constant
+OF_PARAMETER = (
+    "parameters that are changed outside the optimizer, or on one rank only",
+    "Look for code that runs on one rank only, and for parameters that DDP does not manage",
+)
+OF_RATE = (
+    "a schedule that follows a number of its rank only",
+    "Have the schedule follow numbers that are the same on all ranks, such as means over them",
+)
 
 
 @fault("replica.buffers", Site.OPTIMIZER, needs="batches", leads_to="loss.*", subject="buffers")
@@ -97,17 +105,12 @@ class OwnBuffers(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         unless = "" if self.has_looked else "too little was seen of the buffers of each replica"
-        yield from self.told(run, self.seen, unless)
+        return self.told(run, self.seen, unless)
 
 
 @torch.no_grad()
 def distances(norms: Sequence[Any], ranks: Ranks) -> list[float]:
-    """How far statistics of batch norms are from those of the other ranks, for each of them on any rank.
-
-    It is the median over the channels of the distance of the mean, in standard deviations of the channel, or
-    of the difference of the logarithms of the standard deviation, if that is more. Costs a sum and a maximum
-    of a few numbers for each channel.
-    """
+    """How far statistics of batch norms are from those of the other ranks, for each of them on any rank."""
     sizes = [len(m.running_mean) for m in norms]
     mean = torch.cat([m.running_mean.cpu().double() for m in norms])
     var = torch.cat([m.running_var.cpu().double() for m in norms])
@@ -115,14 +118,53 @@ def distances(norms: Sequence[Any], ranks: Ranks) -> list[float]:
     sums = torch.tensor(ranks.sum([*mean.tolist(), *log.tolist()]), dtype=torch.float64, device="cpu")
     of_others = (sums - torch.cat([mean, log])) / (ranks.world - 1)
     mean_of_others, log_of_others = of_others.chunk(2)
-    moved = (mean - mean_of_others).abs() / log_of_others.exp()
-    scaled = (log - log_of_others).abs()
-    own = [
-        max(float(a.median()), float(b.median()))
-        for a, b in zip(torch.split(moved, sizes), torch.split(scaled, sizes), strict=True)
-    ]
+    moved = torch.split((mean - mean_of_others).abs() / log_of_others.exp(), sizes)
+    scaled = torch.split((log - log_of_others).abs(), sizes)
+    own = [max(float(a.median()), float(b.median())) for a, b in zip(moved, scaled, strict=True)]
     return ranks.max([x if math.isfinite(x) else 0.0 for x in own])
 
 
 def _has_statistics(m: nn.Module) -> bool:
     return isinstance(m, BatchNorm) and isinstance(m.running_mean, Tensor)
+
+
+@fault("replica.diverged", Site.OPTIMIZER, needs="batches", leads_to="loss.*", subject="replicas", exact=True)
+class DivergedReplicas(Fault):
+    """Replicas of DistributedDataParallel whose parameters differ.
+
+    Formula: 64-bit hashes of the bits of each parameter, and the learning rates, compared between ranks at
+    the end of an epoch of a Learner's fit.
+    """
+
+    headline = "Replicas no longer have the same parameters"
+    passed = "replicas that differ"
+    has_looked = False
+
+    def on_epoch(self, run: Run) -> None:
+        loop = run.loop
+        if not can_compare(loop):
+            return
+        self.has_looked, model = True, loop.model
+        names, own = hashes((name, p) for name, p in model.named_parameters() if is_shared(model, name))
+        for group in loop.opt.param_groups if loop.opt is not None else ():
+            names.append("")
+            own.append(float(group["lr"]))
+        if (found := ranks_apart(own, loop.ranks)) is None:
+            return
+        name, apart = names[found[0]], found[1]
+        what = f"Parameter {name}" if name else "The learning rate"
+        cause, advice = OF_PARAMETER if name else OF_RATE
+        self.see(
+            f"{what} differs on {name_ranks(apart)} from that of {others_of(apart)}; replicas must be "
+            "identical.",
+            param=name,
+            when=run.step,
+            value=float(len(apart)),
+            causes=(cause,),
+            next_steps=(advice,),
+            ranks=tuple(apart),
+        )
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        unless = "" if self.has_looked else "too little was seen of the replicas at the end of an epoch"
+        return self.told(run, self.seen, unless)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, Learner
-from hookcb.diagnosis.faults.labels.out_of_range import LabelsOutOfRange
+from hookcb.diagnosis.faults.labels.errors import LabelsOutOfRange
 from hookcb.diagnosis.run import Run
 from tests.support import fit
 

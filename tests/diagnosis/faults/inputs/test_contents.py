@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from hookcb.diagnosis.faults.inputs.constant import MIN_BATCHES, ConstantInputs
-from hookcb.diagnosis.faults.inputs.nonfinite import NonfiniteInputs
+from hookcb.diagnosis.faults.inputs.contents import MIN_BATCHES, ConstantInputs, NonfiniteInputs
 from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.origin import Found, Origin
 from hookcb.diagnosis.run import Passed, Run, Skipped
