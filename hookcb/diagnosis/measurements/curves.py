@@ -18,8 +18,7 @@ from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run, Series
 
 STATM = Path("/proc/self/statm")  # in pages
-MAX_POINTS = 8_192
-MAX_MEMORY = 128  # points of memory in use, which is read in fewer batches then
+MAX_POINTS, MAX_MEMORY = 8_192, 128  # points of a curve, and of memory in use, which is read in fewer batches
 MANY_READINGS, MEMORY_EVERY = 64, 4  # batches in which it is read at first, and distance of the later ones
 
 
@@ -44,7 +43,6 @@ class Curve:
         return is_due
 
     def add(self, step: int, value: float | Tensor) -> None:
-        """Appends the number of a batch."""
         if self._n % self._stride == 0:
             if len(self._steps) == self._max_points:
                 self._steps, self._values = self._steps[::2], self._values[::2]
@@ -78,7 +76,6 @@ class ResidentMemory:
         return float((int(resident) - int(shared)) * mmap.PAGESIZE)
 
     def close(self) -> None:
-        """Closes the file it reads from."""
         if self._file is not None:
             self._file.close()
 
@@ -91,7 +88,6 @@ class Curves(Measurement):
         waits: seconds spent fetching batches since the previous batch, 0 if no fetch was seen.
         batches: seconds from the end of the first backward of the previous batch to that of this one.
         memory: bytes in use after each step, if known.
-        n_losses: number of losses that were recorded.
     """
 
     cadence = EVERY

@@ -25,11 +25,8 @@ class Inputs(Measurement):
     """Measures the inputs of inspected batches.
 
     Attributes:
-        std, rms: standard deviation and root mean square of the first float input.
         rms_of_others: RMS of the inputs of the other ranks, their geometric mean, NaN if unknown.
         columns: RMS of each column of a table, in the first inspected batches; else empty.
-        sizes: number of elements, 0 if unknown.
-        nonfinite: number of elements that are NaN or infinite.
         differs: 1 if any two samples differ, else 0, without batches that cannot tell.
     """
 
@@ -45,7 +42,6 @@ class Inputs(Measurement):
         self.add(run.step, run.loop.xb)
 
     def add(self, step: int, xb: Any) -> None:
-        """Measures the inputs of a batch."""
         self._sizes.add(step, float(sum(x.numel() for _, x in parts(xb) if isinstance(x, Tensor))))
         if self._numbers is not None and (numbers := input_numbers(xb)) is not None:
             self._numbers.put("x", [self._numbers.begin(0, step)], numbers[None].float())
@@ -124,7 +120,6 @@ def _scale(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _count_nonfinite(x: Tensor) -> Tensor:
-    """Number of elements that are NaN or infinite."""
     if x.is_cpu and math.isfinite(float(x.sum())):  # one pass instead of three
         return torch.zeros((), dtype=torch.int64, device="cpu")
     return x.isfinite().logical_not().sum()

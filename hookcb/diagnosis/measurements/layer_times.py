@@ -48,7 +48,6 @@ class LayerTimes(Measurement):
             adds to them; empty if too few were timed.
         hook_seconds: likewise of the user's forward hooks on all layers, by their function.
         work: work in a forward by layer, see `work_of`.
-        n_ops: number of operations in a forward by layer.
         n_reads: number of those that read a number of a tensor, as `.item()` does.
     """
 
@@ -56,16 +55,14 @@ class LayerTimes(Measurement):
     uses = (Clock, Operations)
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.hook_seconds: dict[str, float] = {}
+        self.seconds, self.hook_seconds = dict[str, float](), dict[str, float]()
         self.work: dict[str, float] = defaultdict(float)
         self.n_ops: Counter[str] = Counter()
         self.n_reads: Counter[str] = Counter()
         self._names: dict[int, str] = {}
-        self._all_seconds: defaultdict[str, list[float]] = defaultdict(list)
-        self._now: defaultdict[str, float] = defaultdict(float)
-        self._of_hooks: defaultdict[str, list[float]] = defaultdict(list)  # likewise, by the user's function
-        self._now_in_hooks: defaultdict[str, float] = defaultdict(float)
+        # seconds of each batch, and in the current one, by layer and by the user's function
+        self._all_seconds, self._of_hooks = (defaultdict[str, list[float]](list) for _ in range(2))
+        self._now, self._now_in_hooks = (defaultdict[str, float](float) for _ in range(2))
         self._running: list[str] = []
         self._since = 0.0
         self._hooks: list[Hook] = []
@@ -133,11 +130,10 @@ class LayerTimes(Measurement):
         others = [hook.hook if isinstance(hook, Tap) else hook for hook in hooks.values()]
         others = [hook for hook in others if hook is not None and id(hook) not in self._own]
         try:
-            title = _title_of(others)
+            if (title := _title_of(others)) is not None:
+                self._now_in_hooks[title] += now - self._since
         except Exception:  # of an odd object; the user's forward goes on
-            title = None
-        if title is not None:
-            self._now_in_hooks[title] += now - self._since
+            return
 
     def on_backward(self, run: Run) -> None:
         """Removes the hooks, at the latest before the backward, which may run forwards again."""
@@ -229,8 +225,8 @@ def multiply_adds(op: str, args: tuple[Any, ...], results: list[Tensor]) -> floa
     if op in ("addmm", "baddbmm"):
         return float(args[1].numel() * args[2].shape[-1])
     if op == "convolution":
-        is_transposed = bool(args[6])
-        return float((args[0] if is_transposed else results[0]).numel() * prod(args[1].shape[1:]))
+        whole = args[0] if args[6] else results[0]  # args[6]: whether it is transposed
+        return float(whole.numel() * prod(args[1].shape[1:]))
     if op.startswith("_scaled_dot_product"):
         return float(2 * args[0].numel() * args[1].shape[-2])
     if op == "mkldnn_rnn_layer":

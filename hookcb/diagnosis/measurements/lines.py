@@ -105,7 +105,6 @@ class LineSamples:
             SAMPLED.add(self)
 
     def close(self) -> None:
-        """Ends the thread."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

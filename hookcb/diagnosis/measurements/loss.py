@@ -13,10 +13,9 @@ from hookcb.core.graph import COMPILED
 from hookcb.core.optim import detached_scalar
 from hookcb.diagnosis.fault import EVERY, LOOKS, Measurement
 from hookcb.diagnosis.measurements.curves import Curve, Curves
-from hookcb.diagnosis.measurements.external_batch import ExternalBatch
 from hookcb.diagnosis.measurements.loss_graph import LossGraph, last_parameters, n_between, read_loss
 from hookcb.diagnosis.measurements.penalty import penalty_of
-from hookcb.diagnosis.measurements.plain_run import graph_of_original
+from hookcb.diagnosis.measurements.plain_run import ExternalBatch, graph_of_original
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.run import Run, Series
@@ -187,10 +186,9 @@ def guess_of(graph: LossGraph, pred: Any, yb: Any) -> float:
             return math.nan
         weights = 1 + (graph.class_weights - 1) * targets  # of ones, and 1 for zeros
         return graph.scale * math.log(2) * float(weights.mean())
-    if targets is not None and graph.kind == "mse" and targets.is_floating_point():
-        has_same_shape = targets.shape == scores.shape
-        return graph.scale * float(targets.float().square().mean()) if has_same_shape else math.nan
-    return math.nan
+    if targets is None or graph.kind != "mse" or targets.shape != scores.shape:
+        return math.nan
+    return graph.scale * float(targets.float().square().mean()) if targets.is_floating_point() else math.nan
 
 
 def _agreed(numbers: Sequence[float]) -> float:

@@ -48,9 +48,6 @@ class Operations(Measurement):
         has_attention: whether enough of them were seen.
         dropping: step of the first validation in which a layer dropped in eval mode, by layer.
         n_alike: how often calls of the first validation had the same inputs.
-        has_evaluated: whether a call in eval mode was measured.
-        has_looked: whether a whole call of the model was measured.
-        is_left_out: whether the model is compiled.
     """
 
     cadence = EVERY
@@ -116,19 +113,14 @@ class Operations(Measurement):
                     listener.failure = error
 
     @property
-    def _is_training(self) -> bool:
-        return self._is_forward and self._run is not None and bool(self._run.loop.training)
-
-    @property
     def _in_loop_thread(self) -> bool:
-        """Whether the training makes a call, and not another thread."""
         return self._run is not None and bool(self._run.loop.in_loop_thread)
 
     def _may_enter(self) -> bool:
         """Whether there may be something to measure in a call; False in most, which it must not slow down."""
         if torch.compiler.is_compiling():
             return True
-        self._is_wanted = self._is_training
+        self._is_wanted = self._is_forward and self._run is not None and bool(self._run.loop.training)
         is_same = self._step == self._eval_step and len(self._evaluated) < MAX_EVALUATED
         is_first = not self.has_evaluated or (is_same and bool(self.dropping))
         return (self._is_wanted or (is_first and not torch.is_grad_enabled())) and self._in_loop_thread
@@ -141,16 +133,15 @@ class Operations(Measurement):
             self._enter_eval(m, args)
             return
         # without attention, measuring would cost as much as the forward, for nothing
-        is_done = self.has_looked and not self.n_seen and not any(map(_is_under_way, self.listeners))
+        is_open = any(getattr(listener, "is_under_way", False) for listener in self.listeners)
+        is_done = self.has_looked and not self.n_seen and not is_open
         if torch.compiler.is_compiling() or is_done or not self._is_wanted:
             return
         self._close()
         if not any(map(is_compiled, m.modules())):  # it may have been compiled since
             count = None if self.has_looked else partial(self._show, "add_work")
             embedded = partial(self._show, "add_indices")
-            probe = OpProbe(self._layer, self._record, embedded, count, self._guarded)
-            probe.__enter__()  # type: ignore[no-untyped-call]
-            self._open.append(probe)
+            self._start(OpProbe(self._layer, self._record, embedded, count, self._guarded))
 
     def _enter_eval(self, m: nn.Module, args: Any) -> None:
         """Looks for dropout in the first call in eval mode, and for the same inputs in those that follow."""
@@ -159,9 +150,11 @@ class Operations(Measurement):
             self._evaluated.append(hash_of(args))
         if not self.has_evaluated and not any(x.training or is_compiled(x) for x in m.modules()):
             self.has_evaluated, self._eval_step = True, self._step
-            probe = DropoutProbe(self._note_dropout, self._guarded)
-            probe.__enter__()  # type: ignore[no-untyped-call]
-            self._open.append(probe)
+            self._start(DropoutProbe(self._note_dropout, self._guarded))
+
+    def _start(self, probe: "OpProbe | DropoutProbe") -> None:
+        probe.__enter__()  # type: ignore[no-untyped-call]
+        self._open.append(probe)
 
     def _note_dropout(self) -> None:
         self.dropping.setdefault(self._layer(), self._step)
@@ -214,14 +207,6 @@ class Operations(Measurement):
         self._run, self._names, self._attentions = None, {}, {}
 
 
-def _is_under_way(listener: Any) -> bool:
-    return bool(getattr(listener, "is_under_way", False))
-
-
-def _unguarded(function: Callable[..., object], *args: Any) -> None:
-    function(*args)
-
-
 class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Measures attention weights as they are computed, in one forward of the model; sees embeddings too.
 
@@ -239,20 +224,16 @@ class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subc
         layer: Callable[[], str],
         record: Callable[[str, Tensor, Tensor | None], object],
         embedded: Callable[[str, int, Tensor, int], object],
-        count: Count | None = None,
-        guarded: Guarded = _unguarded,
+        count: Count | None,
+        guarded: Guarded,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._layer, self._record, self._embedded, self._count = layer, record, embedded, count
         self._guarded = guarded
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Runs the operation unchanged; measures its result if it is attention."""
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        self._guarded(self._see, func, args, kwargs, out)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._guarded(self._see, func, args, kwargs or {}, out)
         return out
 
     def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -293,9 +274,8 @@ class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subc
 
 
 def _is_causal(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    place = {"_scaled_dot_product_efficient_attention": 6}.get(name, 4)
-    given = kwargs.get("is_causal", args[place] if len(args) > place else False)
-    return given is True
+    place = 6 if name == "_scaled_dot_product_efficient_attention" else 4
+    return kwargs.get("is_causal", args[place] if len(args) > place else False) is True
 
 
 class DropoutProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
@@ -311,10 +291,7 @@ class DropoutProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init
         self._record, self._guarded = record, guarded
         self._kept: Any = None  # share that the operation before has kept
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Runs the operation unchanged."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._guarded(self._see, func.overloadpacket.__name__, args)
         return func(*args, **(kwargs or {}))
 
@@ -322,13 +299,10 @@ class DropoutProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init
         kept, self._kept = self._kept, None
         is_whole = name == "native_dropout" and args[1] > 0 and args[2] is not False
         is_scaled = name == "div_" and isinstance(kept, float) and 0 < kept < 1 and args[1] == kept
-        is_attention = name.startswith("_scaled_dot_product") and _first_number(args) > 0
+        # of a fused attention, it is the first argument of this type
+        p = next((x for x in args if isinstance(x, float)), 0.0)
+        is_attention = name.startswith("_scaled_dot_product") and p > 0
         if is_whole or is_scaled or is_attention:
             self._record()
         if name == "bernoulli_":
             self._kept = args[1] if len(args) > 1 else HALF
-
-
-def _first_number(args: tuple[Any, ...]) -> float:
-    """Dropout of a fused attention, which is its first argument of this type."""
-    return next((x for x in args if isinstance(x, float)), 0.0)

@@ -47,15 +47,12 @@ class Parameters(Measurement):
         self._n_without.update(name for name, p in without if not has_no_part(p))
 
     def tell(self, run: Run) -> None:
-        self.moved = {
-            name: not torch.equal(sketch_copy(p), begin) for name, (p, begin) in self.begins.items()
-        }
+        self.moved = {name: not torch.equal(sketch_copy(p), x) for name, (p, x) in self.begins.items()}
         trained = [name for name, (p, _) in self.begins.items() if p.requires_grad]
         self.is_still = bool(trained) and not any(self.moved[name] for name in trained)
-        for name in run.params.keys() & self.moved.keys():
-            run.params[name].has_moved = self.moved[name]
-        for name in run.params.keys() & self._n_without.keys():
-            run.params[name].n_without = self._n_without[name]
+        for name, param in run.params.items():
+            param.has_moved = self.moved.get(name, param.has_moved)
+            param.n_without = self._n_without.get(name, param.n_without)
 
     def freeze(self) -> None:
         self.begins, self._params = {}, []

@@ -25,7 +25,7 @@ def recovered_target(node: Any, pred: Any, grad: Tensor | None, loss: Any) -> Te
     Args:
         node: `grad_fn` of the loss, whose saved tensors are freed.
         pred: output of the model.
-        grad: gradient of the loss with respect to that output, None if unknown.
+        grad: gradient of the loss with respect to that.
         loss: the loss, without its graph.
     """
     main = main_term(read_terms(node))
@@ -48,7 +48,6 @@ def recovered_target(node: Any, pred: Any, grad: Tensor | None, loss: Any) -> Te
 
 
 def _candidates(kind: str, takes: str, x: Tensor, g: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Possible targets, each with the loss that it gives."""
     n = x.numel()
     if kind == "mse":
         y = x - g * n / 2

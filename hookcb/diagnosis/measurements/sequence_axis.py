@@ -50,7 +50,6 @@ class SequenceAxis(Measurement):
             self._calls.append((name, weights.shape[-1], n))
 
     def on_loss(self, run: Run) -> None:
-        """Compares them with the inputs and targets of the batch."""
         if not self._calls:
             return
         xb, yb = run.loop.xb, run.measured(Targets).of_batch(run)

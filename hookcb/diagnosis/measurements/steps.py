@@ -1,7 +1,5 @@
 """Steps: the backwards and steps of a training, its optimizers, and one small gradient to follow."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,12 +17,9 @@ class Steps(Measurement):
         made_by: index of the optimizer that made each inspected step.
         first_param: smallest parameter of the first layer with a gradient, which any number in a backward
             that is not finite reaches; None before the first backward.
-        n_backward: number of backwards.
         n_alone: number of steps before which the model was not called.
         n_given: number of backwards of losses of others, to which the model gives features or targets.
         is_beside: whether a backward was seen beside the model.
-        n_optimizers: number of optimizers that have stepped.
-        n_skipped: number of steps that a GradScaler skipped.
         is_by_hand: whether the loop updates its weights without an optimizer.
     """
 
@@ -58,7 +53,6 @@ class Steps(Measurement):
                 self._stepped.append(id(loop.opt))
 
     def places(self) -> dict[int, int]:
-        """Index of each optimizer, by its id."""
         return {key: i for i, key in enumerate(self.optimizers)}
 
     def tell(self, run: Run) -> None:
@@ -76,12 +70,8 @@ class Steps(Measurement):
 
 def _first_param(model: nn.Module) -> nn.Parameter | None:
     for m in model.modules():
-        params = [p for p in m.parameters(recurse=False) if p.grad is not None]
-        dense = [p for p in params if _is_dense(p) and _is_dense(p.grad)]
+        grads = [(p, p.grad) for p in m.parameters(recurse=False) if p.grad is not None]
+        dense = [p for p, grad in grads if p.layout is grad.layout is torch.strided]
         if dense:
             return min(dense, key=Tensor.numel)
     return None
-
-
-def _is_dense(x: Any) -> bool:
-    return bool(x.layout is torch.strided)

@@ -30,20 +30,14 @@ class Embedded(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Targets of a batch compared with the indices of an embedding.
+    """Targets of a batch compared with the indices of an embedding."""
 
-    Attributes:
-        layer: name of the embedding.
-        padding: index of the padding, -1 if there is none.
-        numbers: on the device: targets, those that are not the token at their own position, those that are
-            not the next token, and those that are padding after padding.
-        seeing: share of the positions with a target that attend to later ones, by layer of attention.
-    """
-
-    layer: str
+    layer: str  # the embedding
     padding: int
+    # on the device: targets, those that are not the token at their own position, those that are not the next
+    # token, and those that are padding after padding
     numbers: Tensor
-    seeing: dict[str, Tensor]
+    seeing: dict[str, Tensor]  # share of the positions with a target that attend to later ones, by layer
 
 
 class View(NamedTuple):
@@ -56,38 +50,25 @@ class View(NamedTuple):
 
 
 class Relation(NamedTuple):
-    """Embedded tokens that are also the targets.
+    """Embedded tokens that are also the targets."""
 
-    Attributes:
-        is_next: whether the target is the next token; else it is the token at the same position.
-        layer: name of the embedding.
-        padding: index of the padding, -1 if there is none.
-        n_targets, n_padding: number of targets, and of those that are padding after padding.
-        seeing: smallest share, over the batches, of positions with a target that attend to later ones, by
-            layer of self-attention.
-    """
-
-    is_next: bool
-    layer: str
-    padding: int
+    is_next: bool  # whether the target is the next token; else it is the token at the same position
+    layer: str  # the embedding
+    padding: int  # index of the padding, -1 if there is none
     n_targets: int
-    n_padding: int
-    seeing: dict[str, float]
+    n_padding: int  # targets that are padding after padding
+    seeing: dict[str, float]  # as in `Counts`, the smallest share over the batches
 
 
 class Tokens(Measurement):
     """Compares the indices that a model embeds with the targets of its loss, in the first inspected batches.
 
     It reads the indices that embeddings get rather than the input of the model, which may shift its input
-    itself. They are copied, and dropped when the gradient is known, which
-    tells the targets.
+    itself. They are copied, and dropped when the gradient is known, which tells the targets.
 
     Attributes:
-        n_batches: number of batches that were compared.
-        has_embeddings: whether an embedding was called.
         has_compared: whether each embedded token may have a target of its own, as in a language model or a
             tagger.
-        relations: embedded tokens that are the targets, in all batches that were compared.
         indices: number of calls, and smallest and largest index in them, of embeddings that were called in
             enough batches, by layer.
     """
@@ -105,14 +86,14 @@ class Tokens(Measurement):
         self.indices: dict[str, tuple[int, int, int]] = {}
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether tokens were seen, and more batches are compared."""
-        return 0 < self.n_batches < MIN_BATCHES
-
-    @property
     def is_open(self) -> bool:
         """Whether more batches are compared."""
         return self.n_batches < MIN_BATCHES
+
+    @property
+    def is_under_way(self) -> bool:
+        """Likewise, and tokens were seen."""
+        return self.is_open and self.n_batches > 0
 
     def on_model(self, run: Run) -> None:
         run.measured(Operations).listeners.append(self)
@@ -143,13 +124,7 @@ class Tokens(Measurement):
             self._embedded.append(Embedded(layer, padding, indices.clone()))
 
     def add_attention(self, layer: str, weights: Tensor, places: Tensor) -> None:
-        """Records which positions attend to later ones.
-
-        Args:
-            layer: name of the layer.
-            weights: attention weights `(…, len(places), T)`, of a sequence of T to itself.
-            places: positions whose weights these are.
-        """
+        """Records which of these positions attend to later ones, by their weights `(…, len(places), T)`."""
         if self.is_open and self._embedded:
             length = weights.shape[-1]
             is_later = torch.arange(length, device=weights.device) > places[:, None]
@@ -197,15 +172,13 @@ class Tokens(Measurement):
         for view in self._views:
             if view.length == x.shape[dim] and len(view.sees) % x.shape[1 - dim] == 0:
                 share = _share_seeing(view, has_next.movedim(dim, 1))
-                before = seeing.get(view.layer, share)
-                seeing[view.layer] = torch.minimum(before, share)
+                seeing[view.layer] = torch.minimum(seeing.get(view.layer, share), share)
         return Counts(seen.layer, seen.padding, numbers, seeing)
 
     def tell(self, run: Run) -> None:
-        self.relations = self._relations()
-        self.indices = {
-            layer: _range_of(ends) for layer, ends in self._ends.items() if len(ends) >= MIN_BATCHES
-        }
+        self.relations = [found for counts in self._counts.values() if (found := _relation(counts))]
+        ends = {layer: torch.stack(x) for layer, x in self._ends.items() if len(x) >= MIN_BATCHES}
+        self.indices = {layer: (len(x), int(x[:, 0].min()), int(x[:, 1].max())) for layer, x in ends.items()}
         operations = run.measured(Operations)
         if operations.has_looked and operations.failure is None and not self.has_embeddings:
             run.absent |= dict.fromkeys(("embeddings", "tokens"), "the model has no embedding")
@@ -221,23 +194,15 @@ class Tokens(Measurement):
     def freeze(self) -> None:
         self._counts, self._ends = {}, {}
 
-    def _relations(self) -> list[Relation]:
-        found = []
-        for counts in self._counts.values():
-            numbers = torch.stack([x.numbers for x in counts]).sum(0).tolist()
-            n, n_not_own, n_not_next, n_padding = numbers
-            if len(counts) < MIN_BATCHES or n < MIN_TARGETS or (n_not_own and n_not_next):
-                continue
-            first, *others = counts
-            layers = [name for name in first.seeing if all(name in x.seeing for x in others)]
-            seeing = {name: min(float(x.seeing[name]) for x in counts) for name in layers}
-            found.append(Relation(not n_not_next, first.layer, first.padding, n, n_padding, seeing))
-        return found
 
-
-def _range_of(ends: list[Tensor]) -> tuple[int, int, int]:
-    both = torch.stack(ends)
-    return len(ends), int(both[:, 0].min()), int(both[:, 1].max())
+def _relation(counts: list[Counts]) -> Relation | None:
+    n, n_not_own, n_not_next, n_padding = torch.stack([x.numbers for x in counts]).sum(0).tolist()
+    if len(counts) < MIN_BATCHES or n < MIN_TARGETS or (n_not_own and n_not_next):
+        return None
+    first, *others = counts
+    layers = [name for name in first.seeing if all(name in x.seeing for x in others)]
+    seeing = {name: min(float(x.seeing[name]) for x in counts) for name in layers}
+    return Relation(not n_not_next, first.layer, first.padding, n, n_padding, seeing)
 
 
 def _targets_like(x: Tensor, grad: Tensor, dim: int) -> Tensor | None:
@@ -248,9 +213,7 @@ def _targets_like(x: Tensor, grad: Tensor, dim: int) -> Tensor | None:
         grad: gradient of the scores, `(N, T, C)`, `(T, N, C)`, `(N · T, C)` or `(N, C, T)`.
         dim: dimension of the positions in `x`.
     """
-    shorter = list(x.shape)
-    shorter[dim] -= 1
-    shapes = [tuple(x.shape), tuple(shorter)]
+    shapes = [tuple(x.shape), (*x.shape[:dim], x.shape[dim] - 1, *x.shape[dim + 1 :])]
     for classes in range(grad.ndim - 1, 0, -1):
         rest = grad.shape[:classes] + grad.shape[classes + 1 :]
         for shape in shapes if x.shape[dim] >= MIN_LENGTH else ():
@@ -263,12 +226,7 @@ def _targets_like(x: Tensor, grad: Tensor, dim: int) -> Tensor | None:
 
 
 def _share_seeing(view: View, has_next: Tensor) -> Tensor:
-    """Share of the positions with a target, the last one left out, that attend to later positions.
-
-    Args:
-        view: attention of one layer.
-        has_next: whether a position `(N, T - 1)` has a target.
-    """
+    """Share of the positions with a target, `(N, T - 1)` without the last ones, that attend to later ones."""
     is_inside = view.places < has_next.shape[1]
     sees = view.sees.reshape(len(has_next), -1, len(view.places)).any(1)
     counted = has_next[:, view.places.clamp(max=has_next.shape[1] - 1)] & is_inside
