@@ -21,13 +21,10 @@ class BackwardTimes(Measurement):
 
     All other operations have backwards of torch or of a package. If the first graph has none of the user, no
     other is read.
-
-    Attributes:
-        seconds: least seconds of a batch by backward, as a busy machine adds to them.
     """
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # least of a batch by backward, as a busy machine adds to them
         self._all: defaultdict[str, list[float]] = defaultdict(list)  # one for each batch
         self._began = math.nan
         self._n = 0

@@ -21,12 +21,7 @@ class BatchHash(NamedTuple):
 
 
 class BatchHashes(Measurement):
-    """Hashes the first batches of each epoch, on replicas; on a GPU, it waits for nothing.
-
-    Attributes:
-        of_ranks: hashes of the inputs of the first batches of each rank, and how many of an epoch have come
-            before in it; empty in the verdict of a single rank.
-    """
+    """Hashes the first batches of each epoch, on replicas; on a GPU, it waits for nothing."""
 
     cadence = EVERY
 
@@ -34,6 +29,8 @@ class BatchHashes(Measurement):
         self._epochs: list[list[tuple[Tensor | None, Tensor | None]]] = []
         self._is_open = False  # whether the current epoch is hashed from its beginning
         self.epochs: list[list[BatchHash]] = []
+        # hashes of the inputs of the first batches of each rank, and how many of an epoch have come before in
+        # it; empty in the verdict of a single rank
         self.of_ranks: Sequence[tuple[list[int], int]] = ()
         self.rank = 0
 

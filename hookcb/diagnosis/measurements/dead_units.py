@@ -44,9 +44,6 @@ class DeadUnits(Measurement):
     cheapest; if it is zero, which it also is if the loss depends on differences only, the unit's row of the
     weight's gradient is read. Steps in which no unit has a gradient are ignored: the loss is then satisfied
     or constant.
-
-    Attributes:
-        of: what is known of each weight that was measured, by its name.
     """
 
     cadence = MAX_DENSE
@@ -59,8 +56,8 @@ class DeadUnits(Measurement):
         self._looks: dict[str, list[tuple[int, int]]] = {}  # steps and numbers of examples
         self._in_step = self._in_batch = 0  # examples in the gradients of the next step, and in the batch
         self._is_dense, self._is_cancelled = True, False
-        self.n_examples = 0
-        self.of: dict[str, Dead] = {}
+        self.n_examples = 0  # in all steps that count
+        self.of: dict[str, Dead] = {}  # by name of the weight
 
     def on_model(self, run: Run) -> None:
         self.follow(run.loop.model)

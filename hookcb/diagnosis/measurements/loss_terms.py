@@ -53,17 +53,15 @@ def read_terms(node: Any) -> list[Term]:
     The logarithms of p and 1 - p are one term, a binary cross-entropy written by hand. A logarithm of 1 - p
     alone, or of two different outputs, has no kind: it may be one side of a game.
     """
-    terms = _named(list(_terms(node, 1.0, [MAX_NODES])))
-    return [x._replace(scale=math.nan) if math.isinf(x.scale) and x.kind != "penalty" else x for x in terms]
-
-
-def _named(terms: list[Term]) -> list[Term]:
+    terms = list(_terms(node, 1.0, [MAX_NODES]))
     logs = [term for term in terms if term.kind == "log"]
     others = [term for term in terms if term.kind != "log"]
     if len(logs) == 2 and graph.peel(logs[0].given, NEG) is graph.peel(logs[1].given, NEG):
-        return [min(logs, key=_is_of_complement)._replace(kind="binary cross-entropy"), *others]
-    is_loss = len(logs) == 1 and _is_of_classes(logs[0])
-    return [*(term._replace(kind="cross-entropy" if is_loss else "") for term in logs), *others]
+        logs, kind = [min(logs, key=_is_of_complement)], "binary cross-entropy"
+    else:
+        kind = "cross-entropy" if len(logs) == 1 and _is_of_classes(logs[0]) else ""
+    terms = [*(term._replace(kind=kind) for term in logs), *others]
+    return [x._replace(scale=math.nan) if math.isinf(x.scale) and x.kind != "penalty" else x for x in terms]
 
 
 def _is_of_classes(term: Term) -> bool:

@@ -27,9 +27,7 @@ OF_TOKENS = (  # what compiled code hides, see `Run.missing`
     *("attention", "indices of embeddings", "tokens that are targets", "masks of the tokens"),
     "padding of the tokens",
 )
-
-Count = Callable[[str, Any, tuple[Any, ...], Any], object]
-Guarded = Callable[..., object]
+Told = Callable[..., object]
 
 
 class Operations(Measurement):
@@ -37,26 +35,20 @@ class Operations(Measurement):
 
     A model that is compiled, in whole or in part, is not measured, because it would run uncompiled. If the
     first call of a model has no attention, it is not measured again.
-
-    Attributes:
-        listeners: parts that have any of these methods: `see_attention(layer, module, weights)`, where the
-            module is that of torch, if it is one; `add_attention(layer, weights, places)`, see `OpProbe`;
-            `add_indices(layer, n_rows, indices, padding)` of an embedding; `add_work(layer, operation,
-            arguments, result)` of each operation of the first forward. While one of them has a true
-            `is_under_way`, a model without attention is measured too.
-        n_seen: number of calls of attention, by layer.
-        has_attention: whether enough of them were seen.
-        dropping: step of the first validation in which a layer dropped in eval mode, by layer.
-        n_alike: how often calls of the first validation had the same inputs.
     """
 
     cadence = EVERY
 
     def __init__(self) -> None:
+        # parts that have any of these methods: `see_attention(layer, module, weights)`, where the module is
+        # that of torch, if it is one; `add_attention(layer, weights, places)`, see `OpProbe`;
+        # `add_indices(layer, n_rows, indices, padding)` of an embedding; `add_work(layer, operation, args,
+        # result)` of each operation of the first forward. While one of them has a true `is_under_way`, a
+        # model without attention is measured too.
         self.listeners: list[Any] = []
-        self.n_seen: Counter[str] = Counter()
-        self.dropping: dict[str, int] = {}
-        self.n_alike = 0
+        self.n_seen: Counter[str] = Counter()  # calls of attention, by layer
+        self.dropping: dict[str, int] = {}  # step of the first validation in which a layer dropped, by layer
+        self.n_alike = 0  # calls of the first validation that had the same inputs
         self.has_attention = self.has_evaluated = self.has_looked = self.is_left_out = False
         self._run: Run | None = None
         self._is_forward = False  # a later forward is a recomputation by activation checkpointing
@@ -97,7 +89,7 @@ class Operations(Measurement):
         self.failure = self.failure or error
         self._close()
 
-    def _guarded(self, function: Callable[..., object], *args: Any) -> None:
+    def _guarded(self, function: Told, *args: Any) -> None:
         if self.failure is None:
             try:
                 function(*args)
@@ -168,7 +160,7 @@ class Operations(Measurement):
     def _leave(self, m: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
             is_measured = any(isinstance(probe, OpProbe) for probe in self._open)
-            self.has_looked = self.has_looked or (is_measured and output is not None)
+            self.has_looked |= is_measured and output is not None
             self._close()
 
     def _close(self) -> None:
@@ -176,7 +168,6 @@ class Operations(Measurement):
             self._open.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _layer(self) -> str:
-        """Name of the innermost module of the model that is running."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             is_method = frame.f_code.co_varnames[:1] == ("self",)
@@ -220,16 +211,11 @@ class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subc
     """
 
     def __init__(
-        self,
-        layer: Callable[[], str],
-        record: Callable[[str, Tensor, Tensor | None], object],
-        embedded: Callable[[str, int, Tensor, int], object],
-        count: Count | None,
-        guarded: Guarded,
+        self, layer: Callable[[], str], record: Told, embedded: Told, count: Told | None, guarded: Told
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._layer, self._record, self._embedded, self._count = layer, record, embedded, count
-        self._guarded = guarded
+        self._layer, self._record, self._embedded = layer, record, embedded
+        self._count, self._guarded = count, guarded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -240,19 +226,18 @@ class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subc
         name = func.overloadpacket.__name__
         if self._count is not None:
             self._count(self._layer(), func, args, out)
-        if name in ("_softmax", "_safe_softmax"):
-            self._measure_softmax(out, args[1])
+        if name in ("_softmax", "_safe_softmax") and args[1] in (-1, out.ndim - 1) and out.ndim > 2:
+            self._measure_weights(out)
         elif name.startswith("_scaled_dot_product") and "backward" not in name:
             self._measure_fused(args[0], args[1], kwargs, _is_causal(name, args, kwargs))
         elif name == "embedding":
             padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else -1)
             self._embedded(self._layer(), len(args[0]), args[1], padding)
 
-    def _measure_softmax(self, weights: Tensor, dim: int) -> None:
-        is_last = dim in (-1, weights.ndim - 1)
-        if is_last and weights.ndim > 2 and weights.shape[-1] >= MIN_KEYS and weights.shape[-2] > 1:
-            is_square = weights.shape[-1] == weights.shape[-2]
-            places = torch.arange(weights.shape[-1], device=weights.device) if is_square else None
+    def _measure_weights(self, weights: Tensor) -> None:
+        n_queries, n_keys = weights.shape[-2:]
+        if n_keys >= MIN_KEYS and n_queries > 1:
+            places = torch.arange(n_keys, device=weights.device) if n_keys == n_queries else None
             self._record(self._layer(), weights, places)
 
     def _measure_fused(self, q: Tensor, k: Tensor, kwargs: dict[str, Any], is_causal: bool) -> None:
@@ -279,14 +264,9 @@ def _is_causal(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 class DropoutProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Sees dropout in a forward without gradients: numbers from a Bernoulli distribution, divided by its p.
+    """Sees dropout in a forward without gradients: numbers from a Bernoulli distribution, divided by its p."""
 
-    Args:
-        record: is called at each dropout.
-        guarded: see `OpProbe`.
-    """
-
-    def __init__(self, record: Callable[[], object], guarded: Guarded) -> None:
+    def __init__(self, record: Told, guarded: Told) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._record, self._guarded = record, guarded
         self._kept: Any = None  # share that the operation before has kept

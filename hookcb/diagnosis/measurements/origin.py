@@ -47,20 +47,15 @@ class Found:
 
 
 class Origin(Measurement):
-    """Origin of the first NaN or infinity of a loss, a gradient or an output; looked for once.
-
-    Attributes:
-        is_sought: whether one was seen.
-        has_looked: whether a backward was seen.
-    """
+    """Origin of the first NaN or infinity of a loss, a gradient or an output; looked for once."""
 
     cadence = EVERY
     uses = (Steps,)  # and `Loss`, without which it does its work
 
     def __init__(self) -> None:
         self.found = Found()
-        self.step: int | None = None
-        self.is_sought = self.has_looked = False
+        self.step: int | None = None  # in which one was seen, if known
+        self.is_sought = self.has_looked = False  # whether one was seen, and whether a backward was
         self._n_losses = 0
 
     def on_prediction(self, run: Run) -> None:
@@ -121,8 +116,12 @@ def find_origin(
         for name, m in named_modules(learn.model).items()
         if any(not bool(x.isfinite().all()) for _, x in tensors_in(list(m.parameters(recurse=False))))
     ]
-    if layers:
-        return _from_weights(layers, noticed, step, advice)
+    if layers:  # the gradient that caused them came from behind the last one
+        text = (
+            f"{noticed} at step {step}: weights of {len(layers)} layer{'s' * (len(layers) != 1)} became NaN "
+            f"or infinite in an earlier step; {as_layer(layers[-1])} is the last of them before the loss."
+        )
+        return Found(text, layers[-1], float(len(layers)), (FROM_WEIGHTS,), (advice,))
     if is_sharded(learn.model):
         text = (
             f"{noticed} at step {step}. To find where it began, all ranks would have to run the batch again."
@@ -136,19 +135,6 @@ def find_origin(
     if is_external and not (report.repeated and report.where != LOSS):
         report = replace(report, op=operation_in_loss(loss_node, graph.roots(learn.pred)))
     return _from_report(report, is_external, noticed, step, advice)
-
-
-def _from_weights(layers: list[str], noticed: str, step: int, advice: str) -> Found:
-    """Non-finite weights; the gradient that caused them came from behind the last layer."""
-    last = layers[-1]
-    return Found(
-        f"{noticed} at step {step}: weights of {len(layers)} layer{'s' * (len(layers) != 1)} became NaN "
-        f"or infinite in an earlier step; {as_layer(last)} is the last of them before the loss.",
-        last,
-        float(len(layers)),
-        causes=(FROM_WEIGHTS,),
-        next_steps=(advice,),
-    )
 
 
 def _from_report(report: NanReport, is_external: bool, noticed: str, step: int, advice: str) -> Found:

@@ -55,22 +55,16 @@ class Compared(NamedTuple):
 
 
 class Output(Measurement):
-    """The model's output beside its targets, in the first loss.
-
-    Attributes:
-        layer: the last layer that was called before it.
-        is_degenerate: whether it takes a softmax over one number.
-        compared: the tensors that it compares element by element; known to `on_first_graph` only.
-        is_known: whether it is known what it compares so, or that it does something else.
-    """
+    """The model's output beside its targets, in the first loss."""
 
     cadence = EVERY
     uses = (LayerRows, Loss, Targets)
 
     def __init__(self) -> None:
-        self.layer = ""
-        self.is_degenerate = self.is_known = False
-        self.compared: Compared | None = None
+        self.layer = ""  # the last one that was called before the loss
+        self.is_degenerate = False  # whether the loss takes a softmax over one number
+        self.is_known = False  # whether it is known what it compares, or that it does something else
+        self.compared: Compared | None = None  # known to `on_first_graph` only
 
     def on_first_graph(self, run: Run) -> None:
         node, self.layer = run.loop.loss_node, run.measured(LayerRows).last

@@ -57,15 +57,11 @@ class OutsideParameters(Measurement):
     The graph is read in the first inspected batches and in one of four later on, up to the inputs, which
     another model may have computed. Nothing is kept alive, and nothing is read if the parameters of the model
     are divided over ranks.
-
-    Attributes:
-        has_joined: whether the model has got parameters, as is seen before an inspected step, when its latest
-            call is over.
-        hidden_by: what hides a part of the graph, "" if nothing does.
     """
 
     def __init__(self) -> None:
-        self.has_joined, self.hidden_by = False, ""
+        self.has_joined = False  # whether the model has got parameters, as seen before an inspected step
+        self.hidden_by = ""  # what hides a part of the graph
         self._own: dict[int, ReferenceType[Tensor]] = {}
         self._is_on = True
         self._n_looks = self._n_graphs = 0

@@ -14,21 +14,15 @@ from hookcb.hooks.params import find_params
 
 
 class Parameters(Measurement):
-    """Copies some elements of each parameter at the beginning, and counts steps without a gradient.
-
-    Attributes:
-        begins: each parameter that can be read, and the copy, by name.
-        moved: whether any copied element has changed, by name.
-        is_still: whether parameters are trained, and none of them has moved.
-    """
+    """Copies some elements of each parameter at the beginning, and counts steps without a gradient."""
 
     cadence = 64  # steps at the beginning
     uses = (OutsideParameters,)
 
     def __init__(self) -> None:
-        self.begins: dict[str, tuple[nn.Parameter, Tensor]] = {}
-        self.moved: dict[str, bool] = {}
-        self.is_still = False
+        self.begins: dict[str, tuple[nn.Parameter, Tensor]] = {}  # those that can be read, and the copies
+        self.moved: dict[str, bool] = {}  # whether any copied element has changed
+        self.is_still = False  # whether parameters are trained, and none of them has moved
         self._params: list[tuple[str, nn.Parameter]] = []
         self._n_without: Counter[str] = Counter()
 

@@ -45,10 +45,7 @@ def graph_of_original(
 ) -> tuple[LossGraph, Any]:
     """The graph of the loss without torch.compile, and the output of a learner's model; leaves no trace.
 
-    Args:
-        batch: learner in the middle of a batch, or an `ExternalBatch`, which has no loss function.
-        compiled: graph of the loss with torch.compile.
-        autocast: state of autocast in the forward, if known.
+    The batch is a learner in the middle of one, or an `ExternalBatch`, which has no loss function.
     """
     start = BatchStarts().note(batch)
     start.autocasts = list(autocast or start.autocasts)

@@ -18,27 +18,21 @@ class SpentTime(Measurement):
 
     Of each, the two batches that take longest are left out too, as a busy machine may have caused them; but
     not of validations and the time between epochs.
-
-    Attributes:
-        n: number of batches, 0 if none was timed.
-        phases: seconds by phase: "data" (fetches), "forward", "loss", "backward", "optimizer", "between"
-            (all of the user's code between these), "validation", "epoch" (between epochs, and the start of a
-            loader), "garbage collection".
-        lines: seconds by line of the user's loop; a part of "loss" and "between".
-        fetches: likewise, by line that fetches batches, beyond what a DataLoader takes.
-        steps: likewise, by line that calls the model, its backward or an optimizer.
-        has_lines: whether lines were sampled, as much is spent between the steps.
-        samples: samples of lines of a loop that hookcb does not run; those of a Learner are known.
     """
 
     cadence = EVERY
     uses = (Clock,)
 
     def __init__(self) -> None:
-        self.n, self.has_lines = 0, False
+        self.n, self.has_lines = 0, False  # batches that were timed; whether lines were sampled
+        # phases: "data" (fetches), "forward", "loss", "backward", "optimizer", "between" (all of the user's
+        # code between these), "validation", "epoch" (between epochs, and the start of a loader), "garbage
+        # collection"
         self.phases, self.callbacks = dict[str, float](), dict[str, float]()
+        # parts of "loss" and "between": lines of the user's loop, those that fetch batches, beyond what a
+        # DataLoader takes, and those that call the model, its backward or an optimizer
         self.lines, self.fetches, self.steps = (dict[str, float]() for _ in range(3))
-        self.samples: LineSamples | None = None
+        self.samples: LineSamples | None = None  # of a loop that hookcb does not run
         self._split: TimeSplit | None = None
         self._n_batches, self._next_look = 0, BLOCK
 

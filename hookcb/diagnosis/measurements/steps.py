@@ -10,28 +10,22 @@ from hookcb.gradients.hand_steps import StepByHand
 
 
 class Steps(Measurement):
-    """Counts backwards, and notes which optimizers have stepped.
-
-    Attributes:
-        optimizers: optimizers that have stepped, by id, in the order of their first steps.
-        made_by: index of the optimizer that made each inspected step.
-        first_param: smallest parameter of the first layer with a gradient, which any number in a backward
-            that is not finite reaches; None before the first backward.
-        n_alone: number of steps before which the model was not called.
-        n_given: number of backwards of losses of others, to which the model gives features or targets.
-        is_beside: whether a backward was seen beside the model.
-        is_by_hand: whether the loop updates its weights without an optimizer.
-    """
+    """Counts backwards, and notes which optimizers have stepped."""
 
     cadence = EVERY
 
     def __init__(self) -> None:
-        self.optimizers: dict[int, Optimizer] = {}
+        self.optimizers: dict[int, Optimizer] = {}  # those that have stepped, by id, in that order
         self._stepped: list[int] = []  # their ids
-        self.made_by: list[int] = []
+        self.made_by: list[int] = []  # index of the optimizer that made each inspected step
+        # smallest parameter of the first layer with a gradient, which any number in a backward that is not
+        # finite reaches; None before the first backward
         self.first_param: nn.Parameter | None = None
-        self.n_backward = self.n_alone = self.n_given = self.n_optimizers = self.n_skipped = 0
-        self.is_beside = self.is_by_hand = False
+        self.n_backward = self.n_optimizers = self.n_skipped = 0  # skipped: by a GradScaler
+        self.n_alone = 0  # steps before which the model was not called
+        self.n_given = 0  # backwards of losses of others, to which the model gives features or targets
+        self.is_beside = False  # whether a backward was seen beside the model
+        self.is_by_hand = False  # whether the loop updates its weights without an optimizer
 
     def on_gradients(self, run: Run) -> None:
         self.n_backward += 1

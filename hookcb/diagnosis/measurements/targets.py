@@ -24,18 +24,14 @@ MIN_SAMPLES, MIN_BATCHES = 512, 8
 
 
 class Targets(Measurement):
-    """Copies of targets of inspected batches, on their device until they are read.
-
-    Attributes:
-        are_given: whether a loop tells them.
-        is_of_output: whether the loss compares the model's output itself with them, see `compares_output`.
-    """
+    """Copies of targets of inspected batches, on their device until they are read."""
 
     def __init__(self) -> None:
         self._batches: list[Tensor] = []
         self.n_batches, self.is_known = 0, False
         self._is_only = True  # whether no batch had a second tensor among its targets
-        self.is_of_output = self.are_given = False
+        self.is_of_output = False  # whether the loss compares the model's output itself with them
+        self.are_given = False  # whether a loop tells them
         self._of_step = -1
         self._yb: tuple[Any, ...] = ()
 

@@ -65,12 +65,6 @@ class Tokens(Measurement):
 
     It reads the indices that embeddings get rather than the input of the model, which may shift its input
     itself. They are copied, and dropped when the gradient is known, which tells the targets.
-
-    Attributes:
-        has_compared: whether each embedded token may have a target of its own, as in a language model or a
-            tagger.
-        indices: number of calls, and smallest and largest index in them, of embeddings that were called in
-            enough batches, by layer.
     """
 
     uses = (Operations,)
@@ -81,8 +75,10 @@ class Tokens(Measurement):
         self._counts: dict[tuple[int, int], list[Counts]] = {}  # by order of the call in its batch, and `dim`
         self._hook: Hook | None = None  # on the scores of the current batch
         self._ends: dict[str, list[Tensor]] = {}  # smallest and largest index of each call, by layer
-        self.n_batches, self.has_embeddings, self.has_compared = 0, False, False
-        self.relations: list[Relation] = []
+        self.n_batches, self.has_embeddings = 0, False
+        self.has_compared = False  # whether each token may have a target, as in a language model or a tagger
+        self.relations: list[Relation] = []  # in all batches that were compared
+        # number of calls, and smallest and largest index in them, of embeddings that were called often enough
         self.indices: dict[str, tuple[int, int, int]] = {}
 
     @property
@@ -99,19 +95,16 @@ class Tokens(Measurement):
         run.measured(Operations).listeners.append(self)
 
     def on_batch(self, run: Run) -> None:
-        self._forget()
-
-    on_batch_end = on_batch
-
-    def on_cancel(self, run: Run, level: str) -> None:
-        if level == "batch":
-            self._forget()
-
-    def _forget(self) -> None:
         self._embedded, self._views = [], []
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+    on_batch_end = close = on_batch
+
+    def on_cancel(self, run: Run, level: str) -> None:
+        if level == "batch":
+            self.on_batch(run)
 
     def add_indices(self, layer: str, n_rows: int, indices: Tensor, padding: int) -> None:
         """Records a call of an embedding with so many rows."""
@@ -146,12 +139,7 @@ class Tokens(Measurement):
                 self.failure = error
 
     def compare(self, grad: Tensor) -> None:
-        """Compares the targets of the batch with all that was embedded in it.
-
-        Args:
-            grad: gradient of the scores; that of a cross-entropy is negative for the target alone, and zero
-                if the target does not count.
-        """
+        # the gradient of a cross-entropy is negative for the target alone, and zero if that does not count
         embedded, self._embedded = self._embedded, []
         self.n_batches += 1
         for i, seen in enumerate(embedded):
@@ -188,9 +176,6 @@ class Tokens(Measurement):
             unknown = "the embedding of the tokens has no padding_idx, so it is not known what is padding"
             run.missing["padding of the tokens"] = unknown
 
-    def close(self, run: Run) -> None:
-        self._forget()
-
     def freeze(self) -> None:
         self._counts, self._ends = {}, {}
 
@@ -208,10 +193,7 @@ def _relation(counts: list[Counts]) -> Relation | None:
 def _targets_like(x: Tensor, grad: Tensor, dim: int) -> Tensor | None:
     """Targets in the shape of `x`, which may be one longer along `dim`; None if they do not fit.
 
-    Args:
-        x: indices `(N, T)`, or `(T, N)`.
-        grad: gradient of the scores, `(N, T, C)`, `(T, N, C)`, `(N · T, C)` or `(N, C, T)`.
-        dim: dimension of the positions in `x`.
+    `x` has shape `(N, T)` or `(T, N)`, and `grad` `(N, T, C)`, `(T, N, C)`, `(N · T, C)` or `(N, C, T)`.
     """
     shapes = [tuple(x.shape), (*x.shape[:dim], x.shape[dim] - 1, *x.shape[dim + 1 :])]
     for classes in range(grad.ndim - 1, 0, -1):
