@@ -44,9 +44,7 @@ class Loss(Measurement):
         self.autocasts: list[Autocast] | None = None  # in the forward of the last inspected batch, if known
         self.kind = ""  # "cross-entropy", "binary cross-entropy", "mse", "nll" …
         self.kinds = tuple[str, ...]()  # of the losses that it adds up, () if one of them is unknown
-        self.is_of_others = (
-            False  # whether the last layer before it is another model's, as of a discriminator
-        )
+        self.is_of_others = False  # whether the last layer before it is another model's: a discriminator's
         self.n_operations = 0  # from the model's output to the loss, if known
         self.is_seen = self.is_open = self.has_penalty = False  # open: nothing hides what it is computed from
         self.guess = math.nan  # ln C for cross-entropy over C classes, the mean square of the targets for MSE

@@ -229,7 +229,9 @@ class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subc
         if name in ("_softmax", "_safe_softmax") and args[1] in (-1, out.ndim - 1) and out.ndim > 2:
             self._measure_weights(out)
         elif name.startswith("_scaled_dot_product") and "backward" not in name:
-            self._measure_fused(args[0], args[1], kwargs, _is_causal(name, args, kwargs))
+            place = 6 if name == "_scaled_dot_product_efficient_attention" else 4
+            is_causal = kwargs.get("is_causal", args[place] if len(args) > place else False) is True
+            self._measure_fused(args[0], args[1], kwargs, is_causal)
         elif name == "embedding":
             padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else -1)
             self._embedded(self._layer(), len(args[0]), args[1], padding)
@@ -258,13 +260,8 @@ class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subc
         self._record(self._layer(), scores.softmax(-1), places if is_square else None)
 
 
-def _is_causal(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    place = 6 if name == "_scaled_dot_product_efficient_attention" else 4
-    return kwargs.get("is_causal", args[place] if len(args) > place else False) is True
-
-
 class DropoutProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Sees dropout in a forward without gradients: numbers from a Bernoulli distribution, divided by its p."""
+    """Sees dropout in a forward without gradients: Bernoulli numbers, divided by their p."""
 
     def __init__(self, record: Told, guarded: Told) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -69,7 +69,8 @@ class Output(Measurement):
     def on_first_graph(self, run: Run) -> None:
         node, self.layer = run.loop.loss_node, run.measured(LayerRows).last
         nodes = graph.walk([node], at_most=MAX_NODES, through=_is_in_loss, nearest_first=True)
-        self.is_degenerate = any(_softmax_size(at) == 1 for at in nodes if graph.name(at) in SOFTMAXES)
+        softmaxes = [(input_shape(at), saved(at, "dim")) for at in nodes if graph.name(at) in SOFTMAXES]
+        self.is_degenerate = any(dim is not None and shape and shape[dim] == 1 for shape, dim in softmaxes)
         self.compared = compared(node, run.loop.pred, run.measured(Targets).of_batch(run))
         loss = run.measured(Loss).graph
         is_other = loss is not None and loss.kind not in ("", *COMPARING)
@@ -117,9 +118,3 @@ def _is_in_loss(node: Any) -> bool:
     """Whether a node is neither a layer nor weighs something else, as a softmax may."""
     name = graph.name(node)
     return name not in graph.LAYERS and not (name == "Mul" and len(graph.inputs(node)) > 1)
-
-
-def _softmax_size(node: Any) -> int:
-    """Length of the dimension over which a softmax node normalizes; 0 if unknown."""
-    shape, dim = input_shape(node), saved(node, "dim")
-    return 0 if dim is None or not shape else shape[dim]
