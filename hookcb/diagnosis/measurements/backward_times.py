@@ -3,7 +3,6 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -22,30 +21,29 @@ class BackwardTimes(Measurement):
 
     All other operations have backwards of torch or of a package. If the first graph has none of the user, no
     other is read.
-
-    Attributes:
-        seconds: least seconds of a batch by backward, as a busy machine adds to them.
     """
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # least of a batch by backward, as a busy machine adds to them
         self._all: defaultdict[str, list[float]] = defaultdict(list)  # one for each batch
         self._began = math.nan
         self._n = 0
         self._failure: Exception | None = None
 
     def on_loss(self, run: Run) -> None:
-        """Times the backward of a loss that is about to begin."""
         if (node := run.loop.loss_node) is None:
             return
         self._n += 1
         names: set[str] = set()
-        for found, function in _written_by_user(node):
+        for at in graph.walk([node], at_most=graph.MAX_NODES):
+            function = backward_in_python(at)
+            if (code := code_of(function)) is None or not is_of_user(code.co_filename):
+                continue
             names.add(name := f"the backward of {function_place(function)}")
             if len(self._all[name]) < self._n:
                 self._all[name].append(0.0)
-            found.register_prehook(partial(self._mark, ""))
-            found.register_hook(partial(self._mark, name))
+            at.register_prehook(partial(self._mark, ""))
+            at.register_hook(partial(self._mark, name))
         self.done = not names or self._n == MAX_TIMED
 
     def _mark(self, name: str, *grads: Any) -> None:
@@ -62,11 +60,3 @@ class BackwardTimes(Measurement):
         if self._failure is not None:
             raise self._failure
         self.seconds = {name: min(x) for name, x in self._all.items()}
-
-
-def _written_by_user(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Nodes of a graph whose backward is a function of the user, and that."""
-    for at in graph.walk([node], at_most=graph.MAX_NODES):
-        function = backward_in_python(at)
-        if (code := code_of(function)) is not None and is_of_user(code.co_filename):
-            yield at, function

@@ -11,21 +11,11 @@ from hookcb.diagnosis.measurements.loss_graph import LossGraph
 
 
 class Losses(NamedTuple):
-    """Losses of predictions that do not come from a model.
+    """Losses of predictions that do not come from a model."""
 
-    Attributes:
-        constant: loss of the best prediction that is the same for all samples.
-        perfect: loss of the targets themselves as the prediction, above 0 if they are soft or smoothed.
-        noise: standard deviation of `constant` from batch to batch.
-    """
-
-    constant: float = math.nan
-    perfect: float = 0.0
-    noise: float = 0.0
-
-    def scaled(self, scale: float) -> "Losses":
-        """The same for a loss that is scaled."""
-        return Losses(*(scale * x for x in self))
+    constant: float = math.nan  # of the best prediction that is the same for all samples
+    perfect: float = 0.0  # of the targets themselves as the prediction, above 0 if they are soft or smoothed
+    noise: float = 0.0  # standard deviation of `constant` from batch to batch
 
 
 def losses_of_bits(batches: Sequence[Tensor], graph: LossGraph) -> Losses:
@@ -84,7 +74,6 @@ def _losses_of_indices(batches: Sequence[Tensor], graph: LossGraph) -> Losses:
 
 
 def _losses(shares: Tensor, perfect: float) -> Losses:
-    """Losses for the shares of the classes in each batch, with their weights."""
     mean = shares.mean(0)
     errors = -torch.xlogy(shares, mean / mean.sum()).sum(1)
     return Losses(float(errors.mean()), perfect, float(errors.std(correction=0)))

@@ -21,14 +21,7 @@ class BatchHash(NamedTuple):
 
 
 class BatchHashes(Measurement):
-    """Hashes the first batches of each epoch, on replicas; on a GPU, it waits for nothing.
-
-    Attributes:
-        epochs: the hashes of each epoch.
-        of_ranks: hashes of the inputs of the first batches of each rank, and how many of an epoch have come
-            before in it; empty in the verdict of a single rank.
-        rank: the rank that has measured this.
-    """
+    """Hashes the first batches of each epoch, on replicas; on a GPU, it waits for nothing."""
 
     cadence = EVERY
 
@@ -36,6 +29,8 @@ class BatchHashes(Measurement):
         self._epochs: list[list[tuple[Tensor | None, Tensor | None]]] = []
         self._is_open = False  # whether the current epoch is hashed from its beginning
         self.epochs: list[list[BatchHash]] = []
+        # hashes of the inputs of the first batches of each rank, and how many of an epoch have come before in
+        # it; empty in the verdict of a single rank
         self.of_ranks: Sequence[tuple[list[int], int]] = ()
         self.rank = 0
 
@@ -46,12 +41,10 @@ class BatchHashes(Measurement):
         self.add(run.loop.iter, run.loop.xb, run.loop.yb)
 
     def add(self, i: int, xb: Any, yb: Any) -> None:
-        """Hashes batch `i` of the epoch."""
         if i == 0:
             self._is_open = len(self._epochs) < N_EPOCHS
             self.done = not self._is_open
-            if self._is_open:
-                self._epochs.append([])
+            self._epochs += [[]] if self._is_open else []
         if self._is_open and len(self._epochs[-1]) == i < N_BATCHES:
             self._epochs[-1].append((hash_of(xb), hash_of(yb)))
 

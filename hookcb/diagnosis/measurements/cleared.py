@@ -36,7 +36,6 @@ class ClearedGradients(Measurement):
 
     @property
     def has_found(self) -> bool:
-        """Whether all steps came after their gradients were cleared."""
         return self.n_cleared >= max(MIN_STEPS, self.n_steps)
 
     def freeze(self) -> None:

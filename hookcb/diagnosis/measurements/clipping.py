@@ -1,7 +1,5 @@
 """Clipping: what is left of a gradient at the step, in a loop that clips before hookcb reads gradients."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -39,12 +37,15 @@ class Clipping(Measurement):
             self._before = None if norm is None else (run.step, norm)
 
     def on_step(self, run: Run) -> None:
-        self._is_unseen = not run.loop.facts.reports_steps
+        loop = run.loop
+        self._is_unseen = not loop.facts.reports_steps
         if self._is_unseen:
             before, self._before = self._before, None
             norm = _norm_of(run.measured(Steps).first_param)
             if before is not None and before[0] == run.step and norm is not None:
-                self._coefs.add(run.step, detached_scalar(_divided_by(run.loop) * norm / before[1]))
+                has_divided = is_unscaled(loop.scaler, loop.opt)  # a GradScaler, since the backward
+                divided_by = scale_of(loop.scaler, loop.model) if has_divided else 1.0
+                self._coefs.add(run.step, detached_scalar(divided_by * norm / before[1]))
 
     def tell(self, run: Run) -> None:
         if self._is_unseen:
@@ -59,8 +60,3 @@ def _norm_of(param: nn.Parameter | None) -> Tensor | None:
         return None
     norm: Tensor = torch.linalg.vector_norm(at_least_float32(local_part(param.grad.detach())))
     return norm
-
-
-def _divided_by(loop: Any) -> float | Tensor:
-    """Number by which a GradScaler has divided the gradients since the backward."""
-    return scale_of(loop.scaler, loop.model) if is_unscaled(loop.scaler, loop.opt) else 1.0

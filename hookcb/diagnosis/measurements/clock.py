@@ -13,20 +13,14 @@ PREFIX = "callback "  # of the names of callbacks
 
 
 class Clock(Measurement):
-    """Splits the time of a training by phases and callbacks.
-
-    Attributes:
-        split: splits the time; names of callbacks begin with `PREFIX`.
-        waited: seconds for which the current batch was fetched.
-        own: callbacks of the diagnosis, whose time is left out.
-    """
+    """Splits the time of a training by phases and callbacks."""
 
     cadence = EVERY
 
     def __init__(self) -> None:
-        self.own: tuple[Any, ...] = ()
+        self.own: tuple[Any, ...] = ()  # callbacks of the diagnosis, whose time is left out
         self.split: TimeSplit | None = None
-        self.waited = 0.0
+        self.waited = 0.0  # seconds for which the current batch was fetched
 
     def _label(self, cb: Any) -> str:
         return "" if any(cb is x for x in self.own) else f"{PREFIX}{label_of(cb)}"
@@ -51,10 +45,6 @@ class Clock(Measurement):
 
 
 class RankTimes(Measurement):
-    """Times of the ranks, which a `StepTimer` compares.
+    """Times of the ranks, which a `StepTimer` compares."""
 
-    Attributes:
-        slowest: the rank with most work of its own, if several were compared.
-    """
-
-    slowest: Straggler | None = None
+    slowest: Straggler | None = None  # the rank with most work of its own, if several were compared

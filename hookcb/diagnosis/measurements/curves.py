@@ -18,16 +18,14 @@ from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run, Series
 
 STATM = Path("/proc/self/statm")  # in pages
-MAX_POINTS = 8_192
-MAX_MEMORY = 128  # points of memory in use, which is read in fewer batches then
+MAX_POINTS, MAX_MEMORY = 8_192, 128  # points of a curve, and of memory in use, which is read in fewer batches
 MANY_READINGS, MEMORY_EVERY = 64, 4  # batches in which it is read at first, and distance of the later ones
 
 
 class Curve:
-    """A number per batch, in bounded memory; tensors stay on their device until `series()` is read.
+    """A number per batch, of which every second point is dropped whenever there are `max_points`.
 
-    Args:
-        max_points: number of points above which every second one is dropped.
+    Tensors stay on their device until `series()` is read.
     """
 
     def __init__(self, max_points: int = MAX_POINTS) -> None:
@@ -44,7 +42,6 @@ class Curve:
         return is_due
 
     def add(self, step: int, value: float | Tensor) -> None:
-        """Appends the number of a batch."""
         if self._n % self._stride == 0:
             if len(self._steps) == self._max_points:
                 self._steps, self._values = self._steps[::2], self._values[::2]
@@ -78,28 +75,19 @@ class ResidentMemory:
         return float((int(resident) - int(shared)) * mmap.PAGESIZE)
 
     def close(self) -> None:
-        """Closes the file it reads from."""
         if self._file is not None:
             self._file.close()
 
 
 class Curves(Measurement):
-    """Numbers of each batch: loss, learning rate, time and memory.
-
-    Attributes:
-        losses: loss before each step of an optimizer, by index of the optimizer.
-        waits: seconds spent fetching batches since the previous batch, 0 if no fetch was seen.
-        batches: seconds from the end of the first backward of the previous batch to that of this one.
-        memory: bytes in use after each step, if known.
-        n_losses: number of losses that were recorded.
-    """
+    """Numbers of each batch: loss, learning rate, time and memory."""
 
     cadence = EVERY
     uses = (Clock, Steps)
 
     def __init__(self) -> None:
         self._loss, self._rate, self._wait, self._length = (Curve() for _ in range(4))
-        self._losses: defaultdict[int, Curve] = defaultdict(Curve)  # by id of the optimizer
+        self._losses = defaultdict[int, Curve](Curve)  # by id of the optimizer
         self._memory = Curve(MAX_MEMORY)
         self.n_losses = 0
         self._last_loss: float | Tensor | None = None
@@ -107,8 +95,10 @@ class Curves(Measurement):
         self._ended, self._has_ended = math.nan, False
         self._resident: ResidentMemory | None = None
         self._memory_due = 0
-        self.losses: dict[int, Series] = {}
-        self.waits, self.batches, self.memory = Series(), Series(), Series()
+        self.losses: dict[int, Series] = {}  # before each step of an optimizer, by index of the optimizer
+        self.waits = Series()  # seconds spent fetching batches since the previous batch, if a fetch was seen
+        self.batches = Series()  # seconds from the end of the previous batch's first backward to this one's
+        self.memory = Series()  # bytes in use after each step, if known
 
     def on_model(self, run: Run) -> None:
         self._resident = ResidentMemory()

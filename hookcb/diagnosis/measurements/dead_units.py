@@ -21,30 +21,20 @@ MAX_EXAMPLES = 4 * MIN_EXAMPLES  # of them, after which `N_DENSE` steps suffice
 
 
 class Dead(NamedTuple):
-    """Shares of a weight's units that received no gradient.
+    """Shares of a weight's units that received no gradient."""
 
-    Attributes:
-        lately: share without a gradient in the last `n_looked` steps measured.
-        never: share that never had a gradient.
-        since: step since which half of these units have had no gradient.
-        n_looked, n_examples: number of steps and examples that `lately` covers, see `MIN_LOOKS`.
-        n_units: number of units.
-    """
-
-    lately: float
-    never: float
-    since: int
-    n_looked: int
+    lately: float  # in the last `n_looked` steps measured
+    never: float  # in none of them
+    since: int  # the step since which half of these units have had none
+    n_looked: int  # steps and examples that `lately` covers, see `MIN_LOOKS`
     n_examples: int
     n_units: int
 
 
 class _Units(NamedTuple):
-    """A weight, its bias, and whether the units are known to be its rows."""
-
     weight: nn.Parameter
     bias: nn.Parameter | None
-    is_row: bool
+    is_row: bool  # whether the units are known to be its rows
 
 
 class DeadUnits(Measurement):
@@ -54,10 +44,6 @@ class DeadUnits(Measurement):
     cheapest; if it is zero, which it also is if the loss depends on differences only, the unit's row of the
     weight's gradient is read. Steps in which no unit has a gradient are ignored: the loss is then satisfied
     or constant.
-
-    Attributes:
-        n_examples: number of examples in all steps that count.
-        of: what is known of each weight that was measured, by its name.
     """
 
     cadence = MAX_DENSE
@@ -70,14 +56,13 @@ class DeadUnits(Measurement):
         self._looks: dict[str, list[tuple[int, int]]] = {}  # steps and numbers of examples
         self._in_step = self._in_batch = 0  # examples in the gradients of the next step, and in the batch
         self._is_dense, self._is_cancelled = True, False
-        self.n_examples = 0
-        self.of: dict[str, Dead] = {}
+        self.n_examples = 0  # in all steps that count
+        self.of: dict[str, Dead] = {}  # by name of the weight
 
     def on_model(self, run: Run) -> None:
         self.follow(run.loop.model)
 
     def follow(self, model: nn.Module) -> None:
-        """Finds the weights of a model that are measured."""
         for name, m in named_modules(model).items():
             if isinstance(m, nn.Linear | Convolution) and not isinstance(m, TRANSPOSED):
                 path = f"{name}.weight" if name else "weight"
@@ -113,11 +98,10 @@ class DeadUnits(Measurement):
 
     @property
     def has_few(self) -> bool:
-        """Whether more examples are needed than `N_DENSE` steps have had."""
         return self.n_examples < MAX_EXAMPLES
 
     def tell(self, run: Run) -> None:
-        self.of = self.dead_shares()
+        self.of = {name: self._shares_of(name) for name in self._looks}
 
     def freeze(self) -> None:
         self._layers, self._last, self._looks = {}, {}, {}
@@ -137,10 +121,6 @@ class DeadUnits(Measurement):
             else:
                 self._n_units[name] = len(x)
                 self._last[name] = torch.where(x, len(looks), self._last.get(name, 0))
-
-    def dead_shares(self) -> dict[str, Dead]:
-        """`Dead` by name of the weight; waits for the device."""
-        return {name: self._shares_of(name) for name in self._looks}
 
     def _shares_of(self, name: str) -> Dead:
         looks, known = self._looks[name], self._last[name]
@@ -171,20 +151,12 @@ def _alive(weight: nn.Parameter, bias: nn.Parameter | None, is_row: bool) -> Ten
         return rows.any(1)
     if is_row or rows.shape[0] != rows.shape[1]:
         return by_bias | rows.any(1 if rows.shape[0] == len(by_bias) else 0)
-    return by_bias | _alive_in_square(rows, by_bias)
-
-
-def _alive_in_square(rows: Tensor, by_bias: Tensor) -> Tensor:
-    """Whether each unit of a square matrix has a gradient.
-
-    The units are its rows or its columns, whichever are zero for all units with a zero gradient of the bias.
-    """
     by_row, by_column = rows.any(1), rows.any(0)
-    if by_bias.is_cpu:
-        for alive in (by_row, by_column):
-            if not bool(alive[~by_bias].any()):
-                return alive
-    return by_row | by_column
+    # units of a square are its rows or columns, whichever are zero where the gradient of the bias is
+    for alive in (by_row, by_column) if by_bias.is_cpu else ():
+        if not bool(alive[~by_bias].any()):
+            return by_bias | alive
+    return by_bias | by_row | by_column
 
 
 def _bare_layers(model: nn.Module) -> dict[str, _Units]:

@@ -16,36 +16,27 @@ from hookcb.diagnosis.measurements.layer_rows import MAX_RECORDS
 from hookcb.diagnosis.run import Run, Series
 from hookcb.records.store import StatStore
 
-COLUMNS = ("std", "rms", "nonfinite", "differs")  # `differs`: whether any two samples do
+COLUMNS = ("std", "rms", "nonfinite", "differs")  # `differs`: 1 if any two samples do, NaN if that is unknown
 MAX_COLUMNS = 256  # of a table; the columns of wider inputs, as pixels and counts of words, are mostly alike
 N_TABLES = 3  # batches whose columns are measured
 
 
 class Inputs(Measurement):
-    """Measures the inputs of inspected batches.
-
-    Attributes:
-        std, rms: standard deviation and root mean square of the first float input.
-        rms_of_others: RMS of the inputs of the other ranks, their geometric mean, NaN if unknown.
-        columns: RMS of each column of a table, in the first inspected batches; else empty.
-        sizes: number of elements, 0 if unknown.
-        nonfinite: number of elements that are NaN or infinite.
-        differs: 1 if any two samples differ, else 0, without batches that cannot tell.
-    """
+    """Measures the inputs of inspected batches."""
 
     def __init__(self) -> None:
         self._numbers: StatStore | None = StatStore(COLUMNS, MAX_RECORDS)
         self._squares: list[Tensor] = []  # of columns, on their device
         self._sizes = Curve()
-        self.std, self.rms, self.nonfinite, self.differs, self.sizes = (Series() for _ in range(5))
-        self.rms_of_others = math.nan
-        self.columns: list[list[float]] = []
+        self.std, self.rms, self.nonfinite, self.differs = (Series() for _ in COLUMNS)
+        self.sizes = Series()  # number of elements, 0 if unknown
+        self.rms_of_others = math.nan  # of the other ranks, their geometric mean
+        self.columns: list[list[float]] = []  # RMS of each column of a table, in the first inspected batches
 
     def on_batch(self, run: Run) -> None:
         self.add(run.step, run.loop.xb)
 
     def add(self, step: int, xb: Any) -> None:
-        """Measures the inputs of a batch."""
         self._sizes.add(step, float(sum(x.numel() for _, x in parts(xb) if isinstance(x, Tensor))))
         if self._numbers is not None and (numbers := input_numbers(xb)) is not None:
             self._numbers.put("x", [self._numbers.begin(0, step)], numbers[None].float())
@@ -124,7 +115,6 @@ def _scale(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _count_nonfinite(x: Tensor) -> Tensor:
-    """Number of elements that are NaN or infinite."""
     if x.is_cpu and math.isfinite(float(x.sum())):  # one pass instead of three
         return torch.zeros((), dtype=torch.int64, device="cpu")
     return x.isfinite().logical_not().sum()

@@ -24,11 +24,7 @@ TANH, SIGMOID = 0.97, 0.03  # saturated above this magnitude, and within this di
 
 
 class LayerRows(Measurement):
-    """Records spread and saturation of layers' outputs.
-
-    Attributes:
-        last: name of the last layer with an output in this batch, "" if there is none yet.
-    """
+    """Records spread and saturation of layers' outputs."""
 
     def __init__(self) -> None:
         self._about: dict[str, str] = {}
@@ -62,6 +58,7 @@ class LayerRows(Measurement):
 
     @property
     def last(self) -> str:
+        """Name of the last layer with an output in this batch, "" if there is none yet."""
         return self._taken[-1][0] if self._taken else ""
 
     def on_batch_end(self, run: Run) -> None:
@@ -104,12 +101,8 @@ def float_output(name: str, output: Any) -> Tensor | None:
 def spread(x: Tensor, memory: Memory | None = None) -> Tensor:
     """Variance across the batch relative to the second moment: 0 if all samples have the same output.
 
-    Args:
-        x: `(N, …)`; if it has more than 16,384 elements a part of each sample is read.
-        memory: lends what is needed on the way.
-
-    Returns:
-        A 0-d float32 tensor; NaN for a single sample, and if all elements are zero.
+    NaN for a single sample, and if all elements are zero. If `x` `(N, …)` has more than 16,384 elements a
+    part of each sample is read. `memory` lends what is needed on the way.
     """
     if x.ndim == 0 or len(x) < 2:
         return x.new_full((), math.nan, dtype=torch.float32)
@@ -130,10 +123,7 @@ def spread(x: Tensor, memory: Memory | None = None) -> Tensor:
 
 def saturated_share(m: nn.Module, x: Tensor) -> Tensor | None:
     """Share of the outputs of a Tanh or Sigmoid near its limits, NaN if all are; None for other modules."""
-    if isinstance(m, nn.Tanh):
-        share = (x.abs() > TANH).float().mean()
-    elif isinstance(m, nn.Sigmoid):
-        share = ((x < SIGMOID) | (x > 1 - SIGMOID)).float().mean()
-    else:
+    if not isinstance(m, nn.Tanh | nn.Sigmoid):
         return None
-    return share.masked_fill(x.isnan().all(), math.nan)
+    is_near = x.abs() > TANH if isinstance(m, nn.Tanh) else (x < SIGMOID) | (x > 1 - SIGMOID)
+    return is_near.float().mean().masked_fill(x.isnan().all(), math.nan)

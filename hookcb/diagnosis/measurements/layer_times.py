@@ -42,30 +42,22 @@ class LayerTimes(Measurement):
     The batches are those after an inspected one, so that nothing else is measured between the layers. Hooks
     are on the modules only in them. Nothing is timed in a process that has compiled anything, as new hooks
     would compile it again.
-
-    Attributes:
-        seconds: least seconds of a forward by layer, without the modules that it calls, as a busy machine
-            adds to them; empty if too few were timed.
-        hook_seconds: likewise of the user's forward hooks on all layers, by their function.
-        work: work in a forward by layer, see `work_of`.
-        n_ops: number of operations in a forward by layer.
-        n_reads: number of those that read a number of a tensor, as `.item()` does.
     """
 
     cadence = EVERY
     uses = (Clock, Operations)
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.hook_seconds: dict[str, float] = {}
-        self.work: dict[str, float] = defaultdict(float)
-        self.n_ops: Counter[str] = Counter()
-        self.n_reads: Counter[str] = Counter()
+        # least seconds of a forward by layer, without the modules that it calls, as a busy machine adds to
+        # them, and of the user's forward hooks on all layers, by function; empty if too few were timed
+        self.seconds, self.hook_seconds = dict[str, float](), dict[str, float]()
+        self.work: dict[str, float] = defaultdict(float)  # in a forward by layer, see `work_of`
+        self.n_ops: Counter[str] = Counter()  # operations in a forward by layer
+        self.n_reads: Counter[str] = Counter()  # those that read a number of a tensor, as `.item()` does
         self._names: dict[int, str] = {}
-        self._all_seconds: defaultdict[str, list[float]] = defaultdict(list)
-        self._now: defaultdict[str, float] = defaultdict(float)
-        self._of_hooks: defaultdict[str, list[float]] = defaultdict(list)  # likewise, by the user's function
-        self._now_in_hooks: defaultdict[str, float] = defaultdict(float)
+        # seconds of each batch, and in the current one, by layer and by the user's function
+        self._all_seconds, self._of_hooks = (defaultdict[str, list[float]](list) for _ in range(2))
+        self._now, self._now_in_hooks = (defaultdict[str, float](float) for _ in range(2))
         self._running: list[str] = []
         self._since = 0.0
         self._hooks: list[Hook] = []
@@ -78,7 +70,7 @@ class LayerTimes(Measurement):
 
     def on_batch(self, run: Run) -> None:
         """Puts hooks on the modules if the batch before this one was inspected, and this one is not."""
-        self._end_forward()
+        self.on_backward(run)
         is_due = self._is_after_look and not run.looking and run.n_batches >= FIRST
         self._is_after_look = run.looking
         if not is_due or contains_compiled(model := run.loop.model):
@@ -133,20 +125,13 @@ class LayerTimes(Measurement):
         others = [hook.hook if isinstance(hook, Tap) else hook for hook in hooks.values()]
         others = [hook for hook in others if hook is not None and id(hook) not in self._own]
         try:
-            title = _title_of(others)
+            if (title := _title_of(others)) is not None:
+                self._now_in_hooks[title] += now - self._since
         except Exception:  # of an odd object; the user's forward goes on
-            title = None
-        if title is not None:
-            self._now_in_hooks[title] += now - self._since
+            return
 
-    def on_backward(self, run: Run) -> None:
+    def on_backward(self, run: Run, level: str = "") -> None:
         """Removes the hooks, at the latest before the backward, which may run forwards again."""
-        self._end_forward()
-
-    def on_cancel(self, run: Run, level: str) -> None:
-        self._end_forward()
-
-    def _end_forward(self) -> None:
         if not self._hooks:
             return
         while self._hooks:
@@ -159,6 +144,8 @@ class LayerTimes(Measurement):
             found.clear()
         self._running.clear()
 
+    on_cancel = close = on_backward
+
     def add_work(self, layer: str, func: Any, args: tuple[Any, ...], output: Any) -> None:
         """Adds the work of an operation in the first inspected forward."""
         op = func.overloadpacket.__name__
@@ -169,9 +156,6 @@ class LayerTimes(Measurement):
 
     def tell(self, run: Run) -> None:
         self.seconds, self.hook_seconds = self._least(self._all_seconds), self._least(self._of_hooks)
-
-    def close(self, run: Run) -> None:
-        self._end_forward()
 
     def _least(self, seconds: Mapping[str, list[float]]) -> dict[str, float]:
         if self._n_timed < MIN_TIMED:
@@ -202,8 +186,8 @@ def _title_of(hooks: list[Any]) -> str | None:
 
 def work_of(op: str, args: tuple[Any, ...], output: Any) -> float:
     """Work of an operation in multiply-adds, of which each element of a result counts as `ELEMENT`."""
-    given = {address(x) for _, x in parts(args)}
-    results = [x for _, x in parts(output) if address(x) not in given | {None}]  # a view is no work
+    given = {None, *(address(x) for _, x in parts(args))}
+    results = [x for _, x in parts(output) if address(x) not in given]  # a view is no work
     return multiply_adds(op, args, results) + float(ELEMENT * sum(x.numel() for x in results))
 
 
@@ -229,8 +213,8 @@ def multiply_adds(op: str, args: tuple[Any, ...], results: list[Tensor]) -> floa
     if op in ("addmm", "baddbmm"):
         return float(args[1].numel() * args[2].shape[-1])
     if op == "convolution":
-        is_transposed = bool(args[6])
-        return float((args[0] if is_transposed else results[0]).numel() * prod(args[1].shape[1:]))
+        whole = args[0] if args[6] else results[0]  # args[6]: whether it is transposed
+        return float(whole.numel() * prod(args[1].shape[1:]))
     if op.startswith("_scaled_dot_product"):
         return float(2 * args[0].numel() * args[1].shape[-2])
     if op == "mkldnn_rnn_layer":

@@ -57,19 +57,11 @@ class LineSamples:
     Python code. So a sample in time is of a line that waits. One that comes late was held up by Python code:
     by the line in progress if that is interrupted there or never waits, else by an earlier one, which is one
     of those that are interrupted at other times; or by the machine, if none ever is.
-
-    Args:
-        is_open: whether to sample now.
-
-    Attributes:
-        is_running: whether the thread runs, or ran.
-        n: number of samples in batches that count.
-        failure: the error that has ended the thread, if any.
     """
 
-    def __init__(self, is_open: Callable[[], bool]) -> None:
-        self.n, self.is_running = 0, False
-        self.failure: Exception | None = None
+    def __init__(self, is_open: Callable[[], bool]) -> None:  # which tells whether to sample now
+        self.n, self.is_running = 0, False  # samples in batches that count; whether the thread runs, or ran
+        self.failure: Exception | None = None  # which has ended the thread
         self._is_open, self._thread_id = is_open, threading.get_ident()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -105,7 +97,6 @@ class LineSamples:
             SAMPLED.add(self)
 
     def close(self) -> None:
-        """Ends the thread."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -158,13 +149,8 @@ class LineSamples:
         if frame is None or line is None:
             return
         is_broken_off = frame.f_code.co_code[frame.f_lasti] in BREAKS
-        if delay <= SLACK:
-            kind = "waits"
-        elif is_broken_off:
-            kind = "python"
-        else:
-            kind = "earlier" if delay <= MAX_SKID else "late"
-        self._pending.append((line, kind, seconds))
+        held_up = "python" if is_broken_off else "earlier" if delay <= MAX_SKID else "late"
+        self._pending.append((line, "waits" if delay <= SLACK else held_up, seconds))
 
     def _line_of(self, frame: FrameType | None) -> Line | None:
         called: Line | None = None  # by a package, in the loop

@@ -13,10 +13,9 @@ from hookcb.core.graph import COMPILED
 from hookcb.core.optim import detached_scalar
 from hookcb.diagnosis.fault import EVERY, LOOKS, Measurement
 from hookcb.diagnosis.measurements.curves import Curve, Curves
-from hookcb.diagnosis.measurements.external_batch import ExternalBatch
 from hookcb.diagnosis.measurements.loss_graph import LossGraph, last_parameters, n_between, read_loss
 from hookcb.diagnosis.measurements.penalty import penalty_of
-from hookcb.diagnosis.measurements.plain_run import graph_of_original
+from hookcb.diagnosis.measurements.plain_run import ExternalBatch, graph_of_original
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.run import Run, Series
@@ -35,44 +34,27 @@ PREDICTIONS = {
 
 
 class Loss(Measurement):
-    """Kind of the loss and what it is computed from, read from the graph of the first one.
-
-    Attributes:
-        graph: what was read; None if no loss was seen.
-        graph_of_one: the same, an unknown one if several optimizers may have losses of their own.
-        autocasts: state of autocast in the forward of the last inspected batch, if known.
-        is_seen: whether there was a loss.
-        is_open: whether nothing hides what it is computed from.
-        kind: "cross-entropy", "binary cross-entropy", "mse", "nll" …, "" if unknown.
-        kinds: kinds of the losses that it adds up, () if one of them is unknown.
-        is_of_others: whether the last layer before the loss is not the model's, as of a discriminator.
-        n_operations: number of operations from the model's output to the loss, 0 if unknown.
-        guess: loss of guessing: ln C for cross-entropy over C classes, the mean square of the targets for
-            MSE; NaN if unknown.
-        constant: loss of the best constant prediction for the targets seen: their entropy or variance; NaN
-            if unknown.
-        perfect: loss of a perfect prediction, above 0 for soft or smoothed targets.
-        noise: standard deviation of `constant` over the `n_targets` batches whose targets were seen.
-        validation: loss of the last validation, NaN if there was none.
-        has_penalty: whether penalties on parameters are a part of it.
-        penalty: part of the loss that is a penalty on parameters, for each inspected and every eighth batch.
-        of_ranks: some of the losses of each rank, if there are several, but no more than 64.
-    """
+    """Kind of the loss and what it is computed from, read from the graph of the first one."""
 
     uses = (Steps, Targets)
 
     def __init__(self) -> None:
         self.graph: LossGraph | None = None
-        self.graph_of_one = LossGraph()
-        self.autocasts: list[Autocast] | None = None
-        self.kind, self.kinds = "", tuple[str, ...]()
-        self.is_of_others, self.n_operations = False, 0
-        self.is_seen = self.is_open = self.has_penalty = False
-        self.guess = self.constant = self.validation = math.nan
-        self.perfect = self.noise = 0.0
-        self.n_targets = 1
-        self.penalty, self._penalty, self._penalty_due = Series(), Curve(), 0
-        self.of_ranks: list[Series] = []
+        self.graph_of_one = LossGraph()  # an unknown one if several optimizers may have losses of their own
+        self.autocasts: list[Autocast] | None = None  # in the forward of the last inspected batch, if known
+        self.kind = ""  # "cross-entropy", "binary cross-entropy", "mse", "nll" …
+        self.kinds = tuple[str, ...]()  # of the losses that it adds up, () if one of them is unknown
+        self.is_of_others = False  # whether the last layer before it is another model's: a discriminator's
+        self.n_operations = 0  # from the model's output to the loss, if known
+        self.is_seen = self.is_open = self.has_penalty = False  # open: nothing hides what it is computed from
+        self.guess = math.nan  # ln C for cross-entropy over C classes, the mean square of the targets for MSE
+        self.constant = math.nan  # of the best constant prediction for the targets: their entropy or variance
+        self.perfect = 0.0  # of a perfect prediction, above 0 for soft or smoothed targets
+        self.noise, self.n_targets = 0.0, 1  # deviation of `constant` over so many batches of targets
+        self.validation = math.nan  # loss of the last validation
+        self.penalty, self._penalty = Series(), Curve()  # on parameters, in inspected and every eighth batch
+        self._penalty_due = 0
+        self.of_ranks: list[Series] = []  # some of the losses of each rank, if there are no more than 64
 
     @property
     def cadence(self) -> float:  # type: ignore[override]
@@ -187,10 +169,9 @@ def guess_of(graph: LossGraph, pred: Any, yb: Any) -> float:
             return math.nan
         weights = 1 + (graph.class_weights - 1) * targets  # of ones, and 1 for zeros
         return graph.scale * math.log(2) * float(weights.mean())
-    if targets is not None and graph.kind == "mse" and targets.is_floating_point():
-        has_same_shape = targets.shape == scores.shape
-        return graph.scale * float(targets.float().square().mean()) if has_same_shape else math.nan
-    return math.nan
+    if targets is None or graph.kind != "mse" or targets.shape != scores.shape:
+        return math.nan
+    return graph.scale * float(targets.float().square().mean()) if targets.is_floating_point() else math.nan
 
 
 def _agreed(numbers: Sequence[float]) -> float:

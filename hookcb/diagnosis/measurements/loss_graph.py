@@ -13,42 +13,23 @@ MAX_OPERATIONS = 1_000  # that are counted
 
 
 class LossGraph(NamedTuple):
-    """Kind of a loss and its input, as read from its autograd graph.
+    """Kind of a loss and its input, as read from its autograd graph."""
 
-    Attributes:
-        kind: "cross-entropy", "nll" (without log-softmax), "binary cross-entropy", "mse", "mae", "huber",
-            "kl", or "" for any other loss.
-        is_pure: whether the loss is that and nothing else, except for scale and sign.
-        scale: factor of the mean over samples; NaN for a sum, and if unknown.
-        applies: "softmax" or "sigmoid" if the loss applies that itself, else "".
-        head: operation that produces the input of the loss, "Softmax", "Sigmoid" or "Relu", else "".
-        hidden_by: operation that hides the loss's input, "" if none does.
-        takes: input that the loss expects: "scores", "log-probabilities", "probabilities", "values", or "".
-        is_raw: whether its input is the raw output of a linear or convolutional layer.
-        has_penalty: whether it is that and penalties on parameters.
-        ignored: class index that the loss ignores.
-        has_weights: whether classes or elements have weights.
-        class_weights: copy of the weights of the classes, or of ones; None if there are others, or none.
-        smoothing: label smoothing of torch's cross-entropy.
-        n_classes: number of scores of a cross-entropy, 0 if unknown.
-        kinds: kinds of all losses that it adds up, without penalties; () if it is known to be no such sum.
-    """
-
-    kind: str = ""
-    is_pure: bool = False
-    scale: float = math.nan
-    applies: str = ""
-    head: str = ""
-    hidden_by: str = ""
-    takes: str = ""
-    is_raw: bool = False
-    has_penalty: bool = False
-    ignored: int = -100
-    has_weights: bool = False
-    class_weights: Tensor | None = None
+    kind: str = ""  # as of a `Term`, "" for any other loss
+    is_pure: bool = False  # whether the loss is that and nothing else, except for scale and sign
+    scale: float = math.nan  # factor of the mean over samples; NaN for a sum, and if unknown
+    applies: str = ""  # "softmax" or "sigmoid" if the loss applies that itself
+    head: str = ""  # operation that produces the input of the loss: "Softmax", "Sigmoid" or "Relu"
+    hidden_by: str = ""  # operation that hides the input of the loss
+    takes: str = ""  # input that it expects: "scores", "log-probabilities", "probabilities", "values"
+    is_raw: bool = False  # whether its input is the raw output of a linear or convolutional layer
+    has_penalty: bool = False  # whether it is that and penalties on parameters
+    ignored: int = -100  # class index that it ignores
+    has_weights: bool = False  # whether classes or elements have weights
+    class_weights: Tensor | None = None  # copy of those of classes, or of ones; None if there are others
     smoothing: float = 0.0
-    n_classes: int = 0
-    kinds: tuple[str, ...] = ()
+    n_classes: int = 0  # number of scores of a cross-entropy, 0 if unknown
+    kinds: tuple[str, ...] = ()  # of all losses in a sum, without penalties; () if it is none for certain
 
     @property
     def sure_kind(self) -> str:
@@ -69,9 +50,6 @@ def read_loss(node: Any) -> LossGraph:
 
     It may be called while the backward runs, when nodes have freed their saved tensors; a factor of the loss
     is then unknown.
-
-    Args:
-        node: `loss.grad_fn`, or None.
     """
     terms = read_terms(node)
     main = main_term(terms)
@@ -79,11 +57,12 @@ def read_loss(node: Any) -> LossGraph:
         hiding = (graph.name(at) for at in graph.near(node, MAX_NODES) if graph.is_opaque(at))
         return LossGraph(hidden_by=next(hiding, ""))
     head, hidden_by = _head(main.given)
+    applied = "sigmoid" if main.kind == "binary cross-entropy" else "softmax"
     return LossGraph(
         main.kind,
         len(terms) == 1 and main.is_exact,
         main.scale,
-        _applied(main),
+        applied if main.takes == "scores" else "",
         head,
         hidden_by,
         main.takes,
@@ -141,12 +120,6 @@ def target_of(node: Any) -> Tensor | None:
     """Targets that a loss of torch has saved for its backward, None if unknown."""
     main = main_term(read_terms(node))
     return None if main is None else main.target
-
-
-def _applied(term: Term) -> str:
-    if term.takes != "scores":
-        return ""
-    return "sigmoid" if term.kind == "binary cross-entropy" else "softmax"
 
 
 def head_of(node: Any) -> tuple[str, str]:

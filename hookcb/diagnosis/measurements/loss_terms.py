@@ -23,45 +23,28 @@ KINDS = {
 MEAN = 1  # value of torch's enum of reductions
 NEG = (*graph.SHAPING, "Neg")
 SAME_PROBABILITY = (*graph.BOUNDING, *graph.SHAPING, *graph.CHOOSING, "Add")
+SUM = (*graph.SHAPING, "Sum", "ClampMin", "Add")  # of probabilities
 BROADCAST = ("Expand",)  # of an input of a loss
 MAX_NODES = 64
 
 
 class Term(NamedTuple):
-    """One term of a loss.
+    """One term of a loss."""
 
-    Attributes:
-        kind: "cross-entropy", "nll", "binary cross-entropy", "mse", "mae", "huber", "kl"; "penalty" on
-            parameters; "" for anything else.
-        scale: factor of the mean over samples; NaN for a sum or if unknown, inf for a sum of a penalty.
-        takes: what it must be given: "scores", "log-probabilities", "probabilities", "values", or "".
-        given: node of what the model gives to it.
-        is_exact: whether it is a plain mean or sum of that kind, without weights of samples.
-        is_complement: whether it is the logarithm of 1 - p.
-        target: what torch's loss compares with, None if unknown.
-        ignored: class index that torch's loss ignores.
-        has_weights: whether classes or elements have weights.
-        class_weights: weights of the classes, or of ones; None if there are others, or none.
-        smoothing: label smoothing of torch's cross-entropy.
-        shape: shape of the elements that are compared, after broadcasting.
-        node: node that computes it.
-        given_shape: shape of what the model gives to it, before broadcasting, () if unknown.
-    """
-
-    kind: str
-    scale: float = math.nan
-    takes: str = ""
-    given: Any = None
-    is_exact: bool = True
-    is_complement: bool = False
-    target: Tensor | None = None
-    ignored: int = -100
-    has_weights: bool = False
-    class_weights: Tensor | None = None
+    kind: str  # "cross-entropy", "nll" (without log-softmax), "mse" …, "penalty" on parameters, "" for others
+    scale: float = math.nan  # factor of the mean over samples; NaN for a sum or if unknown, inf for a penalty
+    takes: str = ""  # what it must be given: "scores", "log-probabilities", "probabilities", "values", or ""
+    given: Any = None  # node of what the model gives to it
+    is_exact: bool = True  # whether it is a plain mean or sum of that kind, without weights of samples
+    is_complement: bool = False  # whether it is the logarithm of 1 - p
+    target: Tensor | None = None  # what torch's loss compares with
+    ignored: int = -100  # class index that torch's loss ignores
+    has_weights: bool = False  # whether classes or elements have weights
+    class_weights: Tensor | None = None  # those of classes, or of ones; None if there are others
     smoothing: float = 0.0
-    shape: tuple[int, ...] = ()
-    given_shape: tuple[int, ...] = ()
-    node: Any = None
+    shape: tuple[int, ...] = ()  # of the elements that are compared, after broadcasting
+    given_shape: tuple[int, ...] = ()  # of what the model gives to it, before that; () if unknown
+    node: Any = None  # that computes it
 
 
 def read_terms(node: Any) -> list[Term]:
@@ -69,34 +52,26 @@ def read_terms(node: Any) -> list[Term]:
 
     The logarithms of p and 1 - p are one term, a binary cross-entropy written by hand. A logarithm of 1 - p
     alone, or of two different outputs, has no kind: it may be one side of a game.
-
-    Args:
-        node: `loss.grad_fn`.
     """
-    terms = _named(list(_terms(node, 1.0, [MAX_NODES])))
-    return [x._replace(scale=math.nan) if math.isinf(x.scale) and x.kind != "penalty" else x for x in terms]
-
-
-def _named(terms: list[Term]) -> list[Term]:
-    """Terms in which logarithms have the kind of loss that they make up."""
+    terms = list(_terms(node, 1.0, [MAX_NODES]))
     logs = [term for term in terms if term.kind == "log"]
     others = [term for term in terms if term.kind != "log"]
     if len(logs) == 2 and graph.peel(logs[0].given, NEG) is graph.peel(logs[1].given, NEG):
-        return [min(logs, key=_is_of_complement)._replace(kind="binary cross-entropy"), *others]
-    is_loss = len(logs) == 1 and _is_of_classes(logs[0])
-    return [*(term._replace(kind="cross-entropy" if is_loss else "") for term in logs), *others]
+        logs, kind = [min(logs, key=_is_of_complement)], "binary cross-entropy"
+    else:
+        kind = "cross-entropy" if len(logs) == 1 and _is_of_classes(logs[0]) else ""
+    terms = [*(term._replace(kind=kind) for term in logs), *others]
+    return [x._replace(scale=math.nan) if math.isinf(x.scale) and x.kind != "penalty" else x for x in terms]
 
 
 def _is_of_classes(term: Term) -> bool:
     """Whether a term is minus the logarithm of the probability of one of several classes."""
     shape = input_shape(term.given)
-    has_classes = len(shape) > 1 and shape[-1] > 1
     is_minus_log = term.takes == "probabilities" and not _is_of_complement(term) and not term.scale < 0
-    return is_minus_log and has_classes
+    return is_minus_log and len(shape) > 1 and shape[-1] > 1
 
 
 def _is_of_complement(term: Term) -> bool:
-    """Whether a logarithm is that of 1 - p."""
     return term.is_complement or graph.name(term.given) == "Neg"
 
 
@@ -191,18 +166,13 @@ def _logarithm(scale: float, node: Any) -> Term:
     is_complement = False
     while True:
         name, inputs = graph.name(node), graph.inputs(node)
-        is_ratio = name == "Div" and len(inputs) == 2 and _is_sum_of(inputs[1], inputs[0])
+        is_ratio = name == "Div" and len(inputs) == 2 and inputs[0] in islice(graph.chain(inputs[1], SUM), 4)
         is_flipped = graph.is_subtracted(node)
         is_same = len(inputs) == 1 and (is_flipped or name in SAME_PROBABILITY)
         is_complement ^= is_flipped
         if not (is_same or is_ratio):  # p / p.sum()
             return Term("log", scale, "probabilities", node, is_complement=is_complement)
         node = inputs[0]
-
-
-def _is_sum_of(node: Any, other: Any) -> bool:
-    """Whether a node sums up what another gives."""
-    return other in islice(graph.chain(node, (*graph.SHAPING, "Sum", "ClampMin", "Add")), 4)
 
 
 def _difference(node: Any, scale: float, kind: str) -> Term | None:
@@ -227,11 +197,8 @@ def factor_of(node: Any) -> float | None:
     name = graph.name(node)
     if name in graph.SCALING:
         return _number_of(node, name)
-    if name == "Sum":
-        return math.inf  # not known, but positive
-    if name == "Neg":
-        return -1.0
-    return 1.0 if name in ("Mean", *graph.SHAPING, *graph.CHOOSING) else None
+    known = {"Sum": math.inf, "Neg": -1.0}  # of a sum it is not known, but positive
+    return known.get(name, 1.0 if name in ("Mean", *graph.SHAPING, *graph.CHOOSING) else None)
 
 
 def _number_of(node: Any, name: str) -> float | None:

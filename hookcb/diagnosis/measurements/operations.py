@@ -27,9 +27,7 @@ OF_TOKENS = (  # what compiled code hides, see `Run.missing`
     *("attention", "indices of embeddings", "tokens that are targets", "masks of the tokens"),
     "padding of the tokens",
 )
-
-Count = Callable[[str, Any, tuple[Any, ...], Any], object]
-Guarded = Callable[..., object]
+Told = Callable[..., object]
 
 
 class Operations(Measurement):
@@ -37,29 +35,20 @@ class Operations(Measurement):
 
     A model that is compiled, in whole or in part, is not measured, because it would run uncompiled. If the
     first call of a model has no attention, it is not measured again.
-
-    Attributes:
-        listeners: parts that have any of these methods: `see_attention(layer, module, weights)`, where the
-            module is that of torch, if it is one; `add_attention(layer, weights, places)`, see `OpProbe`;
-            `add_indices(layer, n_rows, indices, padding)` of an embedding; `add_work(layer, operation,
-            arguments, result)` of each operation of the first forward. While one of them has a true
-            `is_under_way`, a model without attention is measured too.
-        n_seen: number of calls of attention, by layer.
-        has_attention: whether enough of them were seen.
-        dropping: step of the first validation in which a layer dropped in eval mode, by layer.
-        n_alike: how often calls of the first validation had the same inputs.
-        has_evaluated: whether a call in eval mode was measured.
-        has_looked: whether a whole call of the model was measured.
-        is_left_out: whether the model is compiled.
     """
 
     cadence = EVERY
 
     def __init__(self) -> None:
+        # parts that have any of these methods: `see_attention(layer, module, weights)`, where the module is
+        # that of torch, if it is one; `add_attention(layer, weights, places)`, see `OpProbe`;
+        # `add_indices(layer, n_rows, indices, padding)` of an embedding; `add_work(layer, operation, args,
+        # result)` of each operation of the first forward. While one of them has a true `is_under_way`, a
+        # model without attention is measured too.
         self.listeners: list[Any] = []
-        self.n_seen: Counter[str] = Counter()
-        self.dropping: dict[str, int] = {}
-        self.n_alike = 0
+        self.n_seen: Counter[str] = Counter()  # calls of attention, by layer
+        self.dropping: dict[str, int] = {}  # step of the first validation in which a layer dropped, by layer
+        self.n_alike = 0  # calls of the first validation that had the same inputs
         self.has_attention = self.has_evaluated = self.has_looked = self.is_left_out = False
         self._run: Run | None = None
         self._is_forward = False  # a later forward is a recomputation by activation checkpointing
@@ -100,7 +89,7 @@ class Operations(Measurement):
         self.failure = self.failure or error
         self._close()
 
-    def _guarded(self, function: Callable[..., object], *args: Any) -> None:
+    def _guarded(self, function: Told, *args: Any) -> None:
         if self.failure is None:
             try:
                 function(*args)
@@ -116,19 +105,14 @@ class Operations(Measurement):
                     listener.failure = error
 
     @property
-    def _is_training(self) -> bool:
-        return self._is_forward and self._run is not None and bool(self._run.loop.training)
-
-    @property
     def _in_loop_thread(self) -> bool:
-        """Whether the training makes a call, and not another thread."""
         return self._run is not None and bool(self._run.loop.in_loop_thread)
 
     def _may_enter(self) -> bool:
         """Whether there may be something to measure in a call; False in most, which it must not slow down."""
         if torch.compiler.is_compiling():
             return True
-        self._is_wanted = self._is_training
+        self._is_wanted = self._is_forward and self._run is not None and bool(self._run.loop.training)
         is_same = self._step == self._eval_step and len(self._evaluated) < MAX_EVALUATED
         is_first = not self.has_evaluated or (is_same and bool(self.dropping))
         return (self._is_wanted or (is_first and not torch.is_grad_enabled())) and self._in_loop_thread
@@ -141,16 +125,15 @@ class Operations(Measurement):
             self._enter_eval(m, args)
             return
         # without attention, measuring would cost as much as the forward, for nothing
-        is_done = self.has_looked and not self.n_seen and not any(map(_is_under_way, self.listeners))
+        is_open = any(getattr(listener, "is_under_way", False) for listener in self.listeners)
+        is_done = self.has_looked and not self.n_seen and not is_open
         if torch.compiler.is_compiling() or is_done or not self._is_wanted:
             return
         self._close()
         if not any(map(is_compiled, m.modules())):  # it may have been compiled since
             count = None if self.has_looked else partial(self._show, "add_work")
             embedded = partial(self._show, "add_indices")
-            probe = OpProbe(self._layer, self._record, embedded, count, self._guarded)
-            probe.__enter__()  # type: ignore[no-untyped-call]
-            self._open.append(probe)
+            self._start(OpProbe(self._layer, self._record, embedded, count, self._guarded))
 
     def _enter_eval(self, m: nn.Module, args: Any) -> None:
         """Looks for dropout in the first call in eval mode, and for the same inputs in those that follow."""
@@ -159,9 +142,11 @@ class Operations(Measurement):
             self._evaluated.append(hash_of(args))
         if not self.has_evaluated and not any(x.training or is_compiled(x) for x in m.modules()):
             self.has_evaluated, self._eval_step = True, self._step
-            probe = DropoutProbe(self._note_dropout, self._guarded)
-            probe.__enter__()  # type: ignore[no-untyped-call]
-            self._open.append(probe)
+            self._start(DropoutProbe(self._note_dropout, self._guarded))
+
+    def _start(self, probe: "OpProbe | DropoutProbe") -> None:
+        probe.__enter__()  # type: ignore[no-untyped-call]
+        self._open.append(probe)
 
     def _note_dropout(self) -> None:
         self.dropping.setdefault(self._layer(), self._step)
@@ -175,7 +160,7 @@ class Operations(Measurement):
     def _leave(self, m: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
             is_measured = any(isinstance(probe, OpProbe) for probe in self._open)
-            self.has_looked = self.has_looked or (is_measured and output is not None)
+            self.has_looked |= is_measured and output is not None
             self._close()
 
     def _close(self) -> None:
@@ -183,7 +168,6 @@ class Operations(Measurement):
             self._open.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _layer(self) -> str:
-        """Name of the innermost module of the model that is running."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             is_method = frame.f_code.co_varnames[:1] == ("self",)
@@ -214,14 +198,6 @@ class Operations(Measurement):
         self._run, self._names, self._attentions = None, {}, {}
 
 
-def _is_under_way(listener: Any) -> bool:
-    return bool(getattr(listener, "is_under_way", False))
-
-
-def _unguarded(function: Callable[..., object], *args: Any) -> None:
-    function(*args)
-
-
 class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Measures attention weights as they are computed, in one forward of the model; sees embeddings too.
 
@@ -235,43 +211,35 @@ class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subc
     """
 
     def __init__(
-        self,
-        layer: Callable[[], str],
-        record: Callable[[str, Tensor, Tensor | None], object],
-        embedded: Callable[[str, int, Tensor, int], object],
-        count: Count | None = None,
-        guarded: Guarded = _unguarded,
+        self, layer: Callable[[], str], record: Told, embedded: Told, count: Told | None, guarded: Told
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._layer, self._record, self._embedded, self._count = layer, record, embedded, count
-        self._guarded = guarded
+        self._layer, self._record, self._embedded = layer, record, embedded
+        self._count, self._guarded = count, guarded
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Runs the operation unchanged; measures its result if it is attention."""
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        self._guarded(self._see, func, args, kwargs, out)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._guarded(self._see, func, args, kwargs or {}, out)
         return out
 
     def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         name = func.overloadpacket.__name__
         if self._count is not None:
             self._count(self._layer(), func, args, out)
-        if name in ("_softmax", "_safe_softmax"):
-            self._measure_softmax(out, args[1])
+        if name in ("_softmax", "_safe_softmax") and args[1] in (-1, out.ndim - 1) and out.ndim > 2:
+            self._measure_weights(out)
         elif name.startswith("_scaled_dot_product") and "backward" not in name:
-            self._measure_fused(args[0], args[1], kwargs, _is_causal(name, args, kwargs))
+            place = 6 if name == "_scaled_dot_product_efficient_attention" else 4
+            is_causal = kwargs.get("is_causal", args[place] if len(args) > place else False) is True
+            self._measure_fused(args[0], args[1], kwargs, is_causal)
         elif name == "embedding":
             padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else -1)
             self._embedded(self._layer(), len(args[0]), args[1], padding)
 
-    def _measure_softmax(self, weights: Tensor, dim: int) -> None:
-        is_last = dim in (-1, weights.ndim - 1)
-        if is_last and weights.ndim > 2 and weights.shape[-1] >= MIN_KEYS and weights.shape[-2] > 1:
-            is_square = weights.shape[-1] == weights.shape[-2]
-            places = torch.arange(weights.shape[-1], device=weights.device) if is_square else None
+    def _measure_weights(self, weights: Tensor) -> None:
+        n_queries, n_keys = weights.shape[-2:]
+        if n_keys >= MIN_KEYS and n_queries > 1:
+            places = torch.arange(n_keys, device=weights.device) if n_keys == n_queries else None
             self._record(self._layer(), weights, places)
 
     def _measure_fused(self, q: Tensor, k: Tensor, kwargs: dict[str, Any], is_causal: bool) -> None:
@@ -292,29 +260,15 @@ class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subc
         self._record(self._layer(), scores.softmax(-1), places if is_square else None)
 
 
-def _is_causal(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    place = {"_scaled_dot_product_efficient_attention": 6}.get(name, 4)
-    given = kwargs.get("is_causal", args[place] if len(args) > place else False)
-    return given is True
-
-
 class DropoutProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Sees dropout in a forward without gradients: numbers from a Bernoulli distribution, divided by its p.
+    """Sees dropout in a forward without gradients: Bernoulli numbers, divided by their p."""
 
-    Args:
-        record: is called at each dropout.
-        guarded: see `OpProbe`.
-    """
-
-    def __init__(self, record: Callable[[], object], guarded: Guarded) -> None:
+    def __init__(self, record: Told, guarded: Told) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._record, self._guarded = record, guarded
         self._kept: Any = None  # share that the operation before has kept
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Runs the operation unchanged."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._guarded(self._see, func.overloadpacket.__name__, args)
         return func(*args, **(kwargs or {}))
 
@@ -322,13 +276,10 @@ class DropoutProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init
         kept, self._kept = self._kept, None
         is_whole = name == "native_dropout" and args[1] > 0 and args[2] is not False
         is_scaled = name == "div_" and isinstance(kept, float) and 0 < kept < 1 and args[1] == kept
-        is_attention = name.startswith("_scaled_dot_product") and _first_number(args) > 0
+        # of a fused attention, it is the first argument of this type
+        p = next((x for x in args if isinstance(x, float)), 0.0)
+        is_attention = name.startswith("_scaled_dot_product") and p > 0
         if is_whole or is_scaled or is_attention:
             self._record()
         if name == "bernoulli_":
             self._kept = args[1] if len(args) > 1 else HALF
-
-
-def _first_number(args: tuple[Any, ...]) -> float:
-    """Dropout of a fused attention, which is its first argument of this type."""
-    return next((x for x in args if isinstance(x, float)), 0.0)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from hookcb.core import graph
 from hookcb.core.batch import parts
@@ -13,8 +13,8 @@ from hookcb.core.optim import detached_scalar
 from hookcb.core.ranks import is_sharded
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.fault import EVERY, Measurement
-from hookcb.diagnosis.measurements.external_batch import ExternalBatch
 from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.plain_run import ExternalBatch
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.reader import ADVICE, way_of
 from hookcb.diagnosis.run import Run
@@ -31,43 +31,31 @@ FROM_WEIGHTS = "a gradient that was not finite, or a step that was too large"
 
 @dataclass(frozen=True)
 class Found:
-    """Result of the search for a NaN or infinity: a finding, unless it is in the inputs of the batch.
+    """Result of the search for a NaN or infinity: a finding, unless it is in the inputs of the batch."""
 
-    Attributes:
-        message, at, value, causes, next_steps: see `Fault.finding`; "" if nothing was found.
-        n_inputs: number of elements of the inputs that are not finite.
-    """
-
-    message: str = ""
+    message: str = ""  # "" if nothing was found
     at: str = ""
     value: float = math.nan
     causes: tuple[str, ...] = ()
     next_steps: tuple[str, ...] = ()
-    n_inputs: int = 0
+    n_inputs: int = 0  # number of elements of the inputs that are not finite
 
     @property
     def is_from_weights(self) -> bool:
-        """Whether it was in the weights already, so that it began in an earlier step."""
+        """Whether it began in an earlier step."""
         return FROM_WEIGHTS in self.causes
 
 
 class Origin(Measurement):
-    """Origin of the first NaN or infinity of a loss, a gradient or an output; looked for once.
-
-    Attributes:
-        found: what was found.
-        step: number of the batch in which one was seen, None if that is unknown.
-        is_sought: whether one was seen.
-        has_looked: whether a backward was seen.
-    """
+    """Origin of the first NaN or infinity of a loss, a gradient or an output; looked for once."""
 
     cadence = EVERY
     uses = (Steps,)  # and `Loss`, without which it does its work
 
     def __init__(self) -> None:
         self.found = Found()
-        self.step: int | None = None
-        self.is_sought = self.has_looked = False
+        self.step: int | None = None  # in which one was seen, if known
+        self.is_sought = self.has_looked = False  # whether one was seen, and whether a backward was
         self._n_losses = 0
 
     def on_prediction(self, run: Run) -> None:
@@ -123,8 +111,17 @@ def find_origin(
     """
     is_external = isinstance(learn, ExternalBatch)
     advice = ADVICE["NaN"][way_of(learn.way if is_external else "learner")]
-    if layers := _nonfinite_layers(learn.model):
-        return _from_weights(layers, noticed, step, advice)
+    layers = [
+        name
+        for name, m in named_modules(learn.model).items()
+        if any(not bool(x.isfinite().all()) for _, x in tensors_in(list(m.parameters(recurse=False))))
+    ]
+    if layers:  # the gradient that caused them came from behind the last one
+        text = (
+            f"{noticed} at step {step}: weights of {len(layers)} layer{'s' * (len(layers) != 1)} became NaN "
+            f"or infinite in an earlier step; {as_layer(layers[-1])} is the last of them before the loss."
+        )
+        return Found(text, layers[-1], float(len(layers)), (FROM_WEIGHTS,), (advice,))
     if is_sharded(learn.model):
         text = (
             f"{noticed} at step {step}. To find where it began, all ranks would have to run the batch again."
@@ -134,37 +131,10 @@ def find_origin(
     start.autocasts = list(autocast or start.autocasts)
     report = search(learn, start, noticed, gradient)
     if report.where == BATCH:
-        return Found(n_inputs=_n_bad(learn.xb))
-    is_behind = report.repeated and report.where != LOSS
-    if is_external and not is_behind:
+        return Found(n_inputs=sum(int(x.isfinite().logical_not().sum()) for _, x in tensors_in(learn.xb)))
+    if is_external and not (report.repeated and report.where != LOSS):
         report = replace(report, op=operation_in_loss(loss_node, graph.roots(learn.pred)))
     return _from_report(report, is_external, noticed, step, advice)
-
-
-def _n_bad(xb: Any) -> int:
-    return sum(int(x.isfinite().logical_not().sum()) for _, x in tensors_in(xb))
-
-
-def _nonfinite_layers(model: nn.Module) -> list[str]:
-    """Layers with a parameter that is already non-finite, in the order of the model."""
-    return [
-        name
-        for name, m in named_modules(model).items()
-        if any(not bool(x.isfinite().all()) for _, x in tensors_in(list(m.parameters(recurse=False))))
-    ]
-
-
-def _from_weights(layers: list[str], noticed: str, step: int, advice: str) -> Found:
-    """Non-finite weights; the gradient that caused them came from behind the last layer."""
-    last = layers[-1]
-    return Found(
-        f"{noticed} at step {step}: weights of {len(layers)} layer{'s' * (len(layers) != 1)} became NaN "
-        f"or infinite in an earlier step; {as_layer(last)} is the last of them before the loss.",
-        last,
-        float(len(layers)),
-        causes=(FROM_WEIGHTS,),
-        next_steps=(advice,),
-    )
 
 
 def _from_report(report: NanReport, is_external: bool, noticed: str, step: int, advice: str) -> Found:

@@ -1,7 +1,6 @@
 """Output: what the first loss compares the model's output with, and the softmaxes before that loss."""
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -25,13 +24,7 @@ SLACK = 1e-3  # rounding of targets at the ends of a range
 
 
 class Compared(NamedTuple):
-    """Two tensors that a loss compares element by element.
-
-    Attributes:
-        output: an output of the model.
-        target: what it is compared with.
-        term: the term of the loss that compares them.
-    """
+    """An output of the model, what a loss compares it with element by element, and the term that does."""
 
     output: Tensor
     target: Tensor
@@ -62,26 +55,22 @@ class Compared(NamedTuple):
 
 
 class Output(Measurement):
-    """The model's output beside its targets, in the first loss.
-
-    Attributes:
-        layer: the last layer that was called before it.
-        is_degenerate: whether it takes a softmax over one number.
-        compared: the tensors that it compares element by element; known to `on_first_graph` only.
-        is_known: whether it is known what it compares so, or that it does something else.
-    """
+    """The model's output beside its targets, in the first loss."""
 
     cadence = EVERY
     uses = (LayerRows, Loss, Targets)
 
     def __init__(self) -> None:
-        self.layer = ""
-        self.is_degenerate = self.is_known = False
-        self.compared: Compared | None = None
+        self.layer = ""  # the last one that was called before the loss
+        self.is_degenerate = False  # whether the loss takes a softmax over one number
+        self.is_known = False  # whether it is known what it compares, or that it does something else
+        self.compared: Compared | None = None  # known to `on_first_graph` only
 
     def on_first_graph(self, run: Run) -> None:
         node, self.layer = run.loop.loss_node, run.measured(LayerRows).last
-        self.is_degenerate = any(_softmax_size(at) == 1 for at in _softmaxes(node))
+        nodes = graph.walk([node], at_most=MAX_NODES, through=_is_in_loss, nearest_first=True)
+        softmaxes = [(input_shape(at), saved(at, "dim")) for at in nodes if graph.name(at) in SOFTMAXES]
+        self.is_degenerate = any(dim is not None and shape and shape[dim] == 1 for shape, dim in softmaxes)
         self.compared = compared(node, run.loop.pred, run.measured(Targets).of_batch(run))
         loss = run.measured(Loss).graph
         is_other = loss is not None and loss.kind not in ("", *COMPARING)
@@ -96,7 +85,6 @@ class Output(Measurement):
         return seen if seen is not None and seen.term.kind in kinds and not seen.is_broadcast else None
 
     def why_unknown(self) -> str:
-        """Reason why nothing is ruled out, "" if it is."""
         return "" if self.is_known else "too little was seen of the output beside its targets"
 
 
@@ -120,29 +108,13 @@ def compared(node: Any, pred: Any, yb: Any) -> Compared | None:
     x = ends.get(main.given)
     targets = [y for _, y in parts(yb) if isinstance(y, Tensor)] if main.target is None else [main.target]
     y = targets[0] if len(targets) == 1 else None
-    if x is None or y is None or y.is_complex() or not _can_be_compared(x, y):
+    if x is None or y is None or y.is_complex() or not y.numel():
         return None
-    return Compared(x, y, main)
-
-
-def _can_be_compared(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors can be broadcast to one shape."""
-    pairs = zip(reversed(x.shape), reversed(y.shape), strict=False)
-    return y.numel() > 0 and all(a == b or 1 in (a, b) for a, b in pairs)
-
-
-def _softmaxes(node: Any) -> Iterator[Any]:
-    """Softmax nodes between the loss and the last layers, except those that weigh something else."""
-    nodes = graph.walk([node], at_most=MAX_NODES, through=_is_in_loss, nearest_first=True)
-    return (at for at in nodes if graph.name(at) in SOFTMAXES)
+    sizes = zip(reversed(x.shape), reversed(y.shape), strict=False)
+    return Compared(x, y, main) if all(a == b or 1 in (a, b) for a, b in sizes) else None
 
 
 def _is_in_loss(node: Any) -> bool:
+    """Whether a node is neither a layer nor weighs something else, as a softmax may."""
     name = graph.name(node)
     return name not in graph.LAYERS and not (name == "Mul" and len(graph.inputs(node)) > 1)
-
-
-def _softmax_size(node: Any) -> int:
-    """Length of the dimension over which a softmax node normalizes; 0 if unknown."""
-    shape, dim = input_shape(node), saved(node, "dim")
-    return 0 if dim is None or not shape else shape[dim]

@@ -25,25 +25,21 @@ MIN_GRAPHS = 3  # all of whose parameters must be new
 N_EACH = 4  # graphs that are all read, and later one in so many
 MAX_ITEMS, MAX_DEPTH = 1_000, 3  # of lists and dicts in which a parameter is looked for
 OF_MODULE = frozenset(vars(nn.Module()))
+Place = tuple[int, tuple[str, bool]]  # id of a parameter, its path, and whether the attribute is computed
 TWICE = "Trying to backward through the graph a second time"  # begin of torch's message
 
 
 @dataclass(slots=True)
 class Outside:
-    """A parameter outside the model, as it was when it was found.
-
-    Attributes:
-        name: path in the attributes of the model, "" if it is not there.
-        is_computed: whether the attribute at this path was computed from it.
-    """
+    """A parameter outside the model, as it was when it was found."""
 
     parameter: ReferenceType[Tensor]
     shape: tuple[int, ...]
     version: int
     address: int
     n_steps: int
-    name: str = ""
-    is_computed: bool = False
+    name: str = ""  # path in the attributes of the model
+    is_computed: bool = False  # whether the attribute at this path was computed from it
 
     def is_(self, p: Tensor | None) -> bool:
         return p is not None and self.parameter() is p
@@ -61,15 +57,11 @@ class OutsideParameters(Measurement):
     The graph is read in the first inspected batches and in one of four later on, up to the inputs, which
     another model may have computed. Nothing is kept alive, and nothing is read if the parameters of the model
     are divided over ranks.
-
-    Attributes:
-        has_joined: whether the model has got parameters, as is seen before an inspected step, when its latest
-            call is over.
-        hidden_by: what hides a part of the graph, "" if nothing does.
     """
 
     def __init__(self) -> None:
-        self.has_joined, self.hidden_by = False, ""
+        self.has_joined = False  # whether the model has got parameters, as seen before an inspected step
+        self.hidden_by = ""  # what hides a part of the graph
         self._own: dict[int, ReferenceType[Tensor]] = {}
         self._is_on = True
         self._n_looks = self._n_graphs = 0
@@ -94,22 +86,19 @@ class OutsideParameters(Measurement):
             if (name := graph.name(node)) in graph.HIDING and name != graph.COMPILED:
                 self.hidden_by = graph.HIDING[name]
             p = graph.leaf(node)
-            if isinstance(p, nn.Parameter) and not (self._is_own(p) or id(p) in known):
-                outside[id(p)] = p
+            if isinstance(p, nn.Parameter) and id(p) not in known:
+                own = self._own.get(id(p))
+                if own is None or own() is not p:
+                    outside[id(p)] = p
         self._n_graphs += bool(outputs)
         if outside:
             self._add(run.loop.model, outside, run.n_steps)
 
-    def _is_own(self, p: Tensor) -> bool:
-        return (own := self._own.get(id(p))) is not None and own() is p
-
     def _add(self, model: nn.Module, outside: dict[int, Tensor], n_steps: int) -> None:
-        """Adds the parameters of a graph."""
         stay = [x for x in self._latest if x.is_(outside.get(id(x.parameter())))]
         self._has_stayed |= bool(stay)
         self._n_anew += not stay
-        names = {id(p): name for name, p, _ in find_params(model)}
-        places = dict(_places(model, outside))
+        names, places = {id(p): name for name, p, _ in find_params(model)}, dict(_places(model, outside))
         order = {i: place for place, i in enumerate([*names, *places])}
         self._latest, self._joined = [], []
         for i, p in sorted(outside.items(), key=lambda item: order.get(item[0], len(order))):
@@ -149,14 +138,14 @@ class OutsideParameters(Measurement):
 
     def freed(self) -> list[Outside]:
         """Parameters from which an attribute was computed, if a second backward ended the training."""
-        still = self._still() if self._is_error_twice else []
-        return [x for x in still if x.is_computed]
+        return [x for x in self._still() if x.is_computed] if self._is_error_twice else []
 
     def untrained(self, n_steps: int) -> list[Outside]:
         """Parameters that no step changes, and that no optimizer has."""
         still = [x for x in self._still() if n_steps - x.n_steps >= MIN_STEPS]
         if still:
-            trained = _in_optimizers()
+            optimizers = [x for x in gc.get_objects() if issubclass(type(x), Optimizer)]  # of this process
+            trained = {i for opt in optimizers for i in params_of(opt)}
             self._found = {i: x for i, x in self._found.items() if id(x.parameter()) not in trained}
             still = [x for x in still if id(x.parameter()) not in trained]
         return still
@@ -168,12 +157,7 @@ class OutsideParameters(Measurement):
         self._own, self._found, self._latest, self._joined = {}, {}, [], []
 
 
-def _in_optimizers() -> set[int]:
-    """Ids of the parameters that any optimizer of this process has."""
-    return {i for x in gc.get_objects() if issubclass(type(x), Optimizer) for i in params_of(x)}
-
-
-def _places(model: nn.Module, wanted: dict[int, Tensor]) -> Iterator[tuple[int, tuple[str, bool]]]:
+def _places(model: nn.Module, wanted: dict[int, Tensor]) -> Iterator[Place]:
     """Paths of parameters in attributes of the model's modules, and whether these are computed from them."""
     for prefix, m in named_modules(model).items():
         for attribute, value in vars(m).items():
@@ -182,9 +166,7 @@ def _places(model: nn.Module, wanted: dict[int, Tensor]) -> Iterator[tuple[int, 
                 yield from _inside(value, path, wanted, MAX_DEPTH)
 
 
-def _inside(
-    value: Any, path: str, wanted: dict[int, Tensor], depth: int
-) -> Iterator[tuple[int, tuple[str, bool]]]:
+def _inside(value: Any, path: str, wanted: dict[int, Tensor], depth: int) -> Iterator[Place]:
     if isinstance(value, nn.Module):
         for name, p in value.named_parameters():
             yield id(p), (f"{path}.{name}", False)

@@ -14,21 +14,15 @@ from hookcb.hooks.params import find_params
 
 
 class Parameters(Measurement):
-    """Copies some elements of each parameter at the beginning, and counts steps without a gradient.
-
-    Attributes:
-        begins: each parameter that can be read, and the copy, by name.
-        moved: whether any copied element has changed, by name.
-        is_still: whether parameters are trained, and none of them has moved.
-    """
+    """Copies some elements of each parameter at the beginning, and counts steps without a gradient."""
 
     cadence = 64  # steps at the beginning
     uses = (OutsideParameters,)
 
     def __init__(self) -> None:
-        self.begins: dict[str, tuple[nn.Parameter, Tensor]] = {}
-        self.moved: dict[str, bool] = {}
-        self.is_still = False
+        self.begins: dict[str, tuple[nn.Parameter, Tensor]] = {}  # those that can be read, and the copies
+        self.moved: dict[str, bool] = {}  # whether any copied element has changed
+        self.is_still = False  # whether parameters are trained, and none of them has moved
         self._params: list[tuple[str, nn.Parameter]] = []
         self._n_without: Counter[str] = Counter()
 
@@ -47,15 +41,12 @@ class Parameters(Measurement):
         self._n_without.update(name for name, p in without if not has_no_part(p))
 
     def tell(self, run: Run) -> None:
-        self.moved = {
-            name: not torch.equal(sketch_copy(p), begin) for name, (p, begin) in self.begins.items()
-        }
+        self.moved = {name: not torch.equal(sketch_copy(p), x) for name, (p, x) in self.begins.items()}
         trained = [name for name, (p, _) in self.begins.items() if p.requires_grad]
         self.is_still = bool(trained) and not any(self.moved[name] for name in trained)
-        for name in run.params.keys() & self.moved.keys():
-            run.params[name].has_moved = self.moved[name]
-        for name in run.params.keys() & self._n_without.keys():
-            run.params[name].n_without = self._n_without[name]
+        for name, param in run.params.items():
+            param.has_moved = self.moved.get(name, param.has_moved)
+            param.n_without = self._n_without.get(name, param.n_without)
 
     def freeze(self) -> None:
         self.begins, self._params = {}, []

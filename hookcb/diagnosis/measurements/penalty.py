@@ -28,18 +28,13 @@ def _value(term: Term) -> Tensor | None:
     given, name = given.detach(), graph.name(term.node)
     if name in ("Abs", "Pow", "Mul"):  # of differences
         return (given.abs() if name == "Abs" else given.square()).mean()
-    if term.target is None:
+    if (y := term.target) is None:
         return None
+    weight = term.class_weights
     if name in ("NllLoss", "NllLoss2D"):  # of log-probabilities, of which log_softmax changes nothing
-        return F.cross_entropy(
-            given,
-            term.target,
-            weight=term.class_weights,
-            ignore_index=term.ignored,
-            label_smoothing=term.smoothing,
-        )
+        return F.cross_entropy(given, y, weight, ignore_index=term.ignored, label_smoothing=term.smoothing)
     if name == "BinaryCrossEntropyWithLogits":
-        return F.binary_cross_entropy_with_logits(given, term.target, pos_weight=term.class_weights)
+        return F.binary_cross_entropy_with_logits(given, y, pos_weight=weight)
     if name == "BinaryCrossEntropy":
-        return F.binary_cross_entropy(given, term.target)
-    return F.mse_loss(given, term.target) if name == "MseLoss" else None
+        return F.binary_cross_entropy(given, y)
+    return F.mse_loss(given, y) if name == "MseLoss" else None

@@ -1,32 +1,51 @@
 """Runs a batch again without torch.compile, to read the graph of the loss."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookcb.core.batch import parts
-from hookcb.diagnosis.measurements.external_batch import ExternalBatch
+from hookcb.core.restore import preserve_modes
 from hookcb.diagnosis.measurements.loss_graph import LossGraph, head_of, read_loss
+from hookcb.diagnosis.reader import Way
 from hookcb.nans.replay import Autocast, BatchStarts, as_at_start
+
+
+class ExternalBatch:
+    """Current batch of an external loop, with the interface of a Learner that a replay uses.
+
+    The loss function is unknown; the mean of the model's outputs is used instead.
+    """
+
+    loss_func = None
+    loss: Any = None
+
+    def __init__(self, loop: Any) -> None:
+        self.model: nn.Module = loop.model
+        self.way: Way = loop.way
+        self.xb, self.yb, self.pred = loop.xb, (), loop.pred
+        self.epoch, self.iter = loop.epoch, loop.iter
+
+    def predict(self) -> Any:
+        return self.model(*self.xb) if isinstance(self.xb, tuple) else self.model(**self.xb)
+
+    def get_loss(self) -> Tensor:
+        outputs = [x for _, x in parts(self.pred) if isinstance(x, Tensor) and x.is_floating_point()]
+        return torch.stack([x.float().mean() for x in outputs]).sum()
+
+    def restored(self) -> AbstractContextManager[None]:
+        return preserve_modes(self.model)
 
 
 def graph_of_original(
     batch: Any, compiled: LossGraph, autocast: Sequence[Autocast] | None
 ) -> tuple[LossGraph, Any]:
-    """Runs the batch without torch.compile and reads the graph of its loss; leaves no trace.
+    """The graph of the loss without torch.compile, and the output of a learner's model; leaves no trace.
 
-    Args:
-        batch: learner in the middle of a batch, or an `ExternalBatch`, which has no loss function.
-        compiled: graph of the loss with torch.compile.
-        autocast: state of autocast in the forward, if known.
-
-    Returns:
-        The graph without torch.compile, and the output of a learner's model.
-
-    Raises:
-        Exception: Any exception of the model or the loss function.
+    The batch is a learner in the middle of one, or an `ExternalBatch`, which has no loss function.
     """
     start = BatchStarts().note(batch)
     start.autocasts = list(autocast or start.autocasts)
@@ -35,17 +54,12 @@ def graph_of_original(
     with as_at_start(batch, start), start.autocast(), dropped:
         batch.pred = batch.predict()
         if isinstance(batch, ExternalBatch):
-            node = _only_output(batch.pred)
+            outputs = [x for _, x in parts(batch.pred) if isinstance(x, Tensor) and x.requires_grad]
+            node = outputs[0].grad_fn if len(outputs) == 1 else None  # any of several may be the loss's input
             head, hidden_by = ("", compiled.hidden_by) if node is None else head_of(node)
             return compiled._replace(head=head, hidden_by=hidden_by), None
         batch.loss = batch.get_loss()
         return read_loss(batch.loss.grad_fn), batch.pred
-
-
-def _only_output(pred: Any) -> Any:
-    """Node of the model's output; None if there are several, as any of them may be the loss's input."""
-    outputs = [x for _, x in parts(pred) if isinstance(x, Tensor) and x.requires_grad]
-    return outputs[0].grad_fn if len(outputs) == 1 else None
 
 
 def _number_of(x: Tensor) -> Tensor | None:

@@ -20,13 +20,8 @@ def recovered_target(node: Any, pred: Any, grad: Tensor | None, loss: Any) -> Te
 
     The gradient of a mean loss shows them: 2 (x - y) / n of squares, (p - y) / n of a cross-entropy, p the
     softmax or sigmoid of the scores x. They count only if the loss that they give is that of the training.
-    On a GPU nothing is recovered, as comparing the two would wait for it.
-
-    Args:
-        node: `grad_fn` of the loss, whose saved tensors are freed.
-        pred: output of the model.
-        grad: gradient of the loss with respect to that output, None if unknown.
-        loss: the loss, without its graph.
+    On a GPU nothing is recovered, as comparing the two would wait for it. `grad` is the gradient with respect
+    to `pred`; the graph that begins at `node` has freed its saved tensors.
     """
     main = main_term(read_terms(node))
     outputs = [x for _, x in parts(pred) if isinstance(x, Tensor) and x.grad_fn is not None]
@@ -48,7 +43,6 @@ def recovered_target(node: Any, pred: Any, grad: Tensor | None, loss: Any) -> Te
 
 
 def _candidates(kind: str, takes: str, x: Tensor, g: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Possible targets, each with the loss that it gives."""
     n = x.numel()
     if kind == "mse":
         y = x - g * n / 2

@@ -21,9 +21,7 @@ HALF = 0xFFFFFFFF  # of 64 bits; a float64 holds that exactly
 
 def can_compare(loop: Any) -> bool:
     """Whether the model has replicas on ranks that meet at the end of an epoch."""
-    ranks = loop.ranks
-    is_replica = isinstance(loop.model, nn.parallel.DistributedDataParallel)
-    return bool(ranks.world > 1 and is_replica)
+    return bool(loop.ranks.world > 1 and isinstance(loop.model, nn.parallel.DistributedDataParallel))
 
 
 def ranks_apart(own: Sequence[float], ranks: Ranks) -> tuple[int, list[int]] | None:
@@ -88,15 +86,10 @@ def hash_of(item: Any) -> Tensor | None:
     total: Tensor | None = None
     for x in tensors:
         if x.element_size() in INTEGERS and (total is None or x.device == total.device):
-            own = hash_bits(_sampled(x))
+            flat = x.reshape(-1)  # of which at most `N_ELEMENTS` are hashed, evenly spread
+            own = hash_bits(flat[:: max(1, -(-len(flat) // N_ELEMENTS))])
             total = own if total is None else total * 31 + own
     return total
-
-
-def _sampled(x: Tensor) -> Tensor:
-    """At most `N_ELEMENTS` elements, evenly spread."""
-    x = x.reshape(-1)
-    return x[:: max(1, -(-len(x) // N_ELEMENTS))]
 
 
 def alike(by_rank: Sequence[Any]) -> tuple[int, ...]:

@@ -18,18 +18,14 @@ class SequenceAxis(Measurement):
 
     Read are layers of torch without `batch_first`, which expect (steps, samples, features), in batches with
     one target for each sample: then the number of samples is known.
-
-    Attributes:
-        n_right: number of batches in which a layer got samples and steps in their order, by layer.
-        wrong: first two sizes of its inputs in the others.
     """
 
     uses = (Operations, Targets)
 
     def __init__(self) -> None:
         self._calls: list[tuple[str, int, int]] = []  # of the current batch, with the first two sizes
-        self.n_right: Counter[str] = Counter()
-        self.wrong: dict[str, list[tuple[int, int]]] = {}
+        self.n_right: Counter[str] = Counter()  # batches in which a layer got both in their order
+        self.wrong: dict[str, list[tuple[int, int]]] = {}  # first two sizes of its inputs in the others
 
     def on_model(self, run: Run) -> None:
         run.measured(Operations).listeners.append(self)
@@ -50,7 +46,6 @@ class SequenceAxis(Measurement):
             self._calls.append((name, weights.shape[-1], n))
 
     def on_loss(self, run: Run) -> None:
-        """Compares them with the inputs and targets of the batch."""
         if not self._calls:
             return
         xb, yb = run.loop.xb, run.measured(Targets).of_batch(run)

@@ -9,11 +9,7 @@ OF_MODULE = "parameters", "buffers", "modules", "children"  # ends of methods of
 
 
 class Source:
-    """Statements of a file, found by their lines; without source it knows none.
-
-    Args:
-        lines: the lines of the file.
-    """
+    """Statements of a file, found by their lines; without source it knows none."""
 
     def __init__(self, lines: list[str]) -> None:
         self._lines = lines

@@ -18,31 +18,21 @@ class SpentTime(Measurement):
 
     Of each, the two batches that take longest are left out too, as a busy machine may have caused them; but
     not of validations and the time between epochs.
-
-    Attributes:
-        n: number of batches, 0 if none was timed.
-        phases: seconds by phase: "data" (fetches), "forward", "loss", "backward", "optimizer", "between"
-            (all of the user's code between these), "validation", "epoch" (between epochs, and the start of a
-            loader), "garbage collection".
-        callbacks: seconds by name of the callback.
-        lines: seconds by line of the user's loop; a part of "loss" and "between".
-        fetches: likewise, by line that fetches batches, beyond what a DataLoader takes.
-        steps: likewise, by line that calls the model, its backward or an optimizer.
-        has_lines: whether lines were sampled, as much is spent between the steps.
-        samples: samples of lines of a loop that hookcb does not run; those of a Learner are known.
     """
 
     cadence = EVERY
     uses = (Clock,)
 
     def __init__(self) -> None:
-        self.n, self.has_lines = 0, False
-        self.phases: dict[str, float] = {}
-        self.callbacks: dict[str, float] = {}
-        self.lines: dict[str, float] = {}
-        self.fetches: dict[str, float] = {}
-        self.steps: dict[str, float] = {}
-        self.samples: LineSamples | None = None
+        self.n, self.has_lines = 0, False  # batches that were timed; whether lines were sampled
+        # phases: "data" (fetches), "forward", "loss", "backward", "optimizer", "between" (all of the user's
+        # code between these), "validation", "epoch" (between epochs, and the start of a loader), "garbage
+        # collection"
+        self.phases, self.callbacks = dict[str, float](), dict[str, float]()
+        # parts of "loss" and "between": lines of the user's loop, those that fetch batches, beyond what a
+        # DataLoader takes, and those that call the model, its backward or an optimizer
+        self.lines, self.fetches, self.steps = (dict[str, float]() for _ in range(3))
+        self.samples: LineSamples | None = None  # of a loop that hookcb does not run
         self._split: TimeSplit | None = None
         self._n_batches, self._next_look = 0, BLOCK
 
@@ -73,22 +63,19 @@ class SpentTime(Measurement):
         if samples.is_running or self._n_batches < self._next_look:
             return
         self._next_look = self._n_batches + BLOCK
-        if split.n < MIN_BATCHES:
-            return
         seconds = sum(split.seconds[phase] for phase in OF_USER)
-        if seconds > max(MIN_SHARE * sum(split.seconds.values()), MIN_SECONDS * split.n):
+        least = max(MIN_SHARE * sum(split.seconds.values()), MIN_SECONDS * split.n)
+        if split.n >= MIN_BATCHES and seconds > least:
             samples.start()
 
     def tell(self, run: Run) -> None:
         if (split := self._split) is None:
             return
         if split.n:
-            mean = {name: _steady(split, name) / split.n for name in split.seconds if name}
-            self.n = split.n
-            self.phases = {name: x for name, x in mean.items() if not name.startswith(PREFIX)}
-            self.callbacks = {
-                name.removeprefix(PREFIX): x for name, x in mean.items() if name.startswith(PREFIX)
-            }
+            self.n, self.phases, self.callbacks = split.n, {}, {}
+            for name in filter(None, split.seconds):
+                kind = self.callbacks if name.startswith(PREFIX) else self.phases
+                kind[name.removeprefix(PREFIX)] = _steady(split, name) / split.n
         if self.samples is not None:
             self._add_lines(self.samples)
 
@@ -114,10 +101,9 @@ class SpentTime(Measurement):
                 self.phases[EPOCH] = self.phases.get(EPOCH, 0.0) + scale * x
                 self.phases[BETWEEN] = max(0.0, self.phases.get(BETWEEN, 0.0) - scale * x)
                 continue
-            if steps == {name}:  # all of a step is in this line, so its time tells nothing
-                continue
-            kind = self.fetches if name in fetches else self.steps if name in steps else self.lines
-            kind[name] = scale * x
+            if steps != {name}:  # else all of a step is in this line, so its time tells nothing
+                kind = self.fetches if name in fetches else self.steps if name in steps else self.lines
+                kind[name] = scale * x
 
 
 def _steady(split: TimeSplit, name: str) -> float:

@@ -1,7 +1,5 @@
 """Steps: the backwards and steps of a training, its optimizers, and one small gradient to follow."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,31 +10,22 @@ from hookcb.gradients.hand_steps import StepByHand
 
 
 class Steps(Measurement):
-    """Counts backwards, and notes which optimizers have stepped.
-
-    Attributes:
-        optimizers: optimizers that have stepped, by id, in the order of their first steps.
-        made_by: index of the optimizer that made each inspected step.
-        first_param: smallest parameter of the first layer with a gradient, which any number in a backward
-            that is not finite reaches; None before the first backward.
-        n_backward: number of backwards.
-        n_alone: number of steps before which the model was not called.
-        n_given: number of backwards of losses of others, to which the model gives features or targets.
-        is_beside: whether a backward was seen beside the model.
-        n_optimizers: number of optimizers that have stepped.
-        n_skipped: number of steps that a GradScaler skipped.
-        is_by_hand: whether the loop updates its weights without an optimizer.
-    """
+    """Counts backwards, and notes which optimizers have stepped."""
 
     cadence = EVERY
 
     def __init__(self) -> None:
-        self.optimizers: dict[int, Optimizer] = {}
+        self.optimizers: dict[int, Optimizer] = {}  # those that have stepped, by id, in that order
         self._stepped: list[int] = []  # their ids
-        self.made_by: list[int] = []
+        self.made_by: list[int] = []  # index of the optimizer that made each inspected step
+        # smallest parameter of the first layer with a gradient, which any number in a backward that is not
+        # finite reaches; None before the first backward
         self.first_param: nn.Parameter | None = None
-        self.n_backward = self.n_alone = self.n_given = self.n_optimizers = self.n_skipped = 0
-        self.is_beside = self.is_by_hand = False
+        self.n_backward = self.n_optimizers = self.n_skipped = 0  # skipped: by a GradScaler
+        self.n_alone = 0  # steps before which the model was not called
+        self.n_given = 0  # backwards of losses of others, to which the model gives features or targets
+        self.is_beside = False  # whether a backward was seen beside the model
+        self.is_by_hand = False  # whether the loop updates its weights without an optimizer
 
     def on_gradients(self, run: Run) -> None:
         self.n_backward += 1
@@ -58,7 +47,6 @@ class Steps(Measurement):
                 self._stepped.append(id(loop.opt))
 
     def places(self) -> dict[int, int]:
-        """Index of each optimizer, by its id."""
         return {key: i for i, key in enumerate(self.optimizers)}
 
     def tell(self, run: Run) -> None:
@@ -76,12 +64,8 @@ class Steps(Measurement):
 
 def _first_param(model: nn.Module) -> nn.Parameter | None:
     for m in model.modules():
-        params = [p for p in m.parameters(recurse=False) if p.grad is not None]
-        dense = [p for p in params if _is_dense(p) and _is_dense(p.grad)]
+        grads = [(p, p.grad) for p in m.parameters(recurse=False) if p.grad is not None]
+        dense = [p for p, grad in grads if p.layout is grad.layout is torch.strided]
         if dense:
             return min(dense, key=Tensor.numel)
     return None
-
-
-def _is_dense(x: Any) -> bool:
-    return bool(x.layout is torch.strided)

@@ -24,20 +24,14 @@ MIN_SAMPLES, MIN_BATCHES = 512, 8
 
 
 class Targets(Measurement):
-    """Copies of targets of inspected batches, on their device until they are read.
-
-    Attributes:
-        are_given: whether a loop tells them.
-        n_batches: number of batches whose targets are known.
-        is_known: whether targets were seen.
-        is_of_output: whether the loss compares the model's output itself with them, see `compares_output`.
-    """
+    """Copies of targets of inspected batches, on their device until they are read."""
 
     def __init__(self) -> None:
         self._batches: list[Tensor] = []
         self.n_batches, self.is_known = 0, False
         self._is_only = True  # whether no batch had a second tensor among its targets
-        self.is_of_output = self.are_given = False
+        self.is_of_output = False  # whether the loss compares the model's output itself with them
+        self.are_given = False  # whether a loop tells them
         self._of_step = -1
         self._yb: tuple[Any, ...] = ()
 
@@ -70,11 +64,9 @@ class Targets(Measurement):
         """Copies the first tensor of a batch's targets; every n-th sample of a large one."""
         tensors = [y for _, y in parts(yb) if isinstance(y, Tensor) and y.ndim and y.numel()]
         self._is_only &= len(tensors) < 2
-        y = next(iter(tensors), None)
-        if y is None or y.is_complex() or len(self._batches) == MAX_BATCHES:
+        if not tensors or (y := tensors[0]).is_complex() or len(self._batches) == MAX_BATCHES:
             return
-        stride = math.ceil(y.numel() / MAX_ELEMENTS)
-        kept = y.detach()[::stride]
+        kept = y.detach()[:: math.ceil(y.numel() / MAX_ELEMENTS)]
         first = self._batches[0] if self._batches else kept
         if (kept.shape[1:], kept.dtype, kept.device) == (first.shape[1:], first.dtype, first.device):
             self._batches.append(kept.clone())
@@ -112,10 +104,12 @@ class Targets(Measurement):
         if not self._batches or not graph.sure_kind or is_weighted or math.isnan(graph.scale):
             return Losses()
         if graph.kind == "cross-entropy":
-            return losses_of_classes(self._batches, graph).scaled(graph.scale)
-        if graph.kind == "binary cross-entropy":
-            return losses_of_bits(self._batches, graph).scaled(graph.scale)
-        return self._losses_of_values(graph.kind).scaled(graph.scale)
+            found = losses_of_classes(self._batches, graph)
+        elif graph.kind == "binary cross-entropy":
+            found = losses_of_bits(self._batches, graph)
+        else:
+            found = self._losses_of_values(graph.kind)
+        return Losses(*(graph.scale * x for x in found))
 
     def _losses_of_values(self, kind: str) -> Losses:
         y = torch.cat(self._batches).float()
@@ -132,9 +126,8 @@ class Targets(Measurement):
     def _drift(self) -> float:
         """Mean square of the difference between the means of the first and the second half of the batches."""
         half = len(self._batches) // 2
-        first, second = (
-            torch.cat(x).float().mean(0) for x in (self._batches[: half or 1], self._batches[half:])
-        )
+        halves = self._batches[: half or 1], self._batches[half:]
+        first, second = (torch.cat(x).float().mean(0) for x in halves)
         return float((first - second).square().mean())
 
 

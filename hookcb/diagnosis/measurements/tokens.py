@@ -30,20 +30,14 @@ class Embedded(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Targets of a batch compared with the indices of an embedding.
+    """Targets of a batch compared with the indices of an embedding."""
 
-    Attributes:
-        layer: name of the embedding.
-        padding: index of the padding, -1 if there is none.
-        numbers: on the device: targets, those that are not the token at their own position, those that are
-            not the next token, and those that are padding after padding.
-        seeing: share of the positions with a target that attend to later ones, by layer of attention.
-    """
-
-    layer: str
+    layer: str  # the embedding
     padding: int
+    # on the device: targets, those that are not the token at their own position, those that are not the next
+    # token, and those that are padding after padding
     numbers: Tensor
-    seeing: dict[str, Tensor]
+    seeing: dict[str, Tensor]  # share of the positions with a target that attend to later ones, by layer
 
 
 class View(NamedTuple):
@@ -56,40 +50,21 @@ class View(NamedTuple):
 
 
 class Relation(NamedTuple):
-    """Embedded tokens that are also the targets.
+    """Embedded tokens that are also the targets."""
 
-    Attributes:
-        is_next: whether the target is the next token; else it is the token at the same position.
-        layer: name of the embedding.
-        padding: index of the padding, -1 if there is none.
-        n_targets, n_padding: number of targets, and of those that are padding after padding.
-        seeing: smallest share, over the batches, of positions with a target that attend to later ones, by
-            layer of self-attention.
-    """
-
-    is_next: bool
-    layer: str
-    padding: int
+    is_next: bool  # whether the target is the next token; else it is the token at the same position
+    layer: str  # the embedding
+    padding: int  # index of the padding, -1 if there is none
     n_targets: int
-    n_padding: int
-    seeing: dict[str, float]
+    n_padding: int  # targets that are padding after padding
+    seeing: dict[str, float]  # as in `Counts`, the smallest share over the batches
 
 
 class Tokens(Measurement):
     """Compares the indices that a model embeds with the targets of its loss, in the first inspected batches.
 
     It reads the indices that embeddings get rather than the input of the model, which may shift its input
-    itself. They are copied, and dropped when the gradient is known, which
-    tells the targets.
-
-    Attributes:
-        n_batches: number of batches that were compared.
-        has_embeddings: whether an embedding was called.
-        has_compared: whether each embedded token may have a target of its own, as in a language model or a
-            tagger.
-        relations: embedded tokens that are the targets, in all batches that were compared.
-        indices: number of calls, and smallest and largest index in them, of embeddings that were called in
-            enough batches, by layer.
+    itself. They are copied, and dropped when the gradient is known, which tells the targets.
     """
 
     uses = (Operations,)
@@ -100,37 +75,36 @@ class Tokens(Measurement):
         self._counts: dict[tuple[int, int], list[Counts]] = {}  # by order of the call in its batch, and `dim`
         self._hook: Hook | None = None  # on the scores of the current batch
         self._ends: dict[str, list[Tensor]] = {}  # smallest and largest index of each call, by layer
-        self.n_batches, self.has_embeddings, self.has_compared = 0, False, False
-        self.relations: list[Relation] = []
+        self.n_batches, self.has_embeddings = 0, False
+        self.has_compared = False  # whether each token may have a target, as in a language model or a tagger
+        self.relations: list[Relation] = []  # in all batches that were compared
+        # number of calls, and smallest and largest index in them, of embeddings that were called often enough
         self.indices: dict[str, tuple[int, int, int]] = {}
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether tokens were seen, and more batches are compared."""
-        return 0 < self.n_batches < MIN_BATCHES
 
     @property
     def is_open(self) -> bool:
         """Whether more batches are compared."""
         return self.n_batches < MIN_BATCHES
 
+    @property
+    def is_under_way(self) -> bool:
+        """Likewise, and tokens were seen."""
+        return self.is_open and self.n_batches > 0
+
     def on_model(self, run: Run) -> None:
         run.measured(Operations).listeners.append(self)
 
     def on_batch(self, run: Run) -> None:
-        self._forget()
-
-    on_batch_end = on_batch
-
-    def on_cancel(self, run: Run, level: str) -> None:
-        if level == "batch":
-            self._forget()
-
-    def _forget(self) -> None:
         self._embedded, self._views = [], []
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+    on_batch_end = close = on_batch
+
+    def on_cancel(self, run: Run, level: str) -> None:
+        if level == "batch":
+            self.on_batch(run)
 
     def add_indices(self, layer: str, n_rows: int, indices: Tensor, padding: int) -> None:
         """Records a call of an embedding with so many rows."""
@@ -143,13 +117,7 @@ class Tokens(Measurement):
             self._embedded.append(Embedded(layer, padding, indices.clone()))
 
     def add_attention(self, layer: str, weights: Tensor, places: Tensor) -> None:
-        """Records which positions attend to later ones.
-
-        Args:
-            layer: name of the layer.
-            weights: attention weights `(…, len(places), T)`, of a sequence of T to itself.
-            places: positions whose weights these are.
-        """
+        """Records which of these positions attend to later ones, by their weights `(…, len(places), T)`."""
         if self.is_open and self._embedded:
             length = weights.shape[-1]
             is_later = torch.arange(length, device=weights.device) > places[:, None]
@@ -171,12 +139,7 @@ class Tokens(Measurement):
                 self.failure = error
 
     def compare(self, grad: Tensor) -> None:
-        """Compares the targets of the batch with all that was embedded in it.
-
-        Args:
-            grad: gradient of the scores; that of a cross-entropy is negative for the target alone, and zero
-                if the target does not count.
-        """
+        # the gradient of a cross-entropy is negative for the target alone, and zero if that does not count
         embedded, self._embedded = self._embedded, []
         self.n_batches += 1
         for i, seen in enumerate(embedded):
@@ -197,15 +160,13 @@ class Tokens(Measurement):
         for view in self._views:
             if view.length == x.shape[dim] and len(view.sees) % x.shape[1 - dim] == 0:
                 share = _share_seeing(view, has_next.movedim(dim, 1))
-                before = seeing.get(view.layer, share)
-                seeing[view.layer] = torch.minimum(before, share)
+                seeing[view.layer] = torch.minimum(seeing.get(view.layer, share), share)
         return Counts(seen.layer, seen.padding, numbers, seeing)
 
     def tell(self, run: Run) -> None:
-        self.relations = self._relations()
-        self.indices = {
-            layer: _range_of(ends) for layer, ends in self._ends.items() if len(ends) >= MIN_BATCHES
-        }
+        self.relations = [found for counts in self._counts.values() if (found := _relation(counts))]
+        ends = {layer: torch.stack(x) for layer, x in self._ends.items() if len(x) >= MIN_BATCHES}
+        self.indices = {layer: (len(x), int(x[:, 0].min()), int(x[:, 1].max())) for layer, x in ends.items()}
         operations = run.measured(Operations)
         if operations.has_looked and operations.failure is None and not self.has_embeddings:
             run.absent |= dict.fromkeys(("embeddings", "tokens"), "the model has no embedding")
@@ -215,42 +176,26 @@ class Tokens(Measurement):
             unknown = "the embedding of the tokens has no padding_idx, so it is not known what is padding"
             run.missing["padding of the tokens"] = unknown
 
-    def close(self, run: Run) -> None:
-        self._forget()
-
     def freeze(self) -> None:
         self._counts, self._ends = {}, {}
 
-    def _relations(self) -> list[Relation]:
-        found = []
-        for counts in self._counts.values():
-            numbers = torch.stack([x.numbers for x in counts]).sum(0).tolist()
-            n, n_not_own, n_not_next, n_padding = numbers
-            if len(counts) < MIN_BATCHES or n < MIN_TARGETS or (n_not_own and n_not_next):
-                continue
-            first, *others = counts
-            layers = [name for name in first.seeing if all(name in x.seeing for x in others)]
-            seeing = {name: min(float(x.seeing[name]) for x in counts) for name in layers}
-            found.append(Relation(not n_not_next, first.layer, first.padding, n, n_padding, seeing))
-        return found
 
-
-def _range_of(ends: list[Tensor]) -> tuple[int, int, int]:
-    both = torch.stack(ends)
-    return len(ends), int(both[:, 0].min()), int(both[:, 1].max())
+def _relation(counts: list[Counts]) -> Relation | None:
+    n, n_not_own, n_not_next, n_padding = torch.stack([x.numbers for x in counts]).sum(0).tolist()
+    if len(counts) < MIN_BATCHES or n < MIN_TARGETS or (n_not_own and n_not_next):
+        return None
+    first, *others = counts
+    layers = [name for name in first.seeing if all(name in x.seeing for x in others)]
+    seeing = {name: min(float(x.seeing[name]) for x in counts) for name in layers}
+    return Relation(not n_not_next, first.layer, first.padding, n, n_padding, seeing)
 
 
 def _targets_like(x: Tensor, grad: Tensor, dim: int) -> Tensor | None:
     """Targets in the shape of `x`, which may be one longer along `dim`; None if they do not fit.
 
-    Args:
-        x: indices `(N, T)`, or `(T, N)`.
-        grad: gradient of the scores, `(N, T, C)`, `(T, N, C)`, `(N · T, C)` or `(N, C, T)`.
-        dim: dimension of the positions in `x`.
+    `x` has shape `(N, T)` or `(T, N)`, and `grad` `(N, T, C)`, `(T, N, C)`, `(N · T, C)` or `(N, C, T)`.
     """
-    shorter = list(x.shape)
-    shorter[dim] -= 1
-    shapes = [tuple(x.shape), tuple(shorter)]
+    shapes = [tuple(x.shape), (*x.shape[:dim], x.shape[dim] - 1, *x.shape[dim + 1 :])]
     for classes in range(grad.ndim - 1, 0, -1):
         rest = grad.shape[:classes] + grad.shape[classes + 1 :]
         for shape in shapes if x.shape[dim] >= MIN_LENGTH else ():
@@ -263,12 +208,7 @@ def _targets_like(x: Tensor, grad: Tensor, dim: int) -> Tensor | None:
 
 
 def _share_seeing(view: View, has_next: Tensor) -> Tensor:
-    """Share of the positions with a target, the last one left out, that attend to later positions.
-
-    Args:
-        view: attention of one layer.
-        has_next: whether a position `(N, T - 1)` has a target.
-    """
+    """Share of the positions with a target, `(N, T - 1)` without the last ones, that attend to later ones."""
     is_inside = view.places < has_next.shape[1]
     sees = view.sees.reshape(len(has_next), -1, len(view.places)).any(1)
     counted = has_next[:, view.places.clamp(max=has_next.shape[1] - 1)] & is_inside

@@ -9,6 +9,7 @@ from torch import nn
 
 from hookcb import Diagnose, Learner
 from hookcb.diagnosis.measurements.dead_units import MIN_EXAMPLES, MIN_LOOKS, DeadUnits
+from hookcb.diagnosis.run import Run
 from tests.support import fit
 
 D, H, N = 6, 10, 64
@@ -48,6 +49,11 @@ def look(units, model, step, x, loss):
     units.read_gradients(step, len(x))
 
 
+def shares_of(units):
+    units.tell(Run())
+    return units.of
+
+
 def looked(model, n=10, loss=None, n_examples=N, at=None):
     """Looks at so many batches; `at` may change the model at a step."""
     units = following(model)
@@ -56,7 +62,7 @@ def looked(model, n=10, loss=None, n_examples=N, at=None):
             at(step)
         x, y = batch(n_examples, seed=step)
         look(units, model, step, x, loss or (lambda out, y=y: F.mse_loss(out, y)))
-    return units.dead_shares()
+    return shares_of(units)
 
 
 @pytest.mark.parametrize("n_dead", [0, 1, 4, H])
@@ -76,8 +82,8 @@ def test_layers_without_a_bias_are_told_by_rows_of_their_weight():
     units = following(model)
     for step in range(10):
         look(units, model, step, batch(seed=step)[0].abs(), lambda out: out.square().mean())
-    assert units.dead_shares()["0.weight"].lately == pytest.approx(3 / H)
-    assert units.dead_shares()["2.weight"].lately == 0
+    assert shares_of(units)["0.weight"].lately == pytest.approx(3 / H)
+    assert shares_of(units)["2.weight"].lately == 0
 
 
 def test_a_convolution_is_followed_by_channels():
@@ -88,7 +94,7 @@ def test_a_convolution_is_followed_by_channels():
     for step in range(8):
         x = torch.randn(N, 2, 5, 5, generator=torch.Generator().manual_seed(step))
         look(units, model, step, x, lambda out: out.square().mean())
-    assert units.dead_shares()["0.weight"].lately == 2 / 8
+    assert shares_of(units)["0.weight"].lately == 2 / 8
 
 
 def test_a_single_layer_is_named_as_the_model_names_it():
@@ -108,7 +114,7 @@ def test_a_bias_that_the_loss_does_not_depend_on_leaves_units_alive():
     units = following(model)
     for step in range(8):
         units.read_gradients(step, N)
-    assert units.dead_shares()["2.weight"].lately == 0
+    assert shares_of(units)["2.weight"].lately == 0
     assert looked(model, loss=differences)["2.weight"].lately == 0
 
 
@@ -122,7 +128,7 @@ def test_units_of_a_layer_before_a_batch_norm_are_alive_though_their_bias_has_no
         F.mse_loss(model(x), y).backward()
         model[0].bias.grad.zero_()
         units.read_gradients(step, N)
-    assert units.dead_shares()["0.weight"].lately == 0
+    assert shares_of(units)["0.weight"].lately == 0
 
 
 @pytest.mark.parametrize("died_at", [5, 10, 20])
@@ -177,7 +183,7 @@ def test_of_small_batches_so_many_are_looked_at_that_it_is_known(size, told):
 def test_with_few_looks_it_says_how_few():
     found = looked(net(), n=3)["0.weight"]
     assert (found.n_looked, found.n_examples) == (3, 3 * N)
-    assert following(net()).dead_shares() == {}
+    assert shares_of(following(net())) == {}
 
 
 def test_looks_at_a_satisfied_hinge_loss_do_not_count():
@@ -186,7 +192,7 @@ def test_looks_at_a_satisfied_hinge_loss_do_not_count():
     for step in range(40):
         margin = 1e6 if step % 4 == 0 else -1e6  # satisfied in three of four batches
         look(units, model, step, batch(seed=step)[0], lambda out, m=margin: F.relu(m - out).mean())
-    found = units.dead_shares()
+    found = shares_of(units)
     assert {x.n_looked for x in found.values()} == {MIN_LOOKS}
     assert {x.lately for x in found.values()} == {0}
 
@@ -276,7 +282,7 @@ def test_layers_whose_gradient_is_none_or_sparse_are_left_out():
         model[0].bias.grad = None
     found = following(model)
     found.read_gradients(0, N)
-    assert set(found.dead_shares()) == {"2.weight"}
+    assert set(shares_of(found)) == {"2.weight"}
 
 
 def test_a_frozen_layer_has_no_dead_units():
@@ -294,7 +300,7 @@ def test_a_layer_that_takes_part_now_and_then_is_judged_by_its_own_looks():
         look(
             units, model, step, x, lambda out, w=whole: out.mean() if w else model[2](torch.ones(4, H)).sum()
         )
-    found = units.dead_shares()
+    found = shares_of(units)
     assert found["0.weight"].n_looked == MIN_LOOKS
     assert found["0.weight"].lately == 0
 

@@ -52,7 +52,7 @@ def plain(q, k, mask=None, scale=None):
 
 
 def probe(record, layer="", embedded=lambda *_: None):
-    return OpProbe(lambda: layer, record, embedded)
+    return OpProbe(lambda: layer, record, embedded, None, lambda see, *args: see(*args))
 
 
 def seen(call, layer="attn"):
