@@ -16,8 +16,6 @@ def transformer(norm, matrix, **kwargs):
     ]
     run = evidence(*params, n_steps=1000, **{"lr": 1e-3} | kwargs)
     return measured(run, Operations, has_attention=True)
-    run.measured(Operations).has_attention = True
-    return run
 
 
 def test_decay_of_norms_and_embeddings_is_noted_with_its_sum():
