@@ -91,6 +91,23 @@ class LedHealth(Led, GradientHealth):
         if self._watch is not None:
             self._watch.close()
 
+    @property
+    def _acts(self) -> bool:
+        """Whether the current step is read, or may be skipped by a scaler."""
+        return self.learn.scaler is not None or self.wants(self._n_steps)
+
+    def before_step(self) -> None:
+        if self._acts:
+            super().before_step()
+
+    def after_cancel_step(self) -> None:
+        if self._acts:
+            super().after_cancel_step()
+
+    def after_step(self) -> None:
+        if self._acts:
+            super().after_step()
+
 
 class LedTimer(Led, StepTimer):
     """`StepTimer`, which compares several ranks."""
