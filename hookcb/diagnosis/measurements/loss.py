@@ -13,8 +13,13 @@ from hookcb.core.graph import COMPILED
 from hookcb.core.optim import detached_scalar
 from hookcb.diagnosis.fault import EVERY, LOOKS, Measurement
 from hookcb.diagnosis.measurements.curves import Curve, Curves
-from hookcb.diagnosis.measurements.loss_graph import LossGraph, last_parameters, n_between, read_loss
-from hookcb.diagnosis.measurements.penalty import penalty_of
+from hookcb.diagnosis.measurements.loss_graph import (
+    LossGraph,
+    last_parameters,
+    n_between,
+    penalty_of,
+    read_loss,
+)
 from hookcb.diagnosis.measurements.plain_run import ExternalBatch, graph_of_original
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.measurements.loss_graph import LossGraph, n_between, read_loss
+from hookcb.diagnosis.measurements.loss_graph import LossGraph, n_between, penalty_of, read_loss
 
 N, C, T = 6, 5, 3
 PLAIN = {"is_pure": True, "scale": 1.0}
@@ -368,3 +368,61 @@ def test_operations_are_not_those_of_a_loss_if_there_are_layers_among_them():
     assert n_between((out * other).sum().grad_fn, out) == 0  # of another call of the model
     assert n_between(other.sum().grad_fn, out) == 0
     assert n_between(out.sum().grad_fn, None) == n_between(None, out) == 0
+
+
+G = torch.Generator().manual_seed(0)
+INPUTS, LABELS = torch.randn(16, 5, generator=G), torch.randint(3, (16,), generator=G)
+VALUES, ONES = torch.randn(16, 3, generator=G), (torch.rand(16, 3, generator=G) < 0.5).float()
+MAIN_TERMS = {
+    "classes": lambda p: F.cross_entropy(p, LABELS),
+    "weights": lambda p: F.cross_entropy(p, LABELS, weight=torch.tensor([1.0, 2.0, 3.0]), ignore_index=1),
+    "smoothing": lambda p: F.cross_entropy(p, LABELS, label_smoothing=0.2),
+    "bits": lambda p: F.binary_cross_entropy_with_logits(p, ONES, pos_weight=torch.tensor(3.0)),
+    "probabilities": lambda p: F.binary_cross_entropy(p.sigmoid(), ONES),
+    "half of squares": lambda p: 0.5 * F.mse_loss(p, VALUES),
+    "squares by hand": lambda p: ((p - VALUES) ** 2).mean(),
+    "a product by hand": lambda p: (p - VALUES).square().mean(),
+    "absolute errors": lambda p: F.l1_loss(p, VALUES),
+}
+PENALTIES = {
+    "squares": lambda net: sum(p.square().sum() for p in net.parameters()),
+    "absolute values": lambda net: 0.1 * sum(p.abs().mean() for p in net.parameters()),
+    "norm": lambda net: 3 * net.weight.norm(),
+}
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("loss", MAIN_TERMS)
+def test_it_is_what_was_added_to_the_loss(loss, penalty):
+    torch.manual_seed(0)
+    net = nn.Linear(5, 3)
+    added = PENALTIES[penalty](net)
+    found = penalty_of(MAIN_TERMS[loss](net(INPUTS)) + added)
+    assert not found.requires_grad
+    assert found.item() == pytest.approx(added.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", MAIN_TERMS)
+def test_a_loss_without_a_penalty_has_none(loss):
+    torch.manual_seed(0)
+    assert penalty_of(MAIN_TERMS[loss](nn.Linear(5, 3)(INPUTS))).item() == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda p: F.cross_entropy(p, LABELS, reduction="sum"),
+        lambda p: F.huber_loss(p, VALUES),
+        lambda p: p.tanh().mean(),
+        lambda p: p.detach().mean(),
+    ],
+    ids=["a sum", "Huber", "of no known kind", "detached"],
+)
+def test_of_other_losses_it_is_unknown(loss):
+    assert penalty_of(loss(nn.Linear(5, 3)(INPUTS)) + 0.0) is None
+
+
+def test_after_the_backward_it_is_unknown():
+    loss = F.mse_loss(nn.Linear(5, 3)(INPUTS), VALUES)
+    loss.backward()
+    assert penalty_of(loss) is None
