@@ -25,26 +25,24 @@ class LossSpikes(Fault):
 
     headline = "The loss jumps in single batches"
     uses = (Curves,)
+    severity = "info"
 
     def findings(self, run: Run) -> Iterator[Result]:
         if len(run.loss) <= SPIKE_BEFORE:
             yield Skipped(f"fewer than {SPIKE_BEFORE} batches")
-            return
-        spikes = _spikes(run.loss)
-        if len(spikes) < N_SPIKES:
+        elif len(spikes := _spikes(run.loss)) < N_SPIKES:
             yield Passed(f"spikes of the loss ({len(spikes)})")
-            return
-        step, value, limit = max(spikes, key=lambda spike: spike[1] - spike[2])
-        yield self.finding(
-            f"The loss jumps in {len(spikes):,} batches, most at step {step}: to {value:.3g}, while up "
-            f"to {limit:.3g} is noise.",
-            "info",
-            when=(spikes[0][0], spikes[-1][0]),
-            value=value,
-            limit=limit,
-            causes=("unusual samples", "a learning rate that is slightly too high"),
-            next_steps=(f"Look at the batch of step {step}", run.advise("clip")),
-        )
+        else:
+            step, value, limit = max(spikes, key=lambda spike: spike[1] - spike[2])
+            yield self.finding(
+                f"The loss jumps in {len(spikes):,} batches, most at step {step}: to {value:.3g}, while up "
+                f"to {limit:.3g} is noise.",
+                when=(spikes[0][0], spikes[-1][0]),
+                value=value,
+                limit=limit,
+                causes=("unusual samples", "a learning rate that is slightly too high"),
+                next_steps=(f"Look at the batch of step {step}", run.advise("clip")),
+            )
 
 
 def _spikes(loss: Series) -> list[tuple[int, float, float]]:
@@ -53,7 +51,7 @@ def _spikes(loss: Series) -> list[tuple[int, float, float]]:
     steps, values = loss.steps[-N_LATEST:], loss.values[-N_LATEST:]
     in_order: list[float] = []  # the finite ones of the window
     for i, value in enumerate(values):
-        if i >= SPIKE_BEFORE and values[i - 1] < value < math.inf and value > _least(in_order):
+        if i >= SPIKE_BEFORE and values[i - 1] < value < math.inf and in_order and value > _least(in_order):
             middle, sigma = spread(in_order)
             if value > (limit := middle + SPIKE * max(sigma, 1e-3 * abs(middle))):
                 spikes.append((steps[i], value, limit))
@@ -70,7 +68,5 @@ def _least(in_order: Sequence[float]) -> float:
     The median absolute deviation is at least the smaller distance from the median to a quartile.
     """
     n = len(in_order)
-    if not n:
-        return math.inf
     lower, upper = in_order[(n - 1) // 2], in_order[n // 2]
     return lower + SPIKE * min(in_order[-1 - n // 4] - upper, lower - in_order[n // 4])
