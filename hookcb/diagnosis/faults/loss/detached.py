@@ -36,4 +36,4 @@ class DetachedLoss(Fault):
         elif "loss" in run.absent:
             yield Absent(run.absent["loss"])
         else:
-            yield Skipped(run.missing.get("loss", "too little was seen of the loss"))
+            yield Skipped(run.why_unseen("loss"))

@@ -30,8 +30,7 @@ class FirstLoss(Fault):
     uses = (Curves, Loss)
 
     def findings(self, run: Run) -> Iterator[Result]:
-        first = run.loss.values[0] if len(run.loss) else math.nan
-        loss = run.measured(Loss)
+        first, loss = run.loss.values[0] if len(run.loss) else math.nan, run.measured(Loss)
         guess, kind = loss.guess, loss.kind
         if not (math.isfinite(first) and 0 < guess < math.inf and kind in NEVER_NEGATIVE):
             yield Skipped(why_unknown(run, "the loss of guessing is not known"))

@@ -11,7 +11,6 @@ from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.output import COMPARING, SQUARES, Output, name_of
 from hookcb.diagnosis.rules import is_trivial
 from hookcb.diagnosis.run import Run
-from hookcb.diagnosis.verdict import Severity
 
 
 @fault("loss.of_values", Site.LOSS, needs="batch graph", leads_to="loss.trivial loss.flat", exact=True)
@@ -31,8 +30,7 @@ class LossOfValues(Fault):
     def on_first_graph(self, run: Run) -> None:
         loss, output = run.measured(Loss).graph, run.measured(Output)
         seen = output.beside(*COMPARING)
-        is_of_values = loss is not None and loss.kind in SQUARES and loss.sure_kind
-        if loss is None or seen is None or not is_of_values or not _are_classes(seen.target):
+        if loss is None or seen is None or loss.sure_kind not in SQUARES or not _are_classes(seen.target):
             return
         ends = f"the {name_of(loss.head)}" if loss.head else "the output"
         error = {"mse": "squared", "mae": "absolute", "huber": "Huber"}[loss.kind]
@@ -49,8 +47,7 @@ class LossOfValues(Fault):
         )
 
     def findings(self, run: Run) -> Iterator[Result]:
-        severity: Severity = "warning" if is_trivial(run) else "info"
-        seen = [replace(x, severity=severity) for x in self.seen]
+        seen = [replace(x, severity="warning" if is_trivial(run) else "info") for x in self.seen]
         return self.told(run, seen, run.measured(Output).why_unknown())
 
 
