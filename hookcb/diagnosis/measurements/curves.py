@@ -89,7 +89,6 @@ class Curves(Measurement):
         self._loss, self._rate, self._wait, self._length = (Curve() for _ in range(4))
         self._losses = defaultdict[int, Curve](Curve)  # by id of the optimizer
         self._memory = Curve(MAX_MEMORY)
-        self.n_losses = 0
         self._last_loss: float | Tensor | None = None
         # time at which the first backward of the last batch had ended, NaN where an epoch begins
         self._ended, self._has_ended = math.nan, False
@@ -109,7 +108,7 @@ class Curves(Measurement):
             self._wait.add(run.step, run.measured(Clock).waited)
 
     def on_loss(self, run: Run) -> None:
-        self._last_loss, self.n_losses = detached_scalar(run.loop.loss), self.n_losses + 1
+        self._last_loss = detached_scalar(run.loop.loss)
         self._loss.add(run.step, self._last_loss)
 
     def on_gradients(self, run: Run) -> None:
@@ -149,11 +148,6 @@ class Curves(Measurement):
             run.missing["loss"] = "the optimizer maximizes the loss"
         elif len(run.loss):
             run.sources.add("loss")
-
-    def why_unseen(self, run: Run) -> str:
-        """Why the error of a loss would not have been seen, "" if it would have been."""
-        has_begun = self.n_losses or run.n_steps or "batches" not in run.sources  # else a single batch
-        return "" if has_begun else run.why_unseen("loss or steps")
 
     def close(self, run: Run) -> None:
         if self._resident is not None:

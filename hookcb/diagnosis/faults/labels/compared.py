@@ -8,8 +8,17 @@ from hookcb.diagnosis.measurements.output import SLACK, Output
 from hookcb.diagnosis.run import Run
 
 
+class _OfOutput(Fault):
+    """Base of faults of the targets beside the output."""
+
+    uses = (Output,)
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        return self.told(run, self.seen, run.measured(Output).why_unknown())
+
+
 @fault("label.range", Site.INPUT, needs="batch graph", leads_to=EVERYTHING, exact=True)
-class TargetsOutOfRange(Fault):
+class TargetsOutOfRange(_OfOutput):
     """Targets of a binary cross-entropy below 0 or above 1: the loss then has no minimum.
 
     Exact: the smallest and the largest target of the first batch, with 0.001 for rounding.
@@ -19,7 +28,6 @@ class TargetsOutOfRange(Fault):
 
     headline = "Targets are not between 0 and 1"
     passed = "targets of a binary cross-entropy"
-    uses = (Output,)
 
     def on_first_graph(self, run: Run) -> None:
         if (seen := run.measured(Output).beside("binary cross-entropy")) is None:
@@ -40,12 +48,9 @@ class TargetsOutOfRange(Fault):
                 ),
             )
 
-    def findings(self, run: Run) -> Iterator[Result]:
-        return self.told(run, self.seen, run.measured(Output).why_unknown())
-
 
 @fault("label.broadcast", Site.INPUT, needs="batch graph", leads_to=EVERYTHING, exact=True)
-class BroadcastTargets(Fault):
+class BroadcastTargets(_OfOutput):
     """One output and one target per sample whose shapes differ, so the loss compares all pairs of samples.
 
     Exact: shapes of the output and the targets where the loss subtracts them, such as (N, 1) and (N), which
@@ -56,12 +61,10 @@ class BroadcastTargets(Fault):
 
     headline = "Targets are broadcast to all pairs"
     passed = "targets that are broadcast"
-    uses = (Output,)
 
     def on_first_graph(self, run: Run) -> None:
         output = run.measured(Output)
-        seen = output.compared
-        if seen is None or output.is_degenerate or not seen.is_broadcast:
+        if (seen := output.compared) is None or output.is_degenerate or not seen.is_broadcast:
             return
         ours, theirs = seen.shapes
         self.see(
@@ -72,6 +75,3 @@ class BroadcastTargets(Fault):
             causes=("targets or outputs with a missing, or an extra, dimension of size 1",),
             next_steps=("Give both the same shape: y.unsqueeze(1), or pred.squeeze(1)",),
         )
-
-    def findings(self, run: Run) -> Iterator[Result]:
-        return self.told(run, self.seen, run.measured(Output).why_unknown())

@@ -62,8 +62,18 @@ REFUSALS = (
 )
 
 
+class _Error(Fault):
+    """Base of faults for which a loss raises an error."""
+
+    uses = (Curves,)
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        has_begun = len(run.loss) or run.n_steps or "batches" not in run.sources  # else a single batch
+        return self.told(run, self.seen, "" if has_begun else run.why_unseen("loss or steps"))
+
+
 @fault("label.form", Site.INPUT, needs="batch", leads_to=EVERYTHING, exact=True)
-class RefusedTargets(Fault):
+class RefusedTargets(_Error):
     """Targets whose shape or type a loss of torch refuses, such as one-hot rows in place of class indices.
 
     Exact: the error that torch's loss has raised.
@@ -72,7 +82,6 @@ class RefusedTargets(Fault):
     """
 
     headline = "The loss refuses the form of the targets"
-    uses = (Curves,)
     passed = "targets that the loss refuses"
 
     def on_error(self, run: Run, error: BaseException) -> None:
@@ -91,12 +100,9 @@ class RefusedTargets(Fault):
                 )
                 return
 
-    def findings(self, run: Run) -> Iterator[Result]:
-        return self.told(run, self.seen, run.measured(Curves).why_unseen(run))
-
 
 @fault("label.out_of_range", Site.INPUT, needs="batch", leads_to=EVERYTHING, exact=True)
-class LabelsOutOfRange(Fault):
+class LabelsOutOfRange(_Error):
     """A class index below 0 or not below the number of classes, for which the loss raised an error.
 
     Formula: largest index ≥ C or smallest < 0, in the batch for which torch's loss raised an error.
@@ -105,7 +111,6 @@ class LabelsOutOfRange(Fault):
     """
 
     headline = "Labels are out of range"
-    uses = (Curves,)
     passed = "labels out of range"
 
     def on_error(self, run: Run, error: BaseException) -> None:
@@ -132,9 +137,6 @@ class LabelsOutOfRange(Fault):
                 else "Map the labels to 0 and above, or pass ignore_index to the loss",
             ),
         )
-
-    def findings(self, run: Run) -> Iterator[Result]:
-        return self.told(run, self.seen, run.measured(Curves).why_unseen(run))
 
 
 def _range_of(pred: Any, yb: Any) -> tuple[int | None, int | None]:

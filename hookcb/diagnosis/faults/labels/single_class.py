@@ -43,5 +43,4 @@ class SingleClass(Fault):
             )
 
     def findings(self, run: Run) -> Iterator[Result]:
-        unless = "" if self.is_known else run.why_unseen("labels of a classifier")
-        return self.told(run, self.seen, unless)
+        return self.told(run, self.seen, "" if self.is_known else run.why_unseen("labels of a classifier"))
