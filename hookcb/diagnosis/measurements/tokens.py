@@ -21,14 +21,6 @@ MIN_ROWS = 8  # of a table of positions
 UNKNOWN = -1  # index of a target that does not count
 
 
-class Embedded(NamedTuple):
-    """Call of an embedding in this batch: the layer, the index of its padding or -1, and the indices."""
-
-    layer: str
-    padding: int
-    indices: Tensor
-
-
 class Counts(NamedTuple):
     """Targets of a batch compared with the indices of an embedding."""
 
@@ -38,15 +30,6 @@ class Counts(NamedTuple):
     # token, and those that are padding after padding
     numbers: Tensor
     seeing: dict[str, Tensor]  # share of the positions with a target that attend to later ones, by layer
-
-
-class View(NamedTuple):
-    """Attention of a sequence of so many tokens to itself: which of the `places` attend to later ones."""
-
-    layer: str
-    length: int
-    places: Tensor
-    sees: Tensor
 
 
 class Relation(NamedTuple):
@@ -70,8 +53,10 @@ class Tokens(Measurement):
     uses = (Operations,)
 
     def __init__(self) -> None:
-        self._embedded: list[Embedded] = []
-        self._views: list[View] = []
+        # of the calls in this batch: the layer, the index of the padding or -1, and the indices
+        self._embedded: list[tuple[str, int, Tensor]] = []
+        # the layer, the number of tokens that attend to each other, and which places attend to later ones
+        self._views: list[tuple[str, int, Tensor, Tensor]] = []
         self._counts: dict[tuple[int, int], list[Counts]] = {}  # by order of the call in its batch, and `dim`
         self._hook: Hook | None = None  # on the scores of the current batch
         self._ends: dict[str, list[Tensor]] = {}  # smallest and largest index of each call, by layer
@@ -89,7 +74,7 @@ class Tokens(Measurement):
     @property
     def is_under_way(self) -> bool:
         """Likewise, and tokens were seen."""
-        return self.is_open and self.n_batches > 0
+        return 0 < self.n_batches < MIN_BATCHES
 
     def on_model(self, run: Run) -> None:
         run.measured(Operations).listeners.append(self)
@@ -114,7 +99,7 @@ class Tokens(Measurement):
         if MIN_ROWS <= indices.shape[-1] <= n_rows:
             self._ends.setdefault(layer, []).append(torch.stack(indices.aminmax()))
         if indices.ndim == 2:
-            self._embedded.append(Embedded(layer, padding, indices.clone()))
+            self._embedded.append((layer, padding, indices.clone()))
 
     def add_attention(self, layer: str, weights: Tensor, places: Tensor) -> None:
         """Records which of these positions attend to later ones, by their weights `(…, len(places), T)`."""
@@ -122,7 +107,7 @@ class Tokens(Measurement):
             length = weights.shape[-1]
             is_later = torch.arange(length, device=weights.device) > places[:, None]
             sees = ((weights > MIN_WEIGHT) & is_later).any(-1)
-            self._views.append(View(layer, length, places, sees.flatten(0, -2)))
+            self._views.append((layer, length, places, sees.flatten(0, -2)))
 
     def on_prediction(self, run: Run) -> None:
         """Has the targets compared with the tokens when the gradient of the model's scores is known."""
@@ -134,34 +119,35 @@ class Tokens(Measurement):
     def _take(self, grad: Tensor) -> None:
         if self.failure is None:
             try:
-                self.compare(grad)
+                self._compare(grad)
             except Exception as error:  # the user's backward must go on, whatever it is
                 self.failure = error
 
-    def compare(self, grad: Tensor) -> None:
+    def _compare(self, grad: Tensor) -> None:
         # the gradient of a cross-entropy is negative for the target alone, and zero if that does not count
         embedded, self._embedded = self._embedded, []
         self.n_batches += 1
-        for i, seen in enumerate(embedded):
+        for i, (layer, padding, x) in enumerate(embedded):
             for dim in (1, 0):
-                if (y := _targets_like(seen.indices, grad, dim)) is not None:
-                    self._counts.setdefault((i, dim), []).append(self._count(seen, y, dim))
+                if (y := _targets_like(x, grad, dim)) is not None:
+                    counts = self._count(layer, padding, x, y, dim)
+                    self._counts.setdefault((i, dim), []).append(counts)
                     self.has_compared = True
 
-    def _count(self, seen: Embedded, y: Tensor, dim: int) -> Counts:
-        x, is_target = seen.indices, y != UNKNOWN
+    def _count(self, layer: str, padding: int, x: Tensor, y: Tensor, dim: int) -> Counts:
+        is_target = y != UNKNOWN
         n, n_next = y.shape[dim], x.shape[dim] - 1
         own, has_next = x.narrow(dim, 0, n), is_target.narrow(dim, 0, n_next)
         is_not_next = y.narrow(dim, 0, n_next) != x.narrow(dim, 1, n_next)
-        is_padding = is_target & (y == seen.padding) & (own == seen.padding)
+        is_padding = is_target & (y == padding) & (own == padding)
         kinds = (is_target, is_target & (y != own), has_next & is_not_next, is_padding)
         numbers = torch.stack([kind.sum() for kind in kinds])
         seeing: dict[str, Tensor] = {}
-        for view in self._views:
-            if view.length == x.shape[dim] and len(view.sees) % x.shape[1 - dim] == 0:
-                share = _share_seeing(view, has_next.movedim(dim, 1))
-                seeing[view.layer] = torch.minimum(seeing.get(view.layer, share), share)
-        return Counts(seen.layer, seen.padding, numbers, seeing)
+        for name, length, places, sees in self._views:
+            if length == x.shape[dim] and len(sees) % x.shape[1 - dim] == 0:
+                share = _share_seeing(places, sees, has_next.movedim(dim, 1))
+                seeing[name] = torch.minimum(seeing.get(name, share), share)
+        return Counts(layer, padding, numbers, seeing)
 
     def tell(self, run: Run) -> None:
         self.relations = [found for counts in self._counts.values() if (found := _relation(counts))]
@@ -207,9 +193,8 @@ def _targets_like(x: Tensor, grad: Tensor, dim: int) -> Tensor | None:
     return None
 
 
-def _share_seeing(view: View, has_next: Tensor) -> Tensor:
+def _share_seeing(places: Tensor, sees: Tensor, has_next: Tensor) -> Tensor:
     """Share of the positions with a target, `(N, T - 1)` without the last ones, that attend to later ones."""
-    is_inside = view.places < has_next.shape[1]
-    sees = view.sees.reshape(len(has_next), -1, len(view.places)).any(1)
-    counted = has_next[:, view.places.clamp(max=has_next.shape[1] - 1)] & is_inside
+    sees = sees.reshape(len(has_next), -1, len(places)).any(1)
+    counted = has_next[:, places.clamp(max=has_next.shape[1] - 1)] & (places < has_next.shape[1])
     return (sees & counted).sum() / counted.sum().clamp(min=1)
