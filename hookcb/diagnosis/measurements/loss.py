@@ -61,11 +61,6 @@ class Loss(Measurement):
         self._penalty_due = 0
         self.of_ranks: list[Series] = []  # some of the losses of each rank, if there are no more than 64
 
-    @property
-    def cadence(self) -> float:  # type: ignore[override]
-        """Each batch if there is a penalty, else those that are inspected."""
-        return EVERY if self.has_penalty else LOOKS
-
     def on_prediction(self, run: Run) -> None:
         if run.looking:
             self.autocasts = autocasts(run.loop.model)
@@ -87,6 +82,7 @@ class Loss(Measurement):
             except Exception as error:  # raised by the model; the input of the loss stays hidden
                 run.note(f"the model could not be run without torch.compile: {error!r:.80}")
         self.is_open, self.has_penalty = not self.graph.hidden_by, self.graph.has_penalty
+        self.cadence = EVERY if self.has_penalty else LOOKS
 
     def on_loss(self, run: Run) -> None:
         if self.has_penalty and (run.looking or run.step >= self._penalty_due):
@@ -149,12 +145,9 @@ def scores_of(pred: Any) -> Tensor | None:
 
 def n_classes_of(scores: Tensor, labels: Tensor) -> int | None:
     """Number of classes of scores, if these labels are indices of classes."""
-    if scores.ndim == labels.ndim + 1:
-        if scores.shape[:1] + scores.shape[2:] == labels.shape:
-            return scores.shape[1]
-        if scores.shape[:-1] == labels.shape:
-            return scores.shape[-1]
-    return None
+    if scores.ndim == labels.ndim + 1 and scores.shape[:1] + scores.shape[2:] == labels.shape:
+        return scores.shape[1]
+    return scores.shape[-1] if scores.ndim and scores.shape[:-1] == labels.shape else None
 
 
 def guess_of(graph: LossGraph, pred: Any, yb: Any) -> float:
