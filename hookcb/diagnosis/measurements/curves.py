@@ -6,6 +6,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 
 import torch
@@ -59,24 +60,14 @@ class Curve:
         return Series(list(self._steps), [float(x) for x in self._values])
 
 
-class ResidentMemory:
-    """Memory in use: allocated on the GPU if one is in use, else resident in the process (Linux only)."""
-
-    def __init__(self) -> None:
-        self._file = STATM.open("rb", buffering=0) if STATM.exists() else None
-
-    def bytes_in_use(self) -> float | None:
-        """Bytes in use, without memory-mapped files; None if unknown."""
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return float(torch.cuda.memory_allocated())
-        if self._file is None:
-            return None
-        _, resident, shared, *_ = os.pread(self._file.fileno(), 256, 0).split()
-        return float((int(resident) - int(shared)) * mmap.PAGESIZE)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+def bytes_in_use(statm: FileIO | None) -> float | None:
+    """Bytes on the GPU if one is in use, else of the process, without mapped files; None if unknown."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return float(torch.cuda.memory_allocated())
+    if statm is None:
+        return None
+    _, resident, shared, *_ = os.pread(statm.fileno(), 256, 0).split()
+    return float((int(resident) - int(shared)) * mmap.PAGESIZE)
 
 
 class Curves(Measurement):
@@ -92,7 +83,7 @@ class Curves(Measurement):
         self._last_loss: float | Tensor | None = None
         # time at which the first backward of the last batch had ended, NaN where an epoch begins
         self._ended, self._has_ended = math.nan, False
-        self._resident: ResidentMemory | None = None
+        self._statm: FileIO | None = None  # on Linux only
         self._memory_due = 0
         self.losses: dict[int, Series] = {}  # before each step of an optimizer, by index of the optimizer
         self.waits = Series()  # seconds spent fetching batches since the previous batch, if a fetch was seen
@@ -100,7 +91,7 @@ class Curves(Measurement):
         self.memory = Series()  # bytes in use after each step, if known
 
     def on_model(self, run: Run) -> None:
-        self._resident = ResidentMemory()
+        self._statm = STATM.open("rb", buffering=0) if STATM.exists() else None
 
     def on_batch(self, run: Run) -> None:
         self._has_ended = False
@@ -127,9 +118,7 @@ class Curves(Measurement):
 
     def on_batch_end(self, run: Run) -> None:
         is_due = run.n_batches <= MANY_READINGS or run.n_batches >= self._memory_due
-        if self._resident is None or not (is_due and self._memory.is_due()):
-            return
-        if (used := self._resident.bytes_in_use()) is not None:
+        if is_due and self._memory.is_due() and (used := bytes_in_use(self._statm)) is not None:
             self._memory.add(run.step, used)
             self._memory_due = run.n_batches + MEMORY_EVERY
 
@@ -150,8 +139,8 @@ class Curves(Measurement):
             run.sources.add("loss")
 
     def close(self, run: Run) -> None:
-        if self._resident is not None:
-            self._resident.close()
+        if self._statm is not None:
+            self._statm.close()
 
     def freeze(self) -> None:
-        self._resident = self._last_loss = None
+        self._statm = self._last_loss = None

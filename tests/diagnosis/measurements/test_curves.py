@@ -1,11 +1,13 @@
 """Curves stay short however long a training is, and memory in use is read without what is shared."""
 
 import mmap
+from types import SimpleNamespace
 
 import torch
 
 from hookcb.diagnosis.measurements import curves
-from hookcb.diagnosis.measurements.curves import MAX_POINTS, Curve, ResidentMemory
+from hookcb.diagnosis.measurements.curves import MAX_POINTS, Curve, Curves, bytes_in_use
+from hookcb.diagnosis.run import Run
 
 
 def test_a_curve_has_numbers_and_tensors_in_order():
@@ -32,21 +34,21 @@ def test_of_a_long_curve_numbers_stay_that_are_spread_evenly():
 def test_memory_in_use_is_that_of_the_process_without_what_it_shares(tmp_path, monkeypatch):
     statm = tmp_path / "statm"
     statm.write_text("900 70 30 1 0 5 0")
-    monkeypatch.setattr(curves, "STATM", statm)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    memory = ResidentMemory()
-    assert memory.bytes_in_use() == 40 * mmap.PAGESIZE
-    statm.write_text("900 90 30 1 0 5 0")
-    assert memory.bytes_in_use() == 60 * mmap.PAGESIZE
-    memory.close()
+    with statm.open("rb", buffering=0) as file:
+        assert bytes_in_use(file) == 40 * mmap.PAGESIZE
+        statm.write_text("900 90 30 1 0 5 0")
+        assert bytes_in_use(file) == 60 * mmap.PAGESIZE
 
 
 def test_where_the_system_does_not_tell_memory_is_not_known(tmp_path, monkeypatch):
     monkeypatch.setattr(curves, "STATM", tmp_path / "none")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    memory = ResidentMemory()
-    assert memory.bytes_in_use() is None
-    memory.close()
+    measured, run = Curves(), Run(n_batches=1, loop=SimpleNamespace(train_iter=0))
+    for handle in (measured.on_model, measured.on_batch_end, measured.close, measured.tell):
+        handle(run)
+    assert len(measured.memory) == 0
+    assert "memory" not in run.sources
 
 
 def test_a_short_curve_says_which_numbers_it_would_keep():
