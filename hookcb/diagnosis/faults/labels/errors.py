@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,8 +120,11 @@ class LabelsOutOfRange(_Error):
                 self._read(run, error)
 
     def _read(self, run: Run, error: IndexError) -> None:
-        refused = REFUSED.search(str(error))
-        n_classes, high = _range_of(run.loop.pred, run.loop.yb)
+        refused, scores = REFUSED.search(str(error)), scores_of(run.loop.pred)
+        y = next((y for _, y in parts(run.loop.yb) if isinstance(y, Tensor) and y.dtype == torch.int64), None)
+        n_classes = high = None
+        if scores is not None and y is not None and y.numel():
+            n_classes, high = n_classes_of(scores, y), int(y.max())
         worst = int(refused[1]) if refused else high
         if worst is None or not (refused or (n_classes is not None and worst >= n_classes)):
             return
@@ -137,12 +140,3 @@ class LabelsOutOfRange(_Error):
                 else "Map the labels to 0 and above, or pass ignore_index to the loss",
             ),
         )
-
-
-def _range_of(pred: Any, yb: Any) -> tuple[int | None, int | None]:
-    """Number of classes that have a score, and the largest label; None if unknown."""
-    scores = scores_of(pred)
-    labels = next((y for _, y in parts(yb) if isinstance(y, Tensor) and y.dtype == torch.int64), None)
-    if scores is None or labels is None or not labels.numel():
-        return None, None
-    return n_classes_of(scores, labels), int(labels.max())
