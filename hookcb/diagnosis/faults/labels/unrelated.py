@@ -43,10 +43,7 @@ class UnrelatedLabels(Fault):
     uses = (Loss,)
     severity = "info"
     passed = "labels that do not follow from the inputs"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._live: Run | None = None
+    _live: Run | None = None
 
     def on_model(self, run: Run) -> None:
         self._live = run
@@ -106,9 +103,8 @@ class UnrelatedLabels(Fault):
 
 def _can_copy(model: nn.Module) -> bool:
     model = unwrapped(model)
-    is_large = total_params(model).n > MAX_PARAMS or any(map(is_compiled, model.modules()))
-    is_joint = is_sharded(model) or any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
-    return not (is_large or is_joint)
+    is_special = any(is_compiled(m) or isinstance(m, nn.SyncBatchNorm) for m in model.modules())
+    return not (is_special or is_sharded(model) or total_params(model).n > MAX_PARAMS)
 
 
 def _overfitted(learn: Any) -> tuple[list[float], bool | None]:
