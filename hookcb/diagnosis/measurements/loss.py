@@ -12,14 +12,9 @@ from hookcb.core.batch import parts
 from hookcb.core.graph import COMPILED
 from hookcb.core.optim import detached_scalar
 from hookcb.diagnosis.fault import EVERY, LOOKS, Measurement
+from hookcb.diagnosis.measurements import loss_graph
 from hookcb.diagnosis.measurements.curves import Curve, Curves
-from hookcb.diagnosis.measurements.loss_graph import (
-    LossGraph,
-    last_parameters,
-    n_between,
-    penalty_of,
-    read_loss,
-)
+from hookcb.diagnosis.measurements.loss_graph import LossGraph
 from hookcb.diagnosis.measurements.plain_run import ExternalBatch, graph_of_original
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
@@ -68,10 +63,10 @@ class Loss(Measurement):
     def on_first_graph(self, run: Run) -> None:
         loop, self.is_seen = run.loop, True
         node, yb = loop.loss_node, run.measured(Targets).of_batch(run)
-        self.graph = read_loss(node)
+        self.graph = loss_graph.read_loss(node)
         own = {id(p) for p in loop.model.parameters()}
-        self.n_operations = n_between(node, loop.pred)
-        self.is_of_others = any(id(p) not in own for p in last_parameters(node))
+        self.n_operations = loss_graph.n_between(node, loop.pred)
+        self.is_of_others = any(id(p) not in own for p in loss_graph.last_parameters(node))
         self.guess = guess_of(self.graph, loop.pred, yb)
         if self.graph.hidden_by == COMPILED:
             batch = ExternalBatch(loop) if loop.is_external else loop
@@ -87,7 +82,7 @@ class Loss(Measurement):
     def on_loss(self, run: Run) -> None:
         if self.has_penalty and (run.looking or run.step >= self._penalty_due):
             self._penalty_due, loss = run.step + PENALTY_EVERY, run.loop.loss
-            if isinstance(loss, Tensor) and (penalty := penalty_of(loss)) is not None:
+            if isinstance(loss, Tensor) and (penalty := loss_graph.penalty_of(loss)) is not None:
                 self._penalty.add(run.step, detached_scalar(penalty))
 
     def tell(self, run: Run) -> None:
