@@ -36,8 +36,8 @@ class Balance(Fault):
             return
         a, b = norms
         for winner, loser in ((a, b), (b, a)):
-            fall, opponent, own = _fall(norms[loser]), losses[winner].values, losses[loser].values
-            has_won = max((abs(x) for x in opponent[-WINDOW:]), default=math.inf) < WON
+            fall, own = _fall(norms[loser]), losses[loser].values
+            has_won = max(map(abs, losses[winner].values[-WINDOW:]), default=math.inf) < WON
             if fall > MAX_FALL and has_won and not median(own[-WINDOW:]) < median(own[:WINDOW]):
                 yield self._unbalanced(run, loser, fall, norms[loser])
                 return

@@ -7,6 +7,7 @@ from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.loss import NEVER_NEGATIVE, Loss
 from hookcb.diagnosis.rules import finite
 from hookcb.diagnosis.run import Passed, Run, Skipped
+from hookcb.diagnosis.verdict import Finding
 
 BELOW_ZERO = -1e-6  # leaves room for rounding
 
@@ -37,18 +38,17 @@ class UnboundedLoss(Fault):
     def findings(self, run: Run) -> Iterator[Result]:
         loss, values = run.measured(Loss), finite(run.loss.values)
         kinds = loss.kinds or (loss.kind,)
-        kind = " + ".join(kinds)
         if not set(kinds).issubset(NEVER_NEGATIVE) or not values:
             yield Skipped("the kind of the loss is not known")
-            return
-        if loss.is_of_others:
+        elif loss.is_of_others:
             yield Skipped("the loss is that of another model's output")
-            return
-        below = [(step, x) for step, x in run.loss if x < BELOW_ZERO]
-        if not below:
+        elif below := [(step, x) for step, x in run.loss if x < BELOW_ZERO]:
+            yield self._below_zero(kinds, below)
+        else:
             yield Passed(f"loss below zero (smallest {min(values):.3g})", min(values), 0.0)
-            return
-        step, value = below[0]
+
+    def _below_zero(self, kinds: tuple[str, ...], below: list[tuple[int, float]]) -> Finding:
+        (step, value), kind = below[0], " + ".join(kinds)
         causes: tuple[str, ...] = ("an extra minus sign: the loss is maximized",)
         advice = "Look for a minus sign in the loss function, and for targets that are out of range"
         if kind == "nll":
@@ -56,9 +56,8 @@ class UnboundedLoss(Fault):
             advice = "Put log_softmax before nll_loss, or use cross_entropy on the raw outputs"
         elif "binary cross-entropy" in kinds:
             causes += ("targets outside 0 to 1",)
-        yield self.finding(
+        return self.finding(
             f"The loss is {value:.3g} at step {step}, but {kind} is never below 0.",
-            "error",
             when=(step, below[-1][0]),
             value=value,
             limit=0.0,

@@ -37,6 +37,7 @@ class UnfinishedTraining(Fault):
 
     headline = "The training ends too early"
     uses = (Curves, Loss)
+    severity = "info"
 
     def findings(self, run: Run) -> Iterator[Result]:
         loss, n = run.loss, len(run.loss)
@@ -63,7 +64,6 @@ class UnfinishedTraining(Fault):
             return
         yield self.finding(
             message,
-            "info",
             when=loss,
             value=share,
             limit=limit,
@@ -82,7 +82,6 @@ class UnfinishedTraining(Fault):
         constant = f"; {known.constant_in_words()}" if known.constant > 0 else ""
         return self.finding(
             f"Only {n} batches were trained, and the loss {each if falls else f'is {last:.3g}'}{constant}.",
-            "info",
             when=run.loss,
             value=float(n),
             limit=rules.MIN_BATCHES,
