@@ -45,9 +45,10 @@ class ScaledLabels(Fault):
             )
 
     def findings(self, run: Run) -> Iterator[Result]:
-        if not self.seen and not run.measured(Targets).is_known and "targets" in run.absent:
+        is_known = run.measured(Targets).is_known
+        if not (self.seen or is_known) and "targets" in run.absent:
             return iter([Absent(run.absent["targets"])])
-        return self.told(run, self.seen, "" if run.measured(Targets).is_known else run.why_unseen("targets"))
+        return self.told(run, self.seen, "" if is_known else run.why_unseen("targets"))
 
 
 def _is_255th(x: Tensor) -> bool:

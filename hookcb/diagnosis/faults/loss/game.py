@@ -68,8 +68,8 @@ def _norms_by_optimizer(run: Run) -> dict[int, Series]:
             norms = by_optimizer.setdefault(p.optimizer, {})
             for step, x in p.series("norm"):
                 norms[step] = max(norms.get(step, 0.0), x)
-    longer = {i: norms for i, norms in by_optimizer.items() if len(norms) > N_FIRST}
-    return {i: Series(list(norms), list(norms.values())) for i, norms in longer.items()}
+    every = by_optimizer.items()
+    return {i: Series(list(own), list(own.values())) for i, own in every if len(own) > N_FIRST}
 
 
 def _fall(series: Series) -> float:

@@ -72,7 +72,6 @@ class UnfinishedTraining(Fault):
         )
 
     def _few(self, run: Run) -> Result:
-        """Note about a training of a few batches that has learned little yet, or learns with each of them."""
         values, n, known = run.loss.values, len(run.loss), run.measured(Loss)
         falls = n >= MIN_FALLS and all(x > y for x, y in pairwise(values))
         last = fmean(values[-max(1, n // 4) :]) if n >= MIN_FALLS else math.nan
