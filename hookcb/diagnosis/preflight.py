@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from hookcb.core.batch import split_batch
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
-from hookcb.core.restore import preserve_state
+from hookcb.core.randomness import parts_of, saves_itself
+from hookcb.core.restore import preserve_contents, preserve_random, preserve_state
 from hookcb.diagnosis.fault import FAULTS, Fault, parts_for
 from hookcb.diagnosis.faults.labels.scaled import ScaledLabels
 from hookcb.diagnosis.faults.model.dropout_scores import ScoresDropout
@@ -21,7 +23,6 @@ from hookcb.diagnosis.faults.model.extreme_dropout import ExtremeDropout
 from hookcb.diagnosis.faults.model.linear_stack import LinearStack
 from hookcb.diagnosis.faults.model.symmetric import Symmetric
 from hookcb.diagnosis.faults.steps.duplicated import Duplicated
-from hookcb.diagnosis.first_batch import first_batch, preserve_loader, why_not_readable
 from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.origin import Found, Origin, find_origin
@@ -179,3 +180,47 @@ def _last_called(model: nn.Module) -> Iterator[list[str]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def why_not_readable(loader: Any) -> str:
+    """Reason why reading a batch would change the loader, "" if it can be restored."""
+    if any(hasattr(part, "__next__") for part in parts_of(loader)):
+        return "the training data is an iterator, or reads from one, which can be read only once"
+    if saves_itself(loader) or (not _is_plain(loader) and getattr(loader, "persistent_workers", False)):
+        return f"{type(loader).__name__} continues from its position, so reading a batch changes the training"
+    return ""
+
+
+@contextmanager
+def preserve_loader(loader: Any) -> Iterator[None]:
+    """Restores a loader after the block, so that it yields the batches it would have yielded.
+
+    That covers the global random state, and the generators and attributes of the loader, its samplers and
+    datasets.
+    """
+    attributes = [vars(part) for part in parts_of(loader) if hasattr(part, "__dict__")]
+    with preserve_random(loader), preserve_contents(*attributes):
+        yield
+
+
+def first_batch(loader: Any) -> Any:
+    """First batch of a pass over a loader, read without worker processes from a plain DataLoader.
+
+    Raises:
+        ValueError: If the loader has no batch.
+    """
+    if _is_plain(loader):  # persistent workers would advance their random state
+        how: dict[str, Any] = {"collate_fn": loader.collate_fn, "generator": loader.generator}
+        if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+            how |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        else:
+            how["batch_sampler"] = loader.batch_sampler
+        loader = DataLoader(loader.dataset, **how)
+    for batch in loader:
+        return batch
+    raise ValueError("the training loader has no batch")
+
+
+def _is_plain(loader: Any) -> bool:
+    """Whether it is a DataLoader with torch's own `__iter__`."""
+    return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
