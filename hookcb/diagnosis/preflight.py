@@ -94,12 +94,10 @@ def _inspect(evidence: Run, learn: Any) -> None:
         if (origin := found.measured(Origin)).found.is_from_weights:
             origin.found = Found()
         found.missing["inputs"] = "the batch of the first NaN was not inspected; that needs Diagnose"
-    at_any_time = {"batch", "model", "graph", "optimizers"}.issuperset
     # a fault at the end may have been there from the beginning, and then explains the others
-    for kind, part in found.parts.items():
-        if isinstance(part, Fault) and at_any_time(part.needs):
+    for part in found.parts.values():
+        if isinstance(part, Fault) and {"batch", "model", "graph", "optimizers"}.issuperset(part.needs):
             part.seen = [replace(x, step=None, last_step=None) for x in part.seen]
-            evidence.parts[kind] = part
     evidence.sources |= found.sources
     evidence.missing |= found.missing
     found.measured(Loss).validation = evidence.measured(Loss).validation
@@ -108,8 +106,8 @@ def _inspect(evidence: Run, learn: Any) -> None:
 
 
 def _observe_model(found: Run, learn: Any) -> None:
-    found.measured(LinearStack).on_model(found)
     found.sources.add("model")
+    found.measured(LinearStack).on_model(found)
     found.measured(Symmetric).on_model(found)
     found.measured(ExtremeDropout).on_model(found)
     if learn.opt is not None:

@@ -291,9 +291,9 @@ class Verdict(Printed):
         state["findings"] = [_plain(fields) | {"link": finding.link} for fields, finding in pairs]
         state["primary"] = None if primary is None else state["findings"][primary]
         state["gaps"] = [_plain(gap) for gap in state["gaps"]]
-        texts = {"ruled_out": self.ruled_out, "looked": self.looked, "coverage": self.coverage}
-        texts["remarks"] = self.remarks
-        return state | {name: list(lines) for name, lines in texts.items()}
+        return state | {
+            name: list(getattr(self, name)) for name in ("ruled_out", "looked", "coverage", "remarks")
+        }
 
     def to_json(self) -> str:
         """`to_dict()` as JSON."""

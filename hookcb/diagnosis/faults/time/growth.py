@@ -76,8 +76,6 @@ def _thirds(values: list[float]) -> tuple[float, float]:
 class _Token:
     """Lives as long as the graph node that holds it."""
 
-    __slots__ = ("__weakref__",)
-
 
 @fault("memory.graphs_kept", Site.RUN, needs="batches", leads_to="memory.growth", exact=True)
 class GraphsKept(Fault):
@@ -90,12 +88,12 @@ class GraphsKept(Fault):
     cadence = EVERY
     severity = "warning"
     passed = "retained graphs"
+    unless = "too little was seen of the graphs of 60 losses"
 
     def __init__(self) -> None:
         super().__init__()
         self._tokens: deque[tuple[int, ReferenceType[_Token]]] = deque(maxlen=N_TRACKED)
         self._n = self._due = 0
-        self.has_looked = False
 
     def on_loss(self, run: Run) -> None:
         """Puts a token on the node of a loss, which lives as long as any tensor computed from that."""
@@ -106,7 +104,8 @@ class GraphsKept(Fault):
             token = _Token()
             node.metadata[KEY] = token
             self._tokens.append((run.step, ref(token)))
-            self.has_looked = len(self._tokens) >= N_TRACKED
+            if len(self._tokens) == N_TRACKED:
+                self.unless = ""
 
     def on_batch_end(self, run: Run) -> None:
         if not run.looking or self.seen:
@@ -125,10 +124,6 @@ class GraphsKept(Fault):
 
     def freeze(self) -> None:
         self._tokens.clear()
-
-    def findings(self, run: Run) -> Iterator[Result]:
-        unless = "" if self.has_looked else "too little was seen of the graphs of 60 losses"
-        return self.told(run, self.seen, unless)
 
 
 @fault("memory.growth", Site.RUN, needs="memory")
