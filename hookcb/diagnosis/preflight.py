@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -146,19 +146,15 @@ def _observe_loss(found: Run, learn: Any, last: str) -> None:
     found.measured(ScoresDropout).look(learn.loss.grad_fn, last, None)
     found.measured(Targets).is_known = bool(learn.yb)
     if learn.yb:
-        scaled = found.measured(ScaledLabels)
-        scaled.on_first_graph(Run(loop=learn))
-        scaled.seen = [replace(x, step=None, last_step=None) for x in scaled.seen]
+        found.measured(ScaledLabels).on_first_graph(Run(loop=learn))
     found.measured(LinearStack).on_first_graph(found)
 
 
 def _is_finite(learn: Any) -> bool:
     """Whether the loss and all gradients are finite; no parameter's `.grad` is changed."""
-    loss = learn.loss
-    if not math.isfinite(float(loss.detach())):
-        return False
-    if loss.grad_fn is None:
-        return True
+    loss, is_finite = learn.loss, math.isfinite(float(learn.loss.detach()))
+    if not is_finite or loss.grad_fn is None:
+        return is_finite
     params = [p for p in learn.model.parameters() if p.requires_grad]
     grads = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
     known = (grad.coalesce().values() if grad.is_sparse else grad for grad in grads if grad is not None)
@@ -169,15 +165,11 @@ def _is_finite(learn: Any) -> bool:
 def _last_called(model: nn.Module) -> Iterator[list[str]]:
     """List of the names of the leaves that are called in the block, in their order."""
     called: list[str] = []
-    hooks: list[Hook] = []
-    try:
+    with ExitStack() as hooks:
         for name, m in named_modules(model).items():
             if is_leaf(m) and not isinstance(m, torch.jit.ScriptModule):
-                hooks.append(Hook(m, lambda *_, name=name: called.append(name), detach=False))
+                hooks.enter_context(Hook(m, lambda *_, name=name: called.append(name), detach=False))
         yield called
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def why_not_readable(loader: Any) -> str:

@@ -90,7 +90,6 @@ class LineSamples:
         self._steps.update(lines[:1], lines[n_inside : n_inside + 1])
 
     def start(self) -> None:
-        """Starts the thread, unless it runs."""
         if not self.is_running:
             self.is_running, self._usual_switch = True, sys.getswitchinterval()
             sys.setswitchinterval(min(SWITCH, self._usual_switch))
@@ -116,14 +115,11 @@ class LineSamples:
             self._forget_thread()
 
     def end_batch(self, is_counted: bool) -> None:
-        """Ends a batch, whose samples count or not."""
         pending, self._pending = self._pending, []
-        if not (is_counted and self.is_running):
-            return
-        self._n_batches += 1
-        self.n += len(pending)
-        for line, kind, seconds in pending:
-            self._seconds[kind][line] += seconds
+        if is_counted and self.is_running:
+            self._n_batches, self.n = self._n_batches + 1, self.n + len(pending)
+            for line, kind, seconds in pending:
+                self._seconds[kind][line] += seconds
 
     def _run(self) -> None:
         try:
@@ -148,11 +144,10 @@ class LineSamples:
         """Takes a sample that stands for `seconds`, and comes `delay` seconds after it was due."""
         frame = sys._current_frames().get(self._thread_id)
         line = self._line_of(frame)
-        if frame is None or line is None:
-            return
-        is_broken_off = frame.f_code.co_code[frame.f_lasti] in BREAKS
-        held_up = "python" if is_broken_off else "earlier" if delay <= MAX_SKID else "late"
-        self._pending.append((line, "waits" if delay <= SLACK else held_up, seconds))
+        if frame is not None and line is not None:
+            is_broken_off = frame.f_code.co_code[frame.f_lasti] in BREAKS
+            held_up = "python" if is_broken_off else "earlier" if delay <= MAX_SKID else "late"
+            self._pending.append((line, "waits" if delay <= SLACK else held_up, seconds))
 
     def _line_of(self, frame: FrameType | None) -> Line | None:
         called: Line | None = None  # by a package, in the loop
