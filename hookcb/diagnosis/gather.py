@@ -11,8 +11,8 @@ from hookcb.activations.stats import LAYER_STATS
 from hookcb.core.callback import Callback
 from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.dispatcher import Dispatcher
+from hookcb.diagnosis.faults.ranks.straggler import SlowRank
 from hookcb.diagnosis.frame import Frame
-from hookcb.diagnosis.measurements.clock import RankTimes
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.reader import way_of
@@ -77,7 +77,7 @@ def _add_ranks(evidence: Run, timer: StepTimer | None) -> None:
         evidence.absent["ranks"] = "there are no ranks to compare"
     else:
         evidence.sources.add("ranks")
-        evidence.measured(RankTimes).slowest = timer.records.ranks.slowest
+        evidence.measured(SlowRank).slowest = timer.records.ranks.slowest
 
 
 def note_unseen(evidence: Run, loop: Any) -> None:

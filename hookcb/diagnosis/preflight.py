@@ -3,17 +3,19 @@
 import copy
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from hookcb.core.batch import split_batch
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
-from hookcb.core.restore import preserve_state
+from hookcb.core.randomness import parts_of, saves_itself
+from hookcb.core.restore import preserve_contents, preserve_random, preserve_state
 from hookcb.diagnosis.fault import FAULTS, Fault, parts_for
 from hookcb.diagnosis.faults.labels.scaled import ScaledLabels
 from hookcb.diagnosis.faults.model.dropout_scores import ScoresDropout
@@ -21,7 +23,6 @@ from hookcb.diagnosis.faults.model.extreme_dropout import ExtremeDropout
 from hookcb.diagnosis.faults.model.linear_stack import LinearStack
 from hookcb.diagnosis.faults.model.symmetric import Symmetric
 from hookcb.diagnosis.faults.steps.duplicated import Duplicated
-from hookcb.diagnosis.first_batch import first_batch, preserve_loader, why_not_readable
 from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.origin import Found, Origin, find_origin
@@ -93,12 +94,10 @@ def _inspect(evidence: Run, learn: Any) -> None:
         if (origin := found.measured(Origin)).found.is_from_weights:
             origin.found = Found()
         found.missing["inputs"] = "the batch of the first NaN was not inspected; that needs Diagnose"
-    at_any_time = {"batch", "model", "graph", "optimizers"}.issuperset
     # a fault at the end may have been there from the beginning, and then explains the others
-    for kind, part in found.parts.items():
-        if isinstance(part, Fault) and at_any_time(part.needs):
+    for part in found.parts.values():
+        if isinstance(part, Fault) and {"batch", "model", "graph", "optimizers"}.issuperset(part.needs):
             part.seen = [replace(x, step=None, last_step=None) for x in part.seen]
-            evidence.parts[kind] = part
     evidence.sources |= found.sources
     evidence.missing |= found.missing
     found.measured(Loss).validation = evidence.measured(Loss).validation
@@ -107,8 +106,8 @@ def _inspect(evidence: Run, learn: Any) -> None:
 
 
 def _observe_model(found: Run, learn: Any) -> None:
-    found.measured(LinearStack).on_model(found)
     found.sources.add("model")
+    found.measured(LinearStack).on_model(found)
     found.measured(Symmetric).on_model(found)
     found.measured(ExtremeDropout).on_model(found)
     if learn.opt is not None:
@@ -147,19 +146,15 @@ def _observe_loss(found: Run, learn: Any, last: str) -> None:
     found.measured(ScoresDropout).look(learn.loss.grad_fn, last, None)
     found.measured(Targets).is_known = bool(learn.yb)
     if learn.yb:
-        scaled = found.measured(ScaledLabels)
-        scaled.on_first_graph(Run(loop=learn))
-        scaled.seen = [replace(x, step=None, last_step=None) for x in scaled.seen]
+        found.measured(ScaledLabels).on_first_graph(Run(loop=learn))
     found.measured(LinearStack).on_first_graph(found)
 
 
 def _is_finite(learn: Any) -> bool:
     """Whether the loss and all gradients are finite; no parameter's `.grad` is changed."""
-    loss = learn.loss
-    if not math.isfinite(float(loss.detach())):
-        return False
-    if loss.grad_fn is None:
-        return True
+    loss, is_finite = learn.loss, math.isfinite(float(learn.loss.detach()))
+    if not is_finite or loss.grad_fn is None:
+        return is_finite
     params = [p for p in learn.model.parameters() if p.requires_grad]
     grads = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
     known = (grad.coalesce().values() if grad.is_sparse else grad for grad in grads if grad is not None)
@@ -170,12 +165,52 @@ def _is_finite(learn: Any) -> bool:
 def _last_called(model: nn.Module) -> Iterator[list[str]]:
     """List of the names of the leaves that are called in the block, in their order."""
     called: list[str] = []
-    hooks: list[Hook] = []
-    try:
+    with ExitStack() as hooks:
         for name, m in named_modules(model).items():
             if is_leaf(m) and not isinstance(m, torch.jit.ScriptModule):
-                hooks.append(Hook(m, lambda *_, name=name: called.append(name), detach=False))
+                hooks.enter_context(Hook(m, lambda *_, name=name: called.append(name), detach=False))
         yield called
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+
+def why_not_readable(loader: Any) -> str:
+    """Reason why reading a batch would change the loader, "" if it can be restored."""
+    if any(hasattr(part, "__next__") for part in parts_of(loader)):
+        return "the training data is an iterator, or reads from one, which can be read only once"
+    if saves_itself(loader) or (not _is_plain(loader) and getattr(loader, "persistent_workers", False)):
+        return f"{type(loader).__name__} continues from its position, so reading a batch changes the training"
+    return ""
+
+
+@contextmanager
+def preserve_loader(loader: Any) -> Iterator[None]:
+    """Restores a loader after the block, so that it yields the batches it would have yielded.
+
+    That covers the global random state, and the generators and attributes of the loader, its samplers and
+    datasets.
+    """
+    attributes = [vars(part) for part in parts_of(loader) if hasattr(part, "__dict__")]
+    with preserve_random(loader), preserve_contents(*attributes):
+        yield
+
+
+def first_batch(loader: Any) -> Any:
+    """First batch of a pass over a loader, read without worker processes from a plain DataLoader.
+
+    Raises:
+        ValueError: If the loader has no batch.
+    """
+    if _is_plain(loader):  # persistent workers would advance their random state
+        how: dict[str, Any] = {"collate_fn": loader.collate_fn, "generator": loader.generator}
+        if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
+            how |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        else:
+            how["batch_sampler"] = loader.batch_sampler
+        loader = DataLoader(loader.dataset, **how)
+    for batch in loader:
+        return batch
+    raise ValueError("the training loader has no batch")
+
+
+def _is_plain(loader: Any) -> bool:
+    """Whether it is a DataLoader with torch's own `__iter__`."""
+    return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__

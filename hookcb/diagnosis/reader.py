@@ -12,10 +12,7 @@ MACHINE = "look at that machine: other processes, clock rates, disk"
 ADVICE: Mapping[str, Mapping[Way, str]] = {  # what to do, by how the reader runs hookcb
     "rate": {
         "learner": "Find a learning rate: learn.lr_find()",
-        "watch": SHORT_RUNS,
-        "lightning": SHORT_RUNS,
-        "transformers": SHORT_RUNS,
-        "command": SHORT_RUNS,
+        **dict.fromkeys(("watch", "lightning", "transformers", "command"), SHORT_RUNS),
     },
     "clip": {
         "learner": "Clip the norm of the gradients: GradientClip(1.0)",

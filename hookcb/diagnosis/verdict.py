@@ -236,7 +236,9 @@ class Verdict(Printed):
 
     def lines(self, width: int = WIDTH) -> list[str]:
         """The verdict as text, in at most 15 lines of at most `width` columns."""
-        end = [*self._unfinished(width), *self._looked_at(width)]
+        unfinished = [f for f in self.findings if f.code == UNFINISHED and f is not self.primary][:1]
+        end = [line for f in unfinished for line in _filled(f"{f.code}: {f.message}", width, 1)]
+        end += self._looked_at(width)
         if self.primary is None:
             noted = [f for f in self.findings if f.code != UNFINISHED][:1]
             notes = [line for finding in noted for line in finding.lines(width=width)]
@@ -253,11 +255,6 @@ class Verdict(Printed):
         for other in [f for f in causes if f is not self.primary][:2]:
             lines += _filled(f"{other.head}: {other.message}", width, 2, indent="")
         return [*lines[: MAX_LINES - len(end)], *end]
-
-    def _unfinished(self, width: int) -> list[str]:
-        """The note that a training could go on, in one line."""
-        found = [f for f in self.findings if f.code == UNFINISHED and f is not self.primary][:1]
-        return [line for f in found for line in _filled(f"{f.code}: {f.message}", width, 1)]
 
     def _looked_at(self, width: int) -> list[str]:
         """Numbers of what was inspected and where to read the rest, in one line below the first note."""
@@ -291,9 +288,9 @@ class Verdict(Printed):
         state["findings"] = [_plain(fields) | {"link": finding.link} for fields, finding in pairs]
         state["primary"] = None if primary is None else state["findings"][primary]
         state["gaps"] = [_plain(gap) for gap in state["gaps"]]
-        texts = {"ruled_out": self.ruled_out, "looked": self.looked, "coverage": self.coverage}
-        texts["remarks"] = self.remarks
-        return state | {name: list(lines) for name, lines in texts.items()}
+        return state | {
+            name: list(getattr(self, name)) for name in ("ruled_out", "looked", "coverage", "remarks")
+        }
 
     def to_json(self) -> str:
         """`to_dict()` as JSON."""

@@ -17,8 +17,8 @@ from hookcb.core.loop import check_model
 from hookcb.core.ranks import without_replicas
 from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.callback import Diagnose
-from hookcb.diagnosis.first_batch import first_batch, preserve_loader, why_not_readable
 from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.preflight import first_batch, preserve_loader, why_not_readable
 from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import Finding, Verdict
 from hookcb.loops.data import check_loader

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from hookcb import ActivationStats, Callback, Diagnose, GradientHealth, Learner, assert_no_hooks
+from hookcb.diagnosis.preflight import first_batch, preserve_loader, why_not_readable
 from tests.support import fit
 
 torch.manual_seed(0)
@@ -342,3 +343,69 @@ def test_all_sources_have_the_reason():
     assert len(lines) == 1
     for code in ("input.nonfinite", "init.symmetric", "head.activation", "param.duplicated"):
         assert code in lines[0]
+
+
+ROWS = torch.arange(12.0)[:, None]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from ROWS
+
+
+class Counting:
+    """A loader that counts its passes."""
+
+    def __init__(self):
+        self.passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        yield from ROWS.split(4)
+
+
+def shuffled(**kwargs):
+    generator = torch.Generator().manual_seed(3)
+    return DataLoader(TensorDataset(ROWS), 4, shuffle=True, generator=generator, **kwargs)
+
+
+def test_a_loader_that_was_asked_gives_what_it_would_have_given():
+    asked, other = shuffled(), shuffled()
+    with preserve_loader(asked):
+        seen = first_batch(asked)[0]
+    batches = [batch for (batch,) in asked]
+    assert torch.equal(torch.cat(batches), torch.cat([batch for (batch,) in other]))
+    assert torch.equal(seen, batches[0])
+
+
+def test_attributes_of_a_loader_and_random_numbers_are_put_back():
+    loader, before = Counting(), torch.get_rng_state()
+    with preserve_loader(loader):
+        assert torch.equal(first_batch(loader), ROWS[:4])
+        torch.rand(3)
+        assert loader.passes == 1
+    assert loader.passes == 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_no_worker_is_started_for_one_batch(monkeypatch):
+    def start(self):
+        raise AssertionError("a worker process")
+
+    loader = shuffled(num_workers=2)
+    monkeypatch.setattr(torch.multiprocessing.Process, "start", start)
+    assert first_batch(loader)[0].shape == (4, 1)
+
+
+def test_an_iterable_dataset_gives_whole_batches():
+    assert torch.equal(first_batch(DataLoader(Stream(), 5)), ROWS[:5])
+
+
+def test_a_loader_without_a_batch_is_refused():
+    with pytest.raises(ValueError, match="has no batch"):
+        first_batch([])
+
+
+def test_what_can_be_asked_only_once_is_not_asked():
+    assert "read only once" in why_not_readable(iter(ROWS.split(4)))
+    assert why_not_readable(ROWS.split(4)) == why_not_readable(shuffled()) == ""

@@ -7,7 +7,7 @@ import pytest
 
 import hookcb.diagnosis.judge  # noqa: F401  # which registers all faults
 from hookcb.diagnosis.fault import FAULTS, doc_of
-from hookcb.diagnosis.measurements.clock import RankTimes
+from hookcb.diagnosis.faults.ranks.straggler import SlowRank
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.dead_units import Dead, DeadUnits
 from hookcb.diagnosis.measurements.inputs import Inputs
@@ -65,7 +65,7 @@ class Odd:
         vars(run.measured(Inputs)).update(
             {name: self.series() for name in ("std", "rms", "sizes", "nonfinite")}
         )
-        run.measured(RankTimes).slowest = self.rank()
+        run.measured(SlowRank).slowest = self.rank()
         dead = {name: Dead(self.number(), self.number(), 3, 40, 0, 16) for name in run.params}
         run.measured(DeadUnits).of = dead
         return run
@@ -83,7 +83,7 @@ def test_no_fault_raises_and_each_says_something(kind):
             draws = ODD if seed % 3 else [random.Random(seed).choice(ODD)]
             given.append(Odd(seed, draws, n).evidence())
     for run in given:
-        results = list(kind().findings(run))
+        results = list(run.measured(kind).findings(run))
         assert results
         for found in results:
             assert isinstance(found, Finding | Passed | Skipped | Absent)

@@ -1,4 +1,4 @@
-"""Clock: splits the time of a training; RankTimes: that of several ranks."""
+"""Clock: splits the time of a training."""
 
 from typing import Any
 
@@ -6,7 +6,6 @@ from hookcb.core.loop import label_of
 from hookcb.core.time_split import TimeSplit
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.run import Run
-from hookcb.profiling.steps.stragglers import Straggler
 
 N_WARM_UP = 5  # batches left out, in which memory is allocated
 PREFIX = "callback "  # of the names of callbacks
@@ -42,9 +41,3 @@ class Clock(Measurement):
             run.loop.leave_fetches(split)
             if run.loop.clock is split:
                 run.loop.clock = None
-
-
-class RankTimes(Measurement):
-    """Times of the ranks, which a `StepTimer` compares."""
-
-    slowest: Straggler | None = None  # the rank with most work of its own, if several were compared

@@ -6,6 +6,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from math import prod
 from typing import Any
@@ -124,11 +125,9 @@ class LayerTimes(Measurement):
         now = time.perf_counter()
         others = [hook.hook if isinstance(hook, Tap) else hook for hook in hooks.values()]
         others = [hook for hook in others if hook is not None and id(hook) not in self._own]
-        try:
+        with suppress(Exception):  # of an odd object; the user's forward goes on
             if (title := _title_of(others)) is not None:
                 self._now_in_hooks[title] += now - self._since
-        except Exception:  # of an odd object; the user's forward goes on
-            return
 
     def on_backward(self, run: Run, level: str = "") -> None:
         """Removes the hooks, at the latest before the backward, which may run forwards again."""
@@ -155,12 +154,11 @@ class LayerTimes(Measurement):
         self.work[layer] += work_of(op, args, output)
 
     def tell(self, run: Run) -> None:
-        self.seconds, self.hook_seconds = self._least(self._all_seconds), self._least(self._of_hooks)
-
-    def _least(self, seconds: Mapping[str, list[float]]) -> dict[str, float]:
-        if self._n_timed < MIN_TIMED:
-            return {}
-        return {name: min(x) for name, x in seconds.items() if 2 * len(x) > self._n_timed}
+        n = self._n_timed
+        self.seconds, self.hook_seconds = (
+            {name: min(x) for name, x in found.items() if n >= MIN_TIMED and 2 * len(x) > n}
+            for found in (self._all_seconds, self._of_hooks)
+        )
 
 
 def _is_of_hook() -> bool:

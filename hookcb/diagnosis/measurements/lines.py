@@ -1,7 +1,9 @@
-"""Lines of a user's loop in which time is spent between the steps, by samples of what runs."""
+"""Lines of a user's loop in which time is spent between the steps, by samples of what runs; and source."""
 
+import ast
 import dis
 import inspect
+import linecache
 import math
 import random
 import sys
@@ -10,7 +12,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -21,7 +23,6 @@ from torch.optim import LBFGS
 from hookcb.core.loop import Loop
 from hookcb.core.threads import in_each_fork
 from hookcb.core.whose import is_of_user, line_in
-from hookcb.diagnosis.measurements.source import source_of
 
 # a function and its line, negative if an `__iter__` runs there; 0 for the function as a whole
 Line = tuple[CodeType, int]
@@ -43,6 +44,7 @@ BREAKS = {
 KINDS = "waits", "late", "python", "earlier"  # of samples
 EVENTS = Loop._call.__code__  # below it, callbacks act
 STEP_OF_LBFGS = inspect.unwrap(LBFGS.step).__code__  # it works between the evaluations of its closure
+OF_MODULE = "parameters", "buffers", "modules", "children"  # ends of methods of a module, which fetch nothing
 SAMPLED: "WeakSet[LineSamples]" = WeakSet()  # those whose thread was started
 
 
@@ -88,7 +90,6 @@ class LineSamples:
         self._steps.update(lines[:1], lines[n_inside : n_inside + 1])
 
     def start(self) -> None:
-        """Starts the thread, unless it runs."""
         if not self.is_running:
             self.is_running, self._usual_switch = True, sys.getswitchinterval()
             sys.setswitchinterval(min(SWITCH, self._usual_switch))
@@ -114,14 +115,11 @@ class LineSamples:
             self._forget_thread()
 
     def end_batch(self, is_counted: bool) -> None:
-        """Ends a batch, whose samples count or not."""
         pending, self._pending = self._pending, []
-        if not (is_counted and self.is_running):
-            return
-        self._n_batches += 1
-        self.n += len(pending)
-        for line, kind, seconds in pending:
-            self._seconds[kind][line] += seconds
+        if is_counted and self.is_running:
+            self._n_batches, self.n = self._n_batches + 1, self.n + len(pending)
+            for line, kind, seconds in pending:
+                self._seconds[kind][line] += seconds
 
     def _run(self) -> None:
         try:
@@ -146,11 +144,10 @@ class LineSamples:
         """Takes a sample that stands for `seconds`, and comes `delay` seconds after it was due."""
         frame = sys._current_frames().get(self._thread_id)
         line = self._line_of(frame)
-        if frame is None or line is None:
-            return
-        is_broken_off = frame.f_code.co_code[frame.f_lasti] in BREAKS
-        held_up = "python" if is_broken_off else "earlier" if delay <= MAX_SKID else "late"
-        self._pending.append((line, "waits" if delay <= SLACK else held_up, seconds))
+        if frame is not None and line is not None:
+            is_broken_off = frame.f_code.co_code[frame.f_lasti] in BREAKS
+            held_up = "python" if is_broken_off else "earlier" if delay <= MAX_SKID else "late"
+            self._pending.append((line, "waits" if delay <= SLACK else held_up, seconds))
 
     def _line_of(self, frame: FrameType | None) -> Line | None:
         called: Line | None = None  # by a package, in the loop
@@ -212,7 +209,7 @@ class LineSamples:
             if (code, first) not in self._steps
         }
         sampled = {line for seconds in self._seconds.values() for line in seconds if line[1] > 0}
-        nexts = [line for line in sampled if source_of(line[0].co_filename).calls_next(line[1])]
+        nexts = [line for line in sampled if line[1] in source_of(line[0].co_filename).nexts]
         return loops | {place_of(*line) for line in nexts}
 
 
@@ -245,3 +242,53 @@ def place_of(code: CodeType, line: int) -> str:
         return f"{file}:{code.co_firstlineno}, {code.co_qualname}()"
     first, text = source_of(code.co_filename).statement(abs(line))
     return f"{file}:{first}, {text:.60}" if text else f"{file}:{first}"
+
+
+class Source:
+    """Statements of a file, found by their lines; without source it knows none."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = lines
+        self._first: dict[int, int] = {}  # first line of the innermost statement at a line
+        self._loops: list[tuple[range, range]] = []  # head and body of each for statement
+        self.nexts: set[int] = set()  # lines of statements that call `next`, except on parameters of a module
+        try:
+            tree = ast.parse("".join(lines))
+        except (SyntaxError, ValueError):  # as of a cell with commands of IPython
+            return
+        for node in ast.walk(tree):  # outer statements first
+            if isinstance(node, ast.stmt):
+                self._add(node)
+
+    def _add(self, node: ast.stmt) -> None:
+        head = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        if body := getattr(node, "body", None):
+            head = range(node.lineno, max(node.lineno + 1, body[0].lineno))
+            if isinstance(node, ast.For | ast.AsyncFor):
+                self._loops.append((head, range(body[0].lineno, (body[-1].end_lineno or head.stop) + 1)))
+        elif any(_is_next(part) for part in ast.walk(node)):
+            self.nexts.update(head)
+        self._first |= dict.fromkeys(head, node.lineno)
+
+    def statement(self, line: int) -> tuple[int, str]:
+        """First line of the innermost statement at a line, and its text, of one with a body its head's."""
+        first = self._first.get(line, line)
+        text = " ".join(self._lines[first - 1].split()) if first <= len(self._lines) else ""
+        return first, text.removesuffix(":")
+
+    def loops_around(self, line: int) -> list[int]:
+        """First lines of the for statements with a line in their body."""
+        return [head.start for head, body in self._loops if line in body]
+
+
+def _is_next(node: ast.AST) -> bool:
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "next"):
+        return False
+    source = node.args[0].func if node.args and isinstance(node.args[0], ast.Call) else None
+    return not (isinstance(source, ast.Attribute) and source.attr.endswith(OF_MODULE))
+
+
+@lru_cache(maxsize=64)
+def source_of(file: str) -> Source:
+    """Statements of a file."""
+    return Source(linecache.getlines(file))

@@ -33,7 +33,6 @@ class SpentTime(Measurement):
         # DataLoader takes, and those that call the model, its backward or an optimizer
         self.lines, self.fetches, self.steps = (dict[str, float]() for _ in range(3))
         self.samples: LineSamples | None = None  # of a loop that hookcb does not run
-        self._split: TimeSplit | None = None
         self._n_batches, self._next_look = 0, BLOCK
 
     @property
@@ -42,7 +41,7 @@ class SpentTime(Measurement):
         return sum(self.phases.values()) + sum(self.callbacks.values())
 
     def on_model(self, run: Run) -> None:
-        self._split = split = run.measured(Clock).split
+        split = run.measured(Clock).split
         if run.loop.is_external and split is not None:
             self.samples = LineSamples(lambda: split.phase in OF_USER)
         self.done = self.samples is None
@@ -56,20 +55,19 @@ class SpentTime(Measurement):
 
     def on_batch_end(self, run: Run) -> None:
         """Begins to sample lines if the user's code takes much time."""
-        if (samples := self.samples) is None or (split := self._split) is None:
+        if (samples := self.samples) is None or (split := run.measured(Clock).split) is None:
             return
         self._n_batches += 1
         samples.end_batch(is_counted=not split.leaves_out)
-        if samples.is_running or self._n_batches < self._next_look:
-            return
-        self._next_look = self._n_batches + BLOCK
-        seconds = sum(split.seconds[phase] for phase in OF_USER)
-        least = max(MIN_SHARE * sum(split.seconds.values()), MIN_SECONDS * split.n)
-        if split.n >= MIN_BATCHES and seconds > least:
-            samples.start()
+        if not samples.is_running and self._n_batches >= self._next_look:
+            self._next_look = self._n_batches + BLOCK
+            seconds = sum(split.seconds[phase] for phase in OF_USER)
+            least = max(MIN_SHARE * sum(split.seconds.values()), MIN_SECONDS * split.n)
+            if split.n >= MIN_BATCHES and seconds > least:
+                samples.start()
 
     def tell(self, run: Run) -> None:
-        if (split := self._split) is None:
+        if (split := run.measured(Clock).split) is None:
             return
         if split.n:
             self.n, self.phases, self.callbacks = split.n, {}, {}
@@ -80,12 +78,9 @@ class SpentTime(Measurement):
             self._add_lines(self.samples)
 
     def close(self, run: Run) -> None:
-        self._split = None
-        if self.samples is not None:
-            self.samples.close()
-
-    def freeze(self) -> None:
-        self.samples = None
+        samples, self.samples = self.samples, None
+        if samples is not None:
+            samples.close()
 
     def _add_lines(self, samples: LineSamples) -> None:
         if samples.failure is not None:
@@ -100,8 +95,7 @@ class SpentTime(Measurement):
             if not name:  # the start of a loader
                 self.phases[EPOCH] = self.phases.get(EPOCH, 0.0) + scale * x
                 self.phases[BETWEEN] = max(0.0, self.phases.get(BETWEEN, 0.0) - scale * x)
-                continue
-            if steps != {name}:  # else all of a step is in this line, so its time tells nothing
+            elif steps != {name}:  # else all of a step is in this line, so its time tells nothing
                 kind = self.fetches if name in fetches else self.steps if name in steps else self.lines
                 kind[name] = scale * x
 

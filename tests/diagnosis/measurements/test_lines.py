@@ -13,7 +13,7 @@ import torch
 
 from hookcb.core.batch import map_tensors
 from hookcb.diagnosis.measurements import lines as module
-from hookcb.diagnosis.measurements.lines import MIN_SAMPLES, LineSamples
+from hookcb.diagnosis.measurements.lines import MIN_SAMPLES, LineSamples, Source
 from tests.core.support import without_lines
 from tests.support import Clock
 
@@ -291,3 +291,67 @@ def test_threads_switch_as_the_user_has_it_again():
     lines.close()
     assert sys.getswitchinterval() == pytest.approx(0.02)
     sys.setswitchinterval(before)
+
+
+SOURCE = """\
+for x in read(
+    batches,
+):
+    if x.sum() > 0:
+        train(
+            x,
+            lr=0.1,
+        )
+    else:
+        y = next(
+            others,
+        )
+
+@decorated
+def own():
+    for k in range(3):
+        work(k)
+""".splitlines(keepends=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "first", "text"),
+    [
+        (1, 1, "for x in read("),
+        (2, 1, "for x in read("),
+        (4, 4, "if x.sum() > 0"),
+        (5, 5, "train("),
+        (7, 5, "train("),
+        (11, 10, "y = next("),
+        (16, 16, "for k in range(3)"),
+        (99, 99, ""),
+    ],
+)
+def test_a_line_belongs_to_the_innermost_statement(line, first, text):
+    assert Source(SOURCE).statement(line) == (first, text)
+
+
+def test_loops_are_found_by_what_is_in_their_body():
+    source = Source(SOURCE)
+    assert source.loops_around(6) == [1]
+    assert source.loops_around(10) == [1]
+    assert source.loops_around(17) == [16]
+    assert source.loops_around(1) == source.loops_around(15) == []
+
+
+def test_calls_of_next_are_found_in_all_lines_of_their_statement():
+    source = Source(SOURCE)
+    assert source.nexts == {10, 11, 12}
+
+
+def test_the_first_parameter_of_a_module_is_not_fetched():
+    source = Source(["x = x.to(next(net.parameters()).device)\n", "x = next(batches())\n", "x = next(it)\n"])
+    assert source.nexts == {2, 3}
+
+
+def test_source_that_cannot_be_read_has_its_lines():
+    source = Source(["%matplotlib inline\n", "for x in batches:\n", "    step(next(x))\n"])
+    assert source.statement(2) == (2, "for x in batches")
+    assert source.loops_around(3) == []
+    assert 3 not in source.nexts
+    assert Source([]).statement(7) == (7, "")

@@ -4,9 +4,8 @@ import math
 from collections.abc import Iterator
 
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
-from hookcb.diagnosis.measurements.clock import RankTimes
 from hookcb.diagnosis.run import Passed, Run, Skipped
-from hookcb.profiling.steps.stragglers import MAX_EXCESS, MIN_EXCESS
+from hookcb.profiling.steps.stragglers import MAX_EXCESS, MIN_EXCESS, Straggler
 
 MIN_BLOCKS, MAX_CHANCE = 5, 0.05  # of steps; probability of ranks that take turns
 
@@ -28,11 +27,11 @@ class SlowRank(Fault):
     """
 
     headline = "The other ranks wait for one"
-    uses = (RankTimes,)
     severity = "warning"
+    slowest: Straggler | None = None  # with most work of its own, if a `StepTimer` has compared ranks
 
     def findings(self, run: Run) -> Iterator[Result]:
-        found = run.measured(RankTimes).slowest
+        found = self.slowest
         if found is None or found.n_blocks < MIN_BLOCKS:
             yield Skipped(f"ranks were compared in fewer than {MIN_BLOCKS} blocks of steps")
             return

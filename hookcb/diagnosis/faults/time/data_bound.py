@@ -1,7 +1,7 @@
 """time.data_bound: training that waits for its batches."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from hookcb.core.threads import n_cores
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
@@ -10,7 +10,6 @@ from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.spent import SpentTime
 from hookcb.diagnosis.rules import median, ratio
 from hookcb.diagnosis.run import Passed, Run, Skipped
-from hookcb.diagnosis.verdict import Finding
 
 MAX_WAITING, MAX_WAITING_WARNING = 0.3, 0.6  # share of a batch's time
 MIN_WAIT = 0.003  # seconds; a small batch takes that long to collate, and nothing can be gained
@@ -44,42 +43,49 @@ class DataBound(Fault):
     uses = (Curves, SpentTime, Inputs)
 
     def findings(self, run: Run) -> Iterator[Result]:
-        curves, fetches = run.measured(Curves), run.measured(SpentTime).fetches
-        waits = dict(curves.waits)
-        pairs = [(waits.get(step, math.nan), x) for step, x in list(curves.batches)[N_WARM_UP:]]
-        pairs = [(wait, x) for wait, x in pairs if math.isfinite(wait) and math.isfinite(x)]
+        pairs = _timed(run)
+        n_fetched = sum(wait > 0 for wait, _ in pairs)
         if len(pairs) < MIN_BATCHES:
             yield Skipped(f"fewer than {N_WARM_UP + MIN_BATCHES} batches were timed")
-            return
-        n_fetched = sum(wait > 0 for wait, _ in pairs)
-        if 2 * n_fetched <= len(pairs):
-            unseen = Skipped(f"the fetch of a batch was seen before {n_fetched} of {len(pairs)} batches")
-            yield self._slow_fetches(run) if fetches else unseen
-            return
-        wait, whole = (median(column) for column in zip(*pairs, strict=True))
-        if wait < MIN_ALARM:  # lower quartiles
-            wait, whole = (sorted(column)[len(pairs) // 4] for column in zip(*pairs, strict=True))
-        share, some, delay = ratio(wait, whole), "", wait
-        if not (share > MAX_WAITING and wait >= MIN_WAIT) and (slow := _slow_batches(run)) is not None:
-            wait, whole, delay, some = slow
-            share = ratio(wait, whole)
-        if share > MAX_WAITING and (wait >= MIN_WAIT or some):
-            yield self._data_bound(run, share, wait, whole, delay, some)
+        elif 2 * n_fetched > len(pairs):
+            wait, whole = (median(column) for column in zip(*pairs, strict=True))
+            if wait < MIN_ALARM:  # lower quartiles
+                wait, whole = (sorted(column)[len(pairs) // 4] for column in zip(*pairs, strict=True))
+            is_usual = ratio(wait, whole) > MAX_WAITING and wait >= MIN_WAIT
+            some = None if is_usual else self._of_slow_batches(run)
+            yield some or self._judged(run, wait, whole, wait)
+        elif (spent := run.measured(SpentTime)).fetches:  # seen as lines of the loop
+            wait, line = math.fsum(spent.fetches.values()), max(spent.fetches, key=spent.fetches.__getitem__)
+            yield self._judged(run, wait, spent.whole, wait, f" They are fetched in {line}.")
         else:
-            yield _passed(share, wait)
+            yield Skipped(f"the fetch of a batch was seen before {n_fetched} of {len(pairs)} batches")
 
-    def _slow_fetches(self, run: Run) -> Result:
-        """Verdict on the fetches that were seen as lines of the loop."""
-        spent = run.measured(SpentTime)
-        wait, line = math.fsum(spent.fetches.values()), max(spent.fetches, key=spent.fetches.__getitem__)
-        share = ratio(wait, spent.whole)
-        if not (share > MAX_WAITING and wait >= MIN_WAIT):
-            return _passed(share, wait)
-        return self._data_bound(run, share, wait, spent.whole, wait, f" They are fetched in {line}.")
+    def _of_slow_batches(self, run: Run) -> Result | None:
+        """Verdict on the mean times, if some fetches are slow and a busy machine does not explain it."""
+        pairs = _timed(run, inspected=run.measured(Inputs).sizes.steps)
+        if len(pairs) < MIN_BATCHES:
+            return None
+        usual, usual_rest = median(wait for wait, _ in pairs), median(x - wait for wait, x in pairs)
+        slow = [wait for wait, _ in pairs if wait > MIN_SLOWDOWN * usual]
+        delay = math.fsum(wait - usual for wait in slow)
+        # a busy machine delays both, each as long as it usually takes
+        delay_of_rest = math.fsum(max(0.0, x - wait - usual_rest) for wait, x in pairs)
+        as_much = delay_of_rest * max(1.0, MIN_EXCESS_DELAY * ratio(usual, usual_rest))
+        mean_wait, mean = (math.fsum(column) / len(pairs) for column in zip(*pairs, strict=True))
+        if len(slow) < MIN_SLOW or mean_wait < MIN_MEAN or delay < as_much:
+            return None
+        text = f" One batch in {len(pairs) / len(slow):.0f} takes {1e3 * median(slow):.0f} ms to fetch."
+        return self._judged(run, mean_wait, mean, median(slow), text, MIN_MEAN)
 
-    def _data_bound(
-        self, run: Run, share: float, wait: float, whole: float, delay: float, more: str
-    ) -> Finding:
+    def _judged(
+        self, run: Run, wait: float, whole: float, delay: float, more: str = "", least: float = MIN_WAIT
+    ) -> Result:
+        """Verdict on the seconds of fetches and of batches, by how long those take that wait."""
+        share = ratio(wait, whole)
+        if not (share > MAX_WAITING and wait >= least):
+            return Passed(
+                f"waiting for data ({share:.0%} of the time, {1e3 * wait:.1f} ms)", share, MAX_WAITING
+            )
         n = min(MAX_WORKERS, n_cores())  # with more workers than processors they wait for each other
         why = f", as this process may use {n} processor{'s' * (n > 1)}" if n < MAX_WORKERS else ""
         steps = run.measured(Curves).batches.steps
@@ -98,27 +104,9 @@ class DataBound(Fault):
         )
 
 
-def _passed(share: float, wait: float) -> Passed:
-    return Passed(f"waiting for data ({share:.0%} of the time, {1e3 * wait:.1f} ms)", share, MAX_WAITING)
-
-
-def _slow_batches(run: Run) -> tuple[float, float, float, str] | None:
-    """Mean seconds of fetches and of batches, those of a slow fetch, and what to say, if some are slow."""
-    curves = run.measured(Curves)
-    waits, inspected = dict(curves.waits), set(run.measured(Inputs).sizes.steps)
-    later = [(step, x) for step, x in list(curves.batches)[N_WARM_UP:] if step not in inspected]
-    pairs = [(waits.get(step, math.nan), x) for step, x in later]
-    pairs = [(wait, x) for wait, x in pairs if math.isfinite(wait) and math.isfinite(x)]
-    if len(pairs) < MIN_BATCHES:
-        return None
-    usual, usual_rest = median(wait for wait, _ in pairs), median(x - wait for wait, x in pairs)
-    slow = [wait for wait, _ in pairs if wait > MIN_SLOWDOWN * usual]
-    delay = math.fsum(wait - usual for wait in slow)
-    # a busy machine delays both, each as long as it usually takes
-    delay_of_rest = math.fsum(max(0.0, x - wait - usual_rest) for wait, x in pairs)
-    as_much = delay_of_rest * max(1.0, MIN_EXCESS_DELAY * ratio(usual, usual_rest))
-    mean_wait, mean = (math.fsum(column) / len(pairs) for column in zip(*pairs, strict=True))
-    if len(slow) < MIN_SLOW or mean_wait < MIN_MEAN or delay < as_much:
-        return None
-    text = f" One batch in {len(pairs) / len(slow):.0f} takes {1e3 * median(slow):.0f} ms to fetch."
-    return mean_wait, mean, median(slow), text
+def _timed(run: Run, inspected: Iterable[int] = ()) -> list[tuple[float, float]]:
+    """Seconds of the fetch and of the whole of each batch but the first and the inspected ones, if known."""
+    curves, left_out = run.measured(Curves), set(inspected)
+    waits, later = dict(curves.waits), list(curves.batches)[N_WARM_UP:]
+    pairs = [(waits.get(step, math.nan), x) for step, x in later if step not in left_out]
+    return [(wait, x) for wait, x in pairs if math.isfinite(wait) and math.isfinite(x)]

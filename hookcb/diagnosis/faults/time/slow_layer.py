@@ -1,7 +1,7 @@
 """time.layer: a layer that takes more time than its work."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.layer_times import LayerTimes
@@ -37,23 +37,28 @@ class SlowLayer(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         times = run.measured(LayerTimes)
-        seconds, work, whole = times.seconds, times.work, sum(times.seconds.values())
+        seconds, whole = times.seconds, sum(times.seconds.values())
         unknown = {name: why for name in seconds if (why := _why_unknown(run, name))}
-        known = {name: x for name, x in seconds.items() if name not in unknown}
-        whole_work = sum(work.get(name, 0.0) for name in known)
-        large_unknown = {name: why for name, why in unknown.items() if _is_large(seconds[name], whole)}
-        not_judged = [
-            f"{_part(name, seconds[name], whole)}, but {why}" for name, why in large_unknown.items()
-        ]
+        work = {name: times.work.get(name, 0.0) for name in seconds if name not in unknown}
+        of_known, whole_work = sum(seconds[name] for name in work), sum(work.values())
+        large = [name for name, x in seconds.items() if x > MIN_LAYER * whole and x >= MIN_SECONDS]
+        parts = {name: _part(name, seconds[name], whole) for name in large}
+        not_judged = [f"{parts[name]}, but {unknown[name]}" for name in large if name in unknown]
         if not whole_work:
             not_judged = not_judged or ["the forwards of layers were not timed, or their work is unknown"]
         yield from map(Skipped, not_judged)
-        excess = _excess(known, work)
-        large = {name: excess[name] for name, x in known.items() if _is_large(x, whole)}
-        slow = {name: x for name, x in large.items() if x > MAX_EXCESS}
+        excess = {  # time for its work, as a multiple of that of the others together
+            name: ratio(
+                seconds[name] / max(1.0, work[name]),
+                (of_known - seconds[name]) / max(1.0, whole_work - work[name]),
+            )
+            for name in large
+            if name in work
+        }
+        slow = {name: x for name, x in excess.items() if x > MAX_EXCESS}
         if not slow and not not_judged:
-            most = max(large.values(), default=0.0)
-            seen = f"×{most:.1f}" if large else "none takes a large part of the forward"
+            most = max(excess.values(), default=0.0)
+            seen = f"×{most:.1f}" if excess else "none takes a large part of the forward"
             yield Passed(f"a layer that takes more time than its work ({seen})", most, MAX_EXCESS)
         for name, x in slow.items():
             causes, next_steps = _why_slow(times.n_ops[name], times.n_reads[name])
@@ -61,9 +66,8 @@ class SlowLayer(Fault):
                 at=run.layers.get(name, name),
                 value=x,
                 limit=MAX_EXCESS,
-                message=f"{_part(name, seconds[name], whole)}, for "
-                f"{ratio(work.get(name, 0.0), whole_work):.1%} of the work: ×{x:.3g} of the other layers "
-                f"(limit ×{MAX_EXCESS:g}).",
+                message=f"{parts[name]}, for {ratio(work[name], whole_work):.1%} of the work: ×{x:.3g} of "
+                f"the other layers (limit ×{MAX_EXCESS:g}).",
                 causes=causes,
                 next_steps=next_steps,
             )
@@ -82,10 +86,6 @@ def _why_slow(n_ops: int, n_reads: int) -> tuple[tuple[str, ...], tuple[str, ...
     return tuple(causes or [slow]), (*next_steps, "Profile this layer")
 
 
-def _is_large(seconds: float, whole: float) -> bool:
-    return seconds > MIN_LAYER * whole and seconds >= MIN_SECONDS
-
-
 def _part(name: str, seconds: float, whole: float) -> str:
     which, share = f"Layer {name}" if name else "The model itself", ratio(seconds, whole)
     return f"{which} takes {share:.0%} of the forward, {1e3 * seconds:.1f} of {1e3 * whole:.1f} ms"
@@ -98,13 +98,3 @@ def _why_unknown(run: Run, name: str) -> str:
         return "its steps follow each other"
     is_known = math.isfinite(run.measured(LayerTimes).work.get(name, 0.0))
     return "" if is_known else "the work of an operation is unknown"
-
-
-def _excess(seconds: Mapping[str, float], work: Mapping[str, float]) -> dict[str, float]:
-    """Time of each layer for its work, as a multiple of that of the others together."""
-    own = {name: work.get(name, 0.0) for name in seconds}
-    whole, whole_work = sum(seconds.values()), sum(own.values())
-    return {
-        name: ratio(x / max(1.0, own[name]), (whole - x) / max(1.0, whole_work - own[name]))
-        for name, x in seconds.items()
-    }

@@ -2,12 +2,19 @@
 
 import math
 import re
+import time
+from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
+from hookcb.core import graph
 from hookcb.core.time_split import DATA, EPOCH, GARBAGE, VALIDATION
+from hookcb.core.torch_private import backward_in_python
+from hookcb.core.whose import is_of_user
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
-from hookcb.diagnosis.measurements.backward_times import BackwardTimes
 from hookcb.diagnosis.measurements.layer_times import LayerTimes
+from hookcb.diagnosis.measurements.lines import code_of, function_place
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.spent import SpentTime
 from hookcb.diagnosis.rules import ratio
@@ -19,7 +26,9 @@ MAX_OWN = 0.6  # share of the optimizer or the loss; a third is usual for Adam o
 MANY_OPERATIONS, MAX_LOSS = 100, 0.2
 MAX_GARBAGE = 0.15  # share; automatic collections usually take 0.01
 MIN_BATCHES = 10  # timed ones
+MAX_TIMED = 4  # batches whose backwards are timed
 TOO_FEW = f"fewer than {MIN_BATCHES} batches were timed outside of inspections"
+LOSS = "the loss function"
 NAMES = {  # of phases that are not part of a step
     VALIDATION: "validation",
     EPOCH: "the time between epochs and the start of the loader",
@@ -33,6 +42,7 @@ BACKWARD = (
     ("Compute it for the whole batch at once, in few operations", "Profile it"),
 )
 WORK = {"Checkpoint": "checkpoints", "Log": "logging"}  # of callbacks
+Place = tuple[str, float, float]  # what time is spent on, seconds of a mean batch, and limit of their share
 
 
 @fault("time.other", Site.RUN, needs="time")
@@ -53,33 +63,48 @@ class OtherWork(Fault):
     """
 
     headline = "Much of the time goes to other work"
-    uses = (SpentTime, LayerTimes, BackwardTimes, Loss)
+    uses = (SpentTime, LayerTimes, Loss)
     severity = "info"
+
+    def __init__(self) -> None:
+        super().__init__()
+        # seconds of each batch in backwards of the user's subclasses of `torch.autograd.Function`; all others
+        # are of torch or of a package
+        self.backwards = defaultdict[str, list[float]](list)
+        self._n, self._began = 0, math.nan
+
+    def on_loss(self, run: Run) -> None:
+        """Times the user's backwards in a few batches; if the first graph has none, no other is read."""
+        if (node := run.loop.loss_node) is None:
+            return
+        self._n, self.done = self._n + 1, True
+        for at in graph.walk([node], at_most=graph.MAX_NODES):
+            function = backward_in_python(at)
+            if (code := code_of(function)) is None or not is_of_user(code.co_filename):
+                continue
+            seconds = self.backwards[f"the backward of {function_place(function)}"]
+            if len(seconds) < self._n:
+                seconds.append(0.0)
+            at.register_prehook(partial(self._mark, None))
+            at.register_hook(partial(self._mark, seconds))
+            self.done = self._n == MAX_TIMED
+
+    def _mark(self, seconds: list[float] | None, *grads: Any) -> None:
+        """Begins the time of a backward, or adds it to those of its batch."""
+        try:
+            now = time.perf_counter()
+            if seconds is not None:
+                seconds[-1] += now - self._began
+            self._began = now
+        except Exception as error:  # the user's backward goes on
+            self.failure = error
 
     def findings(self, run: Run) -> Iterator[Result]:
         spent = run.measured(SpentTime)
         if spent.n < MIN_BATCHES:
             yield Skipped(TOO_FEW)
             return
-        of_hooks, of_backwards = run.measured(LayerTimes).hook_seconds, run.measured(BackwardTimes).seconds
-        places = [(_kind(name), seconds, MAX_OTHER) for name, seconds in spent.callbacks.items()]
-        places += [(line, seconds, MAX_OTHER) for line, seconds in spent.lines.items()]
-        places += [(line, seconds, MAX_OWN) for line, seconds in spent.steps.items()]
-        forward, backward = (spent.phases.get(phase, math.inf) for phase in ("forward", "backward"))
-        places += [(hook, min(seconds, forward), MAX_OTHER) for hook, seconds in of_hooks.items()]
-        places += [(name, min(seconds, backward), MAX_OWN) for name, seconds in of_backwards.items()]
-        aside = {phase: spent.phases.get(phase, 0.0) for phase in NAMES}
-        if spent.phases.get(DATA):  # fetches of a loader are seen, so that its line does more than that
-            places += [(line, seconds, MAX_OTHER) for line, seconds in spent.fetches.items()]
-        places += [(name, aside[phase], MAX_OTHER) for phase, name in NAMES.items()]
-        places.append(("the optimizer's step", spent.phases.get("optimizer", 0.0), MAX_OWN))
-        of_loss, loss = spent.phases.get("loss", 0.0), "the loss function"
-        if (n_operations := run.measured(Loss).n_operations) >= MANY_OPERATIONS:
-            loss = f"the loss function, of {n_operations:,} operations"
-            if 2 * max(spent.lines.values(), default=0.0) < of_loss:  # else one of these lines calls it
-                places.append((loss, of_loss, MAX_LOSS))
-        elif not spent.has_lines:  # else it is in one of them
-            places.append((loss, of_loss, MAX_OWN))
+        places = self._places(run, spent)
         slow = [(place, x, limit) for place, x, limit in places if x > limit * spent.whole and x >= MIN_OTHER]
         if not slow:
             most = max((x for _, x, limit in places if limit == MAX_OTHER), default=0.0)
@@ -88,7 +113,8 @@ class OtherWork(Fault):
             yield Passed(what, share, MAX_OTHER)
         for place, seconds, limit in slow:
             share = ratio(seconds, spent.whole)
-            causes, next_steps = BACKWARD if place in {loss, *of_backwards} else OTHER
+            is_python = place.startswith(LOSS) or place in self.backwards
+            causes, next_steps = BACKWARD if is_python else OTHER
             yield self.finding(
                 at=place,
                 value=share,
@@ -98,6 +124,31 @@ class OtherWork(Fault):
                 causes=causes,
                 next_steps=next_steps,
             )
+
+    def _places(self, run: Run, spent: SpentTime) -> list[Place]:
+        phases, n_operations = spent.phases, run.measured(Loss).n_operations
+        forward, backward = phases.get("forward", math.inf), phases.get("backward", math.inf)
+        of_loss = phases.get("loss", 0.0)
+        hooks = run.measured(LayerTimes).hook_seconds
+        # fetches of a loader are seen, so that its line does more than that
+        fetches = spent.fetches if phases.get(DATA) else {}
+        places = [
+            *((_kind(name), x, MAX_OTHER) for name, x in spent.callbacks.items()),
+            *((line, x, MAX_OTHER) for line, x in spent.lines.items()),
+            *((line, x, MAX_OWN) for line, x in spent.steps.items()),
+            *((hook, min(x, forward), MAX_OTHER) for hook, x in hooks.items()),
+            # the least of a batch, as a busy machine adds to it
+            *((name, min(*x, backward), MAX_OWN) for name, x in self.backwards.items()),
+            *((line, x, MAX_OTHER) for line, x in fetches.items()),
+            *((name, phases.get(phase, 0.0), MAX_OTHER) for phase, name in NAMES.items()),
+            ("the optimizer's step", phases.get("optimizer", 0.0), MAX_OWN),
+        ]
+        if n_operations >= MANY_OPERATIONS:
+            if 2 * max(spent.lines.values(), default=0.0) < of_loss:  # else one of these lines calls it
+                places.append((f"{LOSS}, of {n_operations:,} operations", of_loss, MAX_LOSS))
+        elif not spent.has_lines:  # else it is in one of them
+            places.append((LOSS, of_loss, MAX_OWN))
+        return places
 
 
 def _kind(callback: str) -> str:

@@ -3,7 +3,6 @@
 import pytest
 
 from hookcb.diagnosis.faults.ranks.straggler import SlowRank
-from hookcb.diagnosis.measurements.clock import RankTimes
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.profiling.steps.stragglers import Straggler
 from tests.diagnosis.faults.time.support import only
@@ -11,7 +10,7 @@ from tests.diagnosis.faults.time.support import only
 
 def slowest(share=0.5, excess=0.02, n_slowest=7, n_blocks=8, phase="data"):
     run = Run()
-    run.measured(RankTimes).slowest = Straggler(
+    run.measured(SlowRank).slowest = Straggler(
         5, "node7", 0.03, 0.01, excess, share, phase, 0.019, n_slowest, n_blocks
     )
     return run
