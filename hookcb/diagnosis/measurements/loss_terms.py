@@ -1,7 +1,7 @@
 """Terms of a loss, as its autograd graph shows them: hand-written losses and penalties too."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -62,6 +62,12 @@ def read_terms(node: Any) -> list[Term]:
         kind = "cross-entropy" if len(logs) == 1 and _is_of_classes(logs[0]) else ""
     terms = [*(term._replace(kind=kind) for term in logs), *others]
     return [x._replace(scale=math.nan) if math.isinf(x.scale) and x.kind != "penalty" else x for x in terms]
+
+
+def main_term(terms: Sequence[Term]) -> Term | None:
+    """The first term of a known kind; exact ones come first."""
+    known = [term for term in terms if term.kind not in ("", "penalty")]
+    return next((term for term in known if term.is_exact), known[0] if known else None)
 
 
 def _is_of_classes(term: Term) -> bool:

@@ -11,8 +11,7 @@ from hookcb.core.torch_private import input_shape, saved
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.layer_rows import LayerRows
 from hookcb.diagnosis.measurements.loss import Loss
-from hookcb.diagnosis.measurements.loss_graph import main_term
-from hookcb.diagnosis.measurements.loss_terms import MAX_NODES, Term, read_terms
+from hookcb.diagnosis.measurements.loss_terms import MAX_NODES, Term, main_term, read_terms
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.run import Run
 

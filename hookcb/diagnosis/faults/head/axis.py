@@ -11,8 +11,7 @@ from hookcb.core import graph
 from hookcb.core.torch_private import input_shape, saved
 from hookcb.diagnosis.fault import EVERYTHING, Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.loss import Loss
-from hookcb.diagnosis.measurements.loss_graph import main_term
-from hookcb.diagnosis.measurements.loss_terms import read_terms
+from hookcb.diagnosis.measurements.loss_terms import main_term, read_terms
 from hookcb.diagnosis.measurements.output import Output
 from hookcb.diagnosis.run import Absent, Run, Skipped
 
