@@ -121,8 +121,11 @@ class Targets(Measurement):
         return Losses(*(graph.scale * x for x in found))
 
     def _losses_of_values(self, kind: str) -> Losses:
-        y = torch.cat(self._batches).float()
-        is_drifting = self._drift() > MAX_DRIFT * float(y.var(0, correction=0).mean())
+        y, half = torch.cat(self._batches).float(), len(self._batches) // 2
+        halves = self._batches[: half or 1], self._batches[half:]
+        first, second = (torch.cat(x).float().mean(0) for x in halves)
+        drift = (first - second).square().mean()
+        is_drifting = float(drift) > MAX_DRIFT * float(y.var(0, correction=0).mean())
         if kind not in ("mse", "mae", "huber") or is_drifting:
             return Losses()
         errors = y - (y.mean(0) if kind == "mse" else y.median(0).values)
@@ -131,13 +134,6 @@ class Targets(Measurement):
         else:
             errors = errors.square() if kind == "mse" else errors.abs()
         return Losses(float(errors.mean()), noise=noise_of(errors, self._batches))
-
-    def _drift(self) -> float:
-        """Mean square of the difference between the means of the first and the second half of the batches."""
-        half = len(self._batches) // 2
-        halves = self._batches[: half or 1], self._batches[half:]
-        first, second = (torch.cat(x).float().mean(0) for x in halves)
-        return float((first - second).square().mean())
 
 
 def compares_output(node: Any, pred: Any) -> bool:
