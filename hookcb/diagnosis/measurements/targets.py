@@ -241,9 +241,8 @@ def _losses_of_indices(batches: Sequence[Tensor], graph: LossGraph) -> Losses:
     indices = [y[(y >= 0) & (y != graph.ignored)].long().flatten() for y in batches]
     indices = [y for y in indices if y.numel()]
     n = max([graph.n_classes, *(int(y.max()) + 1 for y in indices)])
-    weights = batches[0].new_ones(n, dtype=torch.float32)
-    if graph.class_weights is not None:
-        weights = graph.class_weights.float()
+    given = graph.class_weights
+    weights = batches[0].new_ones(n, dtype=torch.float32) if given is None else given.float()
     if not indices or len(weights) != n:
         return Losses()
     counts = torch.stack([torch.bincount(y, minlength=n) for y in indices])  # by batch and class

@@ -13,6 +13,7 @@ from hookcb.core.optim import detached_scalar
 from hookcb.diagnosis.fault import EVERY, EVERYTHING, Fault, Site, fault
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run
+from hookcb.diagnosis.verdict import Severity
 from hookcb.gradients.hand_steps import StepByHand
 from hookcb.gradients.stats import sketch_copy
 
@@ -116,33 +117,25 @@ class StaleGradients(Fault):
             return
         self.unless = "" if any(track.n_seen >= MIN_STEPS - 1 for track in tracks) else UNSEEN
         is_idle = bool(self._cosines) and DOWN < median(map(float, self._cosines)) < ALONG
-        for track in tracks:
-            if track.n_steps >= MIN_STEPS and float(track.n_stale) >= track.n_steps - 1:
-                self._see(track.n_steps, float(track.n_stale), is_idle)
-
-    def _see(self, n_steps: int, n_stale: float, is_idle: bool) -> None:
-        if is_idle:
-            self.see(
-                f"The gradients of {n_steps} backwards add up in weights that no optimizer has, and "
-                "that the loop moves in other directions: nothing uses them.",
-                "info",
-                when=1,
-                value=n_stale,
-                causes=("a target network whose outputs are computed with gradients",),
-                next_steps=(
+        for n_steps, n_stale in ((track.n_steps, float(track.n_stale)) for track in tracks):
+            if n_steps < MIN_STEPS or n_stale < n_steps - 1:
+                continue
+            text, cause, next_step = (
+                f"In {n_stale:.0f} of {n_steps} steps the gradients of the previous step were still there, "
+                "and the new ones were added to them.",
+                "gradients are not cleared after a step",
+                "Call optimizer.zero_grad() after each optimizer.step()",
+            )
+            if is_idle:
+                text, cause, next_step = (
+                    f"The gradients of {n_steps} backwards add up in weights that no optimizer has, and "
+                    "that the loop moves in other directions: nothing uses them.",
+                    "a target network whose outputs are computed with gradients",
                     "Compute the targets under torch.no_grad(), or freeze that network with "
                     "requires_grad_(False)",
-                ),
-            )
-        else:
-            self.see(
-                f"In {n_stale:.0f} of {n_steps} steps the gradients of the previous step "
-                "were still there, and the new ones were added to them.",
-                when=1,
-                value=n_stale,
-                causes=("gradients are not cleared after a step",),
-                next_steps=("Call optimizer.zero_grad() after each optimizer.step()",),
-            )
+                )
+            severity: Severity = "info" if is_idle else "error"
+            self.see(text, severity, when=1, value=n_stale, causes=(cause,), next_steps=(next_step,))
 
     def freeze(self) -> None:
         self._tracks, self._weight, self._cosines = {}, None, []

@@ -50,17 +50,18 @@ class ClassAxis(Fault):
             return
         self.unless = ""
         shape, axis = tuple(scores.features.shape), scores.axis
+        size = "×".join(map(str, shape))
         classes = min(1, len(shape) - 1)  # of torch's losses
         if scores.is_direct and axis != classes:
             text, cause, next_step = (
-                f"log_softmax runs over dimension {axis} of a {_size(shape)} output, but the loss takes the "
+                f"log_softmax runs over dimension {axis} of a {size} output, but the loss takes the "
                 f"{shape[classes]} classes on dimension {classes}.",
                 "a wrong dim, as in nn.LogSoftmax(dim=0), which normalizes over the samples",
                 f"Use dim={classes}, or pass the raw scores to F.cross_entropy",
             )
         elif _is_mixed(scores):
             text, cause, next_step = (
-                f"The loss takes {shape[axis]} classes on dimension {axis} of a {_size(shape)} tensor, but "
+                f"The loss takes {shape[axis]} classes on dimension {axis} of a {size} tensor, but "
                 "there the outputs of the last layer at different positions are mixed: a reshape has cut "
                 "across them.",
                 "view or reshape in place of permute or transpose before the loss",
@@ -118,10 +119,6 @@ def class_scores(node: Any) -> ClassScores | None:
         return None
     axis = saved(softmax, "dim", 1) % max(1, len(input_shape(softmax)))
     return ClassScores(*found, axis, softmax is given)
-
-
-def _size(shape: tuple[int, ...]) -> str:
-    return "×".join(map(str, shape))
 
 
 def _features(softmax: Any) -> tuple[Tensor, int] | None:
