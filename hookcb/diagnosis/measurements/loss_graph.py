@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hookcb.core import graph
-from hookcb.diagnosis.measurements.loss_terms import MAX_NODES, Term, read_terms
+from hookcb.diagnosis.measurements.loss_terms import MAX_NODES, Term, main_term, read_terms
 
 MAX_OPERATIONS = 1_000  # that are counted
 
@@ -57,7 +57,7 @@ def read_loss(node: Any) -> LossGraph:
     if main is None:
         hiding = (graph.name(at) for at in graph.near(node, MAX_NODES) if graph.is_opaque(at))
         return LossGraph(hidden_by=next(hiding, ""))
-    head, hidden_by = _head(main.given)
+    head, hidden_by = head_of(main.given)
     applied = "sigmoid" if main.kind == "binary cross-entropy" else "softmax"
     return LossGraph(
         main.kind,
@@ -89,12 +89,6 @@ def _is_penalty(term: Term) -> bool:
     return term.kind == "penalty" and not term.scale < 0
 
 
-def main_term(terms: Sequence[Term]) -> Term | None:
-    """The first term of a known kind; exact ones come first."""
-    known = [term for term in terms if term.kind not in ("", "penalty")]
-    return next((term for term in known if term.is_exact), known[0] if known else None)
-
-
 def last_parameters(node: Any) -> Iterator[Tensor]:
     """Parameters of the last layers before the loss."""
     layers = (at for at in graph.near(node, MAX_NODES) if graph.name(at) in graph.LAYERS)
@@ -117,19 +111,9 @@ def n_between(node: Any, output: Any) -> int:
     return n if is_reached else 0
 
 
-def target_of(node: Any) -> Tensor | None:
-    """Targets that a loss of torch has saved for its backward, None if unknown."""
-    main = main_term(read_terms(node))
-    return None if main is None else main.target
-
-
 def head_of(node: Any) -> tuple[str, str]:
     """`head` and `hidden_by` of a `LossGraph` that gets the output of this node."""
-    return _head(graph.peel(node))
-
-
-def _head(node: Any) -> tuple[str, str]:
-    name = graph.name(node)
+    name = graph.name(node := graph.peel(node))
     return name if name in graph.HEADS else "", name if graph.is_opaque(node) else ""
 
 

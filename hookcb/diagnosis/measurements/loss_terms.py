@@ -1,7 +1,7 @@
 """Terms of a loss, as its autograd graph shows them: hand-written losses and penalties too."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ KINDS = {
     "KlDiv": "kl",
 }
 MEAN = 1  # value of torch's enum of reductions
-NEG = (*graph.SHAPING, "Neg")
 SAME_PROBABILITY = (*graph.BOUNDING, *graph.SHAPING, *graph.CHOOSING, "Add")
 SUM = (*graph.SHAPING, "Sum", "ClampMin", "Add")  # of probabilities
 BROADCAST = ("Expand",)  # of an input of a loss
@@ -56,12 +55,18 @@ def read_terms(node: Any) -> list[Term]:
     terms = list(_terms(node, 1.0, [MAX_NODES]))
     logs = [term for term in terms if term.kind == "log"]
     others = [term for term in terms if term.kind != "log"]
-    if len(logs) == 2 and graph.peel(logs[0].given, NEG) is graph.peel(logs[1].given, NEG):
+    if len(logs) == 2 and len({graph.peel(log.given, (*graph.SHAPING, "Neg")) for log in logs}) == 1:
         logs, kind = [min(logs, key=_is_of_complement)], "binary cross-entropy"
     else:
         kind = "cross-entropy" if len(logs) == 1 and _is_of_classes(logs[0]) else ""
     terms = [*(term._replace(kind=kind) for term in logs), *others]
     return [x._replace(scale=math.nan) if math.isinf(x.scale) and x.kind != "penalty" else x for x in terms]
+
+
+def main_term(terms: Sequence[Term]) -> Term | None:
+    """The first term of a known kind; exact ones come first."""
+    known = [term for term in terms if term.kind not in ("", "penalty")]
+    return next((term for term in known if term.is_exact), known[0] if known else None)
 
 
 def _is_of_classes(term: Term) -> bool:
@@ -107,10 +112,8 @@ def _leaf(node: Any, scale: float) -> Term | None:
     given = graph.peel(inputs[0]) if inputs else None
     if name in KINDS:
         return _torch_loss(node, name, scale, given)
-    if name == "LogSoftmax":  # of soft targets, or with the label's score chosen by hand
-        return Term("cross-entropy", -scale, "scores", given)
-    if name == "LogSigmoid":
-        return Term("log", -scale, "scores", given)
+    if name in ("LogSoftmax", "LogSigmoid"):  # of soft targets, or with the label's score chosen by hand
+        return Term("cross-entropy" if name == "LogSoftmax" else "log", -scale, "scores", given)
     if name in graph.LOGARITHMS and input_shape(node):  # not of a loss
         return _logarithm(-scale, given)
     is_square = name == "Mul" and len(inputs) == 2 and inputs[0] is inputs[1]

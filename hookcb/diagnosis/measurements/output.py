@@ -11,13 +11,11 @@ from hookcb.core.torch_private import input_shape, saved
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.layer_rows import LayerRows
 from hookcb.diagnosis.measurements.loss import Loss
-from hookcb.diagnosis.measurements.loss_graph import main_term
-from hookcb.diagnosis.measurements.loss_terms import MAX_NODES, Term, read_terms
+from hookcb.diagnosis.measurements.loss_terms import MAX_NODES, Term, main_term, read_terms
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.run import Run
 
 NAMES = {"Relu": "ReLU", "LogSoftmax": "log_softmax", "LogSigmoid": "logsigmoid", "Hardtanh": "hard tanh"}
-SOFTMAXES = ("Softmax", "LogSoftmax")
 SQUARES = ("mse", "mae", "huber")  # losses of values
 COMPARING = (*SQUARES, "binary cross-entropy")  # losses that compare each output with a target
 SLACK = 1e-3  # rounding of targets at the ends of a range
@@ -69,7 +67,9 @@ class Output(Measurement):
     def on_first_graph(self, run: Run) -> None:
         node, self.layer = run.loop.loss_node, run.measured(LayerRows).last
         nodes = graph.walk([node], at_most=MAX_NODES, through=_is_in_loss, nearest_first=True)
-        softmaxes = [(input_shape(at), saved(at, "dim")) for at in nodes if graph.name(at) in SOFTMAXES]
+        softmaxes = [
+            (input_shape(at), saved(at, "dim")) for at in nodes if graph.name(at) in ("Softmax", "LogSoftmax")
+        ]
         self.is_degenerate = any(dim is not None and shape and shape[dim] == 1 for shape, dim in softmaxes)
         self.compared = compared(node, run.loop.pred, run.measured(Targets).of_batch(run))
         loss = run.measured(Loss).graph

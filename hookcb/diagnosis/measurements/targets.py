@@ -1,7 +1,8 @@
 """Targets of inspected batches: the loss of the best constant prediction, and whether they are one class."""
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +11,8 @@ from torch import Tensor
 from hookcb.core import graph
 from hookcb.core.batch import parts
 from hookcb.diagnosis.fault import Measurement
-from hookcb.diagnosis.measurements.baselines import Losses, losses_of_bits, losses_of_classes, noise_of
-from hookcb.diagnosis.measurements.loss_graph import LossGraph, main_term, target_of
-from hookcb.diagnosis.measurements.loss_terms import read_terms
+from hookcb.diagnosis.measurements.loss_graph import LossGraph
+from hookcb.diagnosis.measurements.loss_terms import Term, main_term, read_terms
 from hookcb.diagnosis.run import Run
 
 MAX_ELEMENTS = 16_384  # of a batch that are kept, spread over it
@@ -21,6 +21,14 @@ MAX_ERROR = 1e-3  # of the loss that the recovered targets give; rounding to flo
 MAX_DRIFT = 0.1  # of the variance; two halves of 160 shuffled values each differ by 0.0125
 # labels that tell of a single class; of a data set with 1 % of ones, 6 in 1,000 such samples have none
 MIN_SAMPLES, MIN_BATCHES = 512, 8
+
+
+class Losses(NamedTuple):
+    """Losses of predictions that do not come from a model."""
+
+    constant: float = math.nan  # of the best prediction that is the same for all samples
+    perfect: float = 0.0  # of the targets themselves as the prediction, above 0 if they are soft or smoothed
+    noise: float = 0.0  # standard deviation of `constant` from batch to batch
 
 
 class Targets(Measurement):
@@ -41,15 +49,16 @@ class Targets(Measurement):
             self._of_step, loop = run.step, run.loop
             self._yb = loop.yb
             if not len(loop.yb):
-                y = target_of(loop.loss_node)
+                main = main_term(read_terms(loop.loss_node))
+                y = None if main is None else main.target  # saved by a loss of torch for its backward
                 if y is None:
-                    y = recovered_target(loop.loss_node, loop.pred, loop.pred_grad, loop.loss)
+                    y = recovered_target(main, loop.pred, loop.pred_grad, loop.loss)
                 self._yb = () if y is None else (y,)
         return self._yb
 
     def on_first_graph(self, run: Run) -> None:
         self.are_given |= bool(len(run.loop.yb))
-        self.is_of_output = bool(compares_output(run.loop.loss_node, run.loop.pred))
+        self.is_of_output = compares_output(run.loop.loss_node, run.loop.pred)
 
     def on_loss(self, run: Run) -> None:
         self.are_given |= bool(len(run.loop.yb))
@@ -112,8 +121,11 @@ class Targets(Measurement):
         return Losses(*(graph.scale * x for x in found))
 
     def _losses_of_values(self, kind: str) -> Losses:
-        y = torch.cat(self._batches).float()
-        is_drifting = self._drift() > MAX_DRIFT * float(y.var(0, correction=0).mean())
+        y, half = torch.cat(self._batches).float(), len(self._batches) // 2
+        halves = self._batches[: half or 1], self._batches[half:]
+        first, second = (torch.cat(x).float().mean(0) for x in halves)
+        drift = (first - second).square().mean()
+        is_drifting = float(drift) > MAX_DRIFT * float(y.var(0, correction=0).mean())
         if kind not in ("mse", "mae", "huber") or is_drifting:
             return Losses()
         errors = y - (y.mean(0) if kind == "mse" else y.median(0).values)
@@ -123,13 +135,6 @@ class Targets(Measurement):
             errors = errors.square() if kind == "mse" else errors.abs()
         return Losses(float(errors.mean()), noise=noise_of(errors, self._batches))
 
-    def _drift(self) -> float:
-        """Mean square of the difference between the means of the first and the second half of the batches."""
-        half = len(self._batches) // 2
-        halves = self._batches[: half or 1], self._batches[half:]
-        first, second = (torch.cat(x).float().mean(0) for x in halves)
-        return float((first - second).square().mean())
-
 
 def compares_output(node: Any, pred: Any) -> bool:
     """Whether the loss with this node compares an output of the model, or the scores of its log-softmax."""
@@ -138,15 +143,14 @@ def compares_output(node: Any, pred: Any) -> bool:
     return main is not None and any(main.given in (at, graph.behind(at)) for at in nodes)
 
 
-def recovered_target(node: Any, pred: Any, grad: Tensor | None, loss: Any) -> Tensor | None:
+def recovered_target(main: Term | None, pred: Any, grad: Tensor | None, loss: Any) -> Tensor | None:
     """Targets of the batch whose backward has begun, None if they cannot be told for certain.
 
     The gradient of a mean loss shows them: 2 (x - y) / n of squares, (p - y) / n of a cross-entropy, p the
     softmax or sigmoid of the scores x. They count only if the loss that they give is that of the training.
     On a GPU nothing is recovered, as comparing the two would wait for it. `grad` is the gradient with respect
-    to `pred`; the graph that begins at `node` has freed its saved tensors.
+    to `pred`; the graph of the loss, of which `main` is the main term, has freed its saved tensors.
     """
-    main = main_term(read_terms(node))
     outputs = [x for _, x in parts(pred) if isinstance(x, Tensor) and x.grad_fn is not None]
     if main is None or grad is None or not isinstance(loss, Tensor) or not grad.is_cpu:
         return None
@@ -196,3 +200,67 @@ def _classes(x: Tensor, g: Tensor, dim: int, is_log: bool) -> tuple[Tensor, Tens
     counts = (g != 0).any(-1)
     own = -logs.gather(-1, y[..., None])[..., 0]
     return y.where(counts, -100), own[counts].mean()
+
+
+def losses_of_bits(batches: Sequence[Tensor], graph: LossGraph) -> Losses:
+    """Losses for targets between 0 and 1, of which ones may have weights; each column has its constant."""
+    y = torch.cat(list(batches)).float()
+    weight = y.new_ones(()) if graph.class_weights is None else graph.class_weights.float()
+    if weight.ndim >= y.ndim:  # a weight for each sample
+        return Losses()
+    weight = weight.to(y.device)
+
+    def best(p: Tensor) -> Tensor:
+        ones, zeros = weight * p, 1 - p
+        return _x_log_x(ones + zeros) - _x_log_x(ones) - _x_log_x(zeros)
+
+    p = weight * y.mean(0) / (weight * y.mean(0) + 1 - y.mean(0))
+    errors = -torch.xlogy(weight * y, p) - torch.xlogy(1 - y, 1 - p)
+    return Losses(float(best(y.mean(0)).mean()), float(best(y).mean()), noise_of(errors, batches))
+
+
+def noise_of(errors: Tensor, batches: Sequence[Tensor]) -> float:
+    """Standard deviation of the mean error from batch to batch."""
+    means = torch.stack([x.mean() for x in torch.split(errors, [len(y) for y in batches])])
+    return float(means.std(correction=0))
+
+
+def losses_of_classes(batches: Sequence[Tensor], graph: LossGraph) -> Losses:
+    """Losses for class indices, or soft targets `(N, C, …)`; NaN for soft targets with weights of classes."""
+    if not batches[0].is_floating_point():
+        return _losses_of_indices(batches, graph)
+    if graph.has_weights or graph.smoothing:
+        return Losses()
+    rows = [y.float().transpose(0, 1).flatten(1).T if y.ndim > 1 else y[None].float() for y in batches]
+    perfect = -_x_log_x(torch.cat(rows)).sum(1).mean()
+    return _losses(torch.stack([x.mean(0) for x in rows]), float(perfect))
+
+
+def _losses_of_indices(batches: Sequence[Tensor], graph: LossGraph) -> Losses:
+    """Means over batches, because each divides by the weights of its own samples."""
+    indices = [y[(y >= 0) & (y != graph.ignored)].long().flatten() for y in batches]
+    indices = [y for y in indices if y.numel()]
+    n = max([graph.n_classes, *(int(y.max()) + 1 for y in indices)])
+    given = graph.class_weights
+    weights = batches[0].new_ones(n, dtype=torch.float32) if given is None else given.float()
+    if not indices or len(weights) != n:
+        return Losses()
+    counts = torch.stack([torch.bincount(y, minlength=n) for y in indices])  # by batch and class
+    weights = weights.to(counts.device)
+    # the loss of a sample of class c is -(own of c) log p of c - sum of rest * log p
+    own, rest = (1 - graph.smoothing) * weights, graph.smoothing / n * weights
+    divisors = (counts * weights).sum(1)
+    shares = (counts * own + counts.sum(1, keepdim=True) * rest) / divisors[:, None]
+    both = own + rest
+    perfect = _x_log_x(own + rest.sum()) - (_x_log_x(rest).sum() - _x_log_x(rest) + _x_log_x(both))
+    return _losses(shares, float(((counts * perfect).sum(1) / divisors).mean()))
+
+
+def _losses(shares: Tensor, perfect: float) -> Losses:
+    mean = shares.mean(0)
+    errors = -torch.xlogy(shares, mean / mean.sum()).sum(1)
+    return Losses(float(errors.mean()), perfect, float(errors.std(correction=0)))
+
+
+def _x_log_x(x: Tensor) -> Tensor:
+    return torch.xlogy(x, x)

@@ -10,11 +10,14 @@ from torch import nn
 
 from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.measurements.loss_graph import LossGraph, read_loss
+from hookcb.diagnosis.measurements.loss_terms import main_term, read_terms
 from hookcb.diagnosis.measurements.targets import (
     MAX_BATCHES,
     MAX_ELEMENTS,
     Targets,
     compares_output,
+    losses_of_bits,
+    losses_of_classes,
     recovered_target,
 )
 
@@ -152,7 +155,11 @@ def recovered(loss_func, y, n_out, *last, scores=lambda x: x):
     torch.manual_seed(0)
     pred = scores(nn.Sequential(nn.Linear(4, n_out), *last)(INPUTS))
     loss, found = loss_func(pred, y), []
-    pred.register_hook(lambda grad: found.append(recovered_target(loss.grad_fn, pred, grad, loss.detach())))
+
+    def recover(grad):  # when the graph has freed its saved tensors
+        found.append(recovered_target(main_term(read_terms(loss.grad_fn)), pred, grad, loss.detach()))
+
+    pred.register_hook(recover)
     loss.backward()
     return found[0]
 
@@ -229,3 +236,66 @@ def by_watch(model, opt, batches):
             opt.step()
             opt.zero_grad()
     return w.diagnose()
+
+
+# ---- cross-entropy of constants and of perfect predictions, against torch's losses
+
+BATCHES = [torch.tensor([0, 0, 1, 2]), torch.tensor([0, 1, 1, 1])]
+SOFT = [F.one_hot(y, 3) * 0.7 + 0.1 for y in BATCHES]
+GRAPH = LossGraph("cross-entropy", True, 1.0, n_classes=3)
+THREE_WEIGHTS = torch.tensor([1.0, 2.0, 0.5])
+
+
+def own_loss(**how):
+    """Smallest loss of predictions that know each label."""
+    scores = torch.zeros(3, 3, requires_grad=True)
+    opt = torch.optim.LBFGS([scores], max_iter=200, line_search_fn="strong_wolfe")
+
+    def mean_loss():
+        opt.zero_grad()
+        loss = sum(F.cross_entropy(scores[y], y, **how) for y in BATCHES) / len(BATCHES)
+        loss.backward()
+        return loss
+
+    opt.step(mean_loss)
+    return mean_loss().item()
+
+
+@pytest.mark.parametrize("smoothing", [0.1, 0.5])
+@pytest.mark.parametrize("weights", [None, THREE_WEIGHTS])
+def test_a_perfect_prediction_of_smoothed_labels_has_a_loss(weights, smoothing):
+    graph = GRAPH._replace(class_weights=weights, has_weights=weights is not None, smoothing=smoothing)
+    expected = own_loss(weight=weights, label_smoothing=smoothing)
+    assert losses_of_classes(BATCHES, graph).perfect == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_perfect_prediction_of_hard_labels_has_none():
+    assert losses_of_classes(BATCHES, GRAPH).perfect == pytest.approx(0, abs=1e-6)
+    assert losses_of_bits([torch.tensor([0.0, 1.0])], LossGraph()).perfect == 0
+
+
+def test_soft_targets_have_their_own_entropy():
+    found = losses_of_classes(SOFT, GRAPH)
+    assert found.perfect == pytest.approx(-(0.8 * math.log(0.8) + 2 * 0.1 * math.log(0.1)), rel=1e-5)
+    assert found.perfect < found.constant < math.log(3)
+    bits = losses_of_bits([torch.tensor([[0.25], [0.75]])], LossGraph())
+    assert bits.constant == pytest.approx(math.log(2))
+    assert bits.perfect == pytest.approx(
+        F.binary_cross_entropy(torch.tensor(0.25), torch.tensor(0.25)).item()
+    )
+
+
+def test_the_noise_is_that_of_a_constant_from_batch_to_batch():
+    found = losses_of_classes(BATCHES, GRAPH)
+    p = torch.tensor([3 / 8, 4 / 8, 1 / 8]).log()
+    each = torch.stack([F.nll_loss(p.expand(4, 3), y) for y in BATCHES])
+    assert found.constant == pytest.approx(each.mean().item())
+    assert found.noise == pytest.approx(each.std(correction=0).item())
+    assert losses_of_classes([BATCHES[0]] * 3, GRAPH).noise == pytest.approx(0, abs=1e-6)
+
+
+def test_what_does_not_fit_is_unknown():
+    weighted = GRAPH._replace(has_weights=True, class_weights=THREE_WEIGHTS)
+    assert math.isnan(losses_of_classes(SOFT, weighted).constant)
+    assert math.isnan(losses_of_classes([torch.tensor([5])], weighted).constant)
+    assert math.isnan(losses_of_classes([torch.tensor([-100])], GRAPH).constant)

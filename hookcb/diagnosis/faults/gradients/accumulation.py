@@ -48,9 +48,10 @@ class Accumulation(Fault):
         self.done = not self._is_external
 
     def on_loss(self, run: Run) -> None:
-        is_reported = run.loop.is_external and run.loop.facts.n_losses_reported > 0
-        if is_reported and len(self._factors) < MAX_FACTORS and (node := run.loop.loss_node) is not None:
-            node.register_prehook(self._add_factor)
+        loop = run.loop
+        is_due = loop.facts.n_losses_reported > 0 and len(self._factors) < MAX_FACTORS
+        if is_due and loop.loss_node is not None:
+            loop.loss_node.register_prehook(self._add_factor)
 
     def _add_factor(self, grads: tuple[Tensor, ...]) -> None:
         """Records the gradient of a loss: what it is multiplied by before backward is called."""
@@ -58,7 +59,6 @@ class Accumulation(Fault):
             self._factors.append(detached_scalar(grads[0]))
 
     def on_backward(self, run: Run) -> None:
-        """Checks whether the gradient is as the backward before has left it."""
         param = run.measured(Steps).first_param
         if param is not None and self._mark is not None and not is_there(param.grad):
             self._n, self._is_known = 0, True
@@ -71,7 +71,7 @@ class Accumulation(Fault):
         self._mark = None if param is None else mark_of(param.grad)
 
     def on_step(self, run: Run) -> None:
-        """Checks the same before the step, as some loops divide the sum themselves, or clip it."""
+        """Checks whether the gradient is as the backward has left it; loops may divide or clip it."""
         param = run.measured(Steps).first_param
         if param is not None and self._mark is not None and mark_of(param.grad) != self._mark:
             self._is_known = False
@@ -82,8 +82,6 @@ class Accumulation(Fault):
 
     def on_end(self, run: Run) -> None:
         """Compares backwards with steps, and with what the loss is multiplied by."""
-        if not self._is_external:
-            return
         loop, graph = run.loop, run.measured(Loss).graph
         is_scaled = loop.scaler is not None and loop.scaler.is_enabled()
         if graph is None or len(run.measured(Steps).optimizers) > 1 or is_scaled or run.n_steps < MIN_STEPS:

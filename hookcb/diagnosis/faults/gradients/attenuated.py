@@ -14,7 +14,6 @@ MIN_RATIO, MIN_RATIO_WARNING = 1e-4, 1e-6
 # share of the largest RMS; if a weight nearer to the input has more, nothing fades on the way to it
 MAX_FAINT = 1e-3
 MIN_KEPT = 0.01  # share of the RMS of the next layer; below it a single layer takes the gradient away
-_Low = tuple[Param, float, Span]  # a weight with small gradients, their ratio to the largest, and records
 FLAT = ("Sigmoid", "Tanh", "Softsign", "LogSigmoid")
 
 
@@ -51,7 +50,7 @@ class Attenuated(Fault):
         ratios = _ratios(params, sizes)
         usual = [_latest(sizes[p.name]) for p in params]
         spans = [rules.trailing(series, lambda x: x < MIN_RATIO, n) for series in ratios]
-        low = [
+        low = [  # weights with small gradients, their ratio to the largest, and records
             (p, _latest(series), span)
             for p, series, span in zip(params, ratios, spans, strict=True)
             if span and _is_faint_before(p, max(usual), run)
@@ -65,16 +64,19 @@ class Attenuated(Fault):
         else:
             yield Skipped("in each record one weight explodes, next to which all others look small")
 
-    def _attenuated(self, run: Run, params: list[Param], usual: list[float], low: list[_Low]) -> Finding:
-        names = [p.name for p in params]
-        lowest = min(low, key=lambda x: x[1])
+    def _attenuated(
+        self, run: Run, params: list[Param], usual: list[float], low: list[tuple[Param, float, Span]]
+    ) -> Finding:
+        names, lowest = [p.name for p in params], min(low, key=lambda x: x[1])
+        drops = {
+            x for x, now, behind in zip(names, usual, usual[1:], strict=False) if now < MIN_KEPT * behind
+        }
         # the one nearest to the loss that has far less than the one behind it; without one it is gradual
-        steep = [x for x in reversed(low) if (i := names.index(x[0].name)) + 1 < len(usual)
-                 and usual[i] < MIN_KEPT * usual[i + 1]]  # fmt: skip
-        param, ratio, span = steep[0] if steep else lowest
+        steep = next((x for x in reversed(low) if x[0].name in drops), None)
+        param, ratio, span = steep or lowest
         at = names.index(param.name)
-        top = max(range(at, len(usual)), key=lambda i: usual[i])
-        largest = names[top] if top != at else names[max(range(len(usual)), key=lambda i: usual[i])]
+        top = max(range(at, len(usual)), key=usual.__getitem__)
+        largest = names[top if top != at else usual.index(max(usual))]
         how = " It falls at this layer all at once." if steep else ""
         if not steep and (n := top - at) > 1:
             how = f" It falls ×{(usual[at] / usual[top]) ** (1 / n):.2g} per layer over {n} layers."

@@ -57,12 +57,10 @@ class Exploding(Fault):
 
     def _exploding(self, run: Run, params: Sequence[Param], i: int, excess: float, span: Span) -> Finding:
         param = params[i]
-        cause, is_recurrent = "layers that each multiply the gradient", param.kind in rules.RECURRENT
-        if is_recurrent:
-            cause = "a recurrent layer that multiplies the gradient at each time step"
-        clip, scale = run.advise("clip"), "Add normalization"
-        if begins_large(params):
-            scale = "Initialize with smaller weights, or add normalization"
+        is_recurrent, clip = param.kind in rules.RECURRENT, run.advise("clip")
+        cause = "a recurrent layer that multiplies the gradient at each time step"
+        is_large = begins_large(params)
+        scale = "Initialize with smaller weights, or add normalization" if is_large else "Add normalization"
         return self.finding(
             f"The gradient (RMS) of {param.name} is {rules.format_factor(excess)} times that of the median "
             f"layer and of the last layer (limit {rules.MAX_EXCESS:,.0f}).",
@@ -70,13 +68,14 @@ class Exploding(Fault):
             when=span,
             value=excess,
             limit=rules.MAX_EXCESS,
-            causes=(cause,),
+            causes=(cause if is_recurrent else "layers that each multiply the gradient",),
             next_steps=(clip, scale) if is_recurrent else (scale, clip),
         )
 
     def _jumping(self, run: Run, step: int, jump: float) -> Finding:
-        norms = [(dict(p.series("norm")).get(step, math.nan), p) for p in run.params.values()]
-        param = max(((x, p) for x, p in norms if x > 0), key=lambda pair: pair[0], default=(0.0, None))[1]
+        norms = {name: dict(p.series("norm")).get(step, math.nan) for name, p in run.params.items()}
+        known = [name for name, x in norms.items() if x > 0]
+        param = run.params[max(known, key=lambda name: norms[name])] if known else None
         most = f" Most of it comes from {param.name}." if param else ""
         return self.finding(
             f"The norm of all gradients at step {step} is {rules.format_factor(jump)} times its median "

@@ -1,8 +1,8 @@
 """grad.stale: gradients of the last step that are still there when the next backward adds to them."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
 from statistics import median
-from typing import NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -13,6 +13,7 @@ from hookcb.core.optim import detached_scalar
 from hookcb.diagnosis.fault import EVERY, EVERYTHING, Fault, Site, fault
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run
+from hookcb.diagnosis.verdict import Severity
 from hookcb.gradients.hand_steps import StepByHand
 from hookcb.gradients.stats import sketch_copy
 
@@ -21,14 +22,15 @@ MIN_STEPS, MAX_STEPS = 3, 64
 UNSEEN = "too little was seen of the time before a backward"
 
 
-class _Track(NamedTuple):  # of one optimizer
+@dataclass(slots=True)
+class _Track:  # of one optimizer
     # largest magnitude of an old gradient; over the backwards since the last step, the smallest of these
-    dirty: Tensor | float | None
-    n_steps: int
-    n_stale: Tensor | float
-    n_seen: int = 0  # steps with a backward before them
+    dirty: Tensor | float | None = None
     # gradients that were there at the last of these backwards, by id of the parameter
-    grads: Mapping[int, ReferenceType[Tensor]] = {}
+    grads: dict[int, ReferenceType[Tensor]] = field(default_factory=dict)
+    n_steps: int = 0
+    n_stale: Tensor | float = 0.0
+    n_seen: int = 0  # steps with a backward before them
 
     @property
     def is_settled(self) -> bool:
@@ -72,9 +74,8 @@ class StaleGradients(Fault):
         for opt, track in self._tracks.items():
             if track.n_steps and track.dirty != 0.0 and not track.is_settled:
                 grads = _dense(opt, self._ids)
-                dirty = _smaller(_largest(list(grads.values())), track.dirty)
-                refs = {i: ref(g) for i, g in grads.items()}
-                self._tracks[opt] = track._replace(dirty=dirty, grads=refs)
+                track.dirty = _smaller(_largest(list(grads.values())), track.dirty)
+                track.grads = {i: ref(g) for i, g in grads.items()}
 
     def on_step(self, run: Run) -> None:
         """Copies a weight that the loop moves without an optimizer, to see if it follows its gradient."""
@@ -99,50 +100,42 @@ class StaleGradients(Fault):
             move = sketch_copy(self._weight[0]) - self._weight[1]
             self._cosines.append(detached_scalar(torch.cosine_similarity(move, sketch_copy(grad), dim=0)))
         self._weight = None
-        track = self._tracks.get(opt, _Track(None, 0, 0.0))
+        track = self._tracks.setdefault(opt, _Track())
         if track.is_settled:
             return
-        dirty, n_steps, n_stale, n_seen, grads = track
-        if dirty is not None:
+        if track.dirty is not None:
             now = _dense(opt, self._ids)
-            if any(g() is now.get(i, g) for i, g in grads.items()):  # else they were replaced
-                n_stale = n_stale + (dirty > 0)
-        self._tracks[opt] = _Track(None, n_steps + 1, n_stale, n_seen + (dirty is not None))
+            if any(g() is now.get(i, g) for i, g in track.grads.items()):  # else they were replaced
+                track.n_stale = track.n_stale + (track.dirty > 0)
+            track.n_seen += 1
+        track.n_steps += 1
+        track.dirty, track.grads = None, {}
 
     def tell(self, run: Run) -> None:
         self.seen, self.unless, tracks = [], UNSEEN, list(self._tracks.values())
         if run.measured(Steps).n_optimizers != 1:  # several may clear each other's gradients unseen
             return
-        if any(track.n_seen >= MIN_STEPS - 1 for track in tracks):
-            self.unless = ""
+        self.unless = "" if any(track.n_seen >= MIN_STEPS - 1 for track in tracks) else UNSEEN
         is_idle = bool(self._cosines) and DOWN < median(map(float, self._cosines)) < ALONG
-        for track in tracks:
-            if track.n_steps >= MIN_STEPS and float(track.n_stale) >= track.n_steps - 1:
-                self._see(track.n_steps, float(track.n_stale), is_idle)
-
-    def _see(self, n_steps: int, n_stale: float, is_idle: bool) -> None:
-        if is_idle:
-            self.see(
-                f"The gradients of {n_steps} backwards add up in weights that no optimizer has, and "
-                "that the loop moves in other directions: nothing uses them.",
-                "info",
-                when=1,
-                value=n_stale,
-                causes=("a target network whose outputs are computed with gradients",),
-                next_steps=(
+        for n_steps, n_stale in ((track.n_steps, float(track.n_stale)) for track in tracks):
+            if n_steps < MIN_STEPS or n_stale < n_steps - 1:
+                continue
+            text, cause, next_step = (
+                f"In {n_stale:.0f} of {n_steps} steps the gradients of the previous step were still there, "
+                "and the new ones were added to them.",
+                "gradients are not cleared after a step",
+                "Call optimizer.zero_grad() after each optimizer.step()",
+            )
+            if is_idle:
+                text, cause, next_step = (
+                    f"The gradients of {n_steps} backwards add up in weights that no optimizer has, and "
+                    "that the loop moves in other directions: nothing uses them.",
+                    "a target network whose outputs are computed with gradients",
                     "Compute the targets under torch.no_grad(), or freeze that network with "
                     "requires_grad_(False)",
-                ),
-            )
-        else:
-            self.see(
-                f"In {n_stale:.0f} of {n_steps} steps the gradients of the previous step "
-                "were still there, and the new ones were added to them.",
-                when=1,
-                value=n_stale,
-                causes=("gradients are not cleared after a step",),
-                next_steps=("Call optimizer.zero_grad() after each optimizer.step()",),
-            )
+                )
+            severity: Severity = "info" if is_idle else "error"
+            self.see(text, severity, when=1, value=n_stale, causes=(cause,), next_steps=(next_step,))
 
     def freeze(self) -> None:
         self._tracks, self._weight, self._cosines = {}, None, []

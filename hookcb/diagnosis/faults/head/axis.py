@@ -11,10 +11,9 @@ from hookcb.core import graph
 from hookcb.core.torch_private import input_shape, saved
 from hookcb.diagnosis.fault import EVERYTHING, Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.loss import Loss
-from hookcb.diagnosis.measurements.loss_graph import main_term
-from hookcb.diagnosis.measurements.loss_terms import read_terms
+from hookcb.diagnosis.measurements.loss_terms import main_term, read_terms
 from hookcb.diagnosis.measurements.output import Output
-from hookcb.diagnosis.run import Absent, Run, Skipped
+from hookcb.diagnosis.run import Absent, Run
 
 FEATURES = {"Convolution": 1, "Addmm": -1, "Mm": -1, "Linear": -1}  # axis of the features by layer
 MAX_ELEMENTS = 4_000_000  # of the scores that are followed
@@ -51,17 +50,18 @@ class ClassAxis(Fault):
             return
         self.unless = ""
         shape, axis = tuple(scores.features.shape), scores.axis
+        size = "×".join(map(str, shape))
         classes = min(1, len(shape) - 1)  # of torch's losses
         if scores.is_direct and axis != classes:
             text, cause, next_step = (
-                f"log_softmax runs over dimension {axis} of a {_size(shape)} output, but the loss takes the "
+                f"log_softmax runs over dimension {axis} of a {size} output, but the loss takes the "
                 f"{shape[classes]} classes on dimension {classes}.",
                 "a wrong dim, as in nn.LogSoftmax(dim=0), which normalizes over the samples",
                 f"Use dim={classes}, or pass the raw scores to F.cross_entropy",
             )
         elif _is_mixed(scores):
             text, cause, next_step = (
-                f"The loss takes {shape[axis]} classes on dimension {axis} of a {_size(shape)} tensor, but "
+                f"The loss takes {shape[axis]} classes on dimension {axis} of a {size} tensor, but "
                 "there the outputs of the last layer at different positions are mixed: a reshape has cut "
                 "across them.",
                 "view or reshape in place of permute or transpose before the loss",
@@ -102,12 +102,10 @@ class DegenerateHead(Fault):
             )
 
     def findings(self, run: Run) -> Iterator[Result]:
-        if run.measured(Loss).is_open or self.seen:
-            yield from self.told(run, self.seen)
-        elif "graph" in run.absent:
-            yield Absent(run.absent["graph"])
-        else:
-            yield Skipped(run.missing.get("graph", "too little was seen of the graph"))
+        is_open = run.measured(Loss).is_open
+        if "graph" in run.absent and not (is_open or self.seen):
+            return iter([Absent(run.absent["graph"])])
+        return self.told(run, self.seen, "" if is_open else run.why_unseen("graph"))
 
 
 def class_scores(node: Any) -> ClassScores | None:
@@ -121,10 +119,6 @@ def class_scores(node: Any) -> ClassScores | None:
         return None
     axis = saved(softmax, "dim", 1) % max(1, len(input_shape(softmax)))
     return ClassScores(*found, axis, softmax is given)
-
-
-def _size(shape: tuple[int, ...]) -> str:
-    return "×".join(map(str, shape))
 
 
 def _features(softmax: Any) -> tuple[Tensor, int] | None:

@@ -36,9 +36,8 @@ class Head(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        low = "-∞" if self.low == -math.inf else f"{self.low:.3g}"
-        high = "∞" if self.high == math.inf else f"{self.high:.3g}"
-        return f"range {low} to {high} of the {name_of(self.name)}"
+        ends = f"{self.low:.3g} to {self.high:.3g}".replace("inf", "∞")
+        return f"range {ends} of the {name_of(self.name)}"
 
 
 @fault("head.range", Site.LOSS, needs="batch graph", leads_to=EVERYTHING, exact=True)

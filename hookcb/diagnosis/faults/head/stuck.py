@@ -39,6 +39,7 @@ class StuckHead(Fault):
     """
 
     headline = "A ReLU holds outputs at zero"
+    severity = "warning"
     uses = (Curves, Loss, Targets)
 
     def __init__(self) -> None:
@@ -61,28 +62,26 @@ class StuckHead(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         shares = before(self.shares, math.inf)
+        n, limit = (0, ALL_STUCK) if len(run.loss) < MIN_BATCHES else (N_STUCK, MAX_STUCK)
+        share = min(shares.values[-n:], default=math.nan)  # of all before 50 batches
         if not len(shares):
             yield Absent("no ReLU is the head of a regression")
-            return
-        is_short = len(run.loss) < MIN_BATCHES
-        share = min(shares.values if is_short else shares.values[-N_STUCK:])
-        limit = ALL_STUCK if is_short else MAX_STUCK
-        if share <= limit:
+        elif share <= limit:
             yield Passed(f"outputs that a ReLU holds at 0 ({share:.0%} of the error)", share, limit)
-            return
-        yield self.finding(
-            f"The model ends in a ReLU, and {share:.0%} of the error comes from outputs that are 0 "
-            f"although their targets are larger (limit {limit:.0%}). They get no gradient, so they cannot "
-            "learn.",
-            "warning",
-            when=shares,
-            value=share,
-            limit=limit,
-            causes=("a ReLU as the last operation",),
-            next_steps=(
-                "Remove the ReLU, so that a linear layer is last; use a Softplus if no output may be below 0",
-            ),
-        )
+        else:
+            yield self.finding(
+                f"The model ends in a ReLU, and {share:.0%} of the error comes from outputs that are 0 "
+                f"although their targets are larger (limit {limit:.0%}). They get no gradient, so they "
+                "cannot learn.",
+                when=shares,
+                value=share,
+                limit=limit,
+                causes=("a ReLU as the last operation",),
+                next_steps=(
+                    "Remove the ReLU, so that a linear layer is last; use a Softplus if no output may be "
+                    "below 0",
+                ),
+            )
 
 
 def stuck_share(graph: LossGraph, node: Any, pred: Any, yb: Any) -> Tensor | None:

@@ -51,11 +51,10 @@ class InputScale(Fault):
     def findings(self, run: Run) -> Iterator[Result]:
         inputs = run.measured(Inputs)
         rms, column = _scale(inputs)
+        may_learn = rules.has_learned(run, run.first_loss) or rules.need_not_fall(run)
         if math.isnan(rms):
             yield Skipped("no float input was recorded")
-            return
-        may_learn = rules.has_learned(run, run.first_loss) or rules.need_not_fall(run)
-        if 0 < rms < MIN_RMS and len(run.loss) >= rules.MIN_BATCHES and not may_learn:
+        elif 0 < rms < MIN_RMS and len(run.loss) >= rules.MIN_BATCHES and not may_learn:
             yield self.finding(
                 f"The inputs have a root mean square of {rms:.2g} (limit {MIN_RMS:g}), and the model has not "
                 "learned anything from them.",
@@ -66,25 +65,23 @@ class InputScale(Fault):
                 causes=("inputs that were divided twice, as by 255",),
                 next_steps=("Divide the training inputs by their standard deviation",),
             )
-            return
-        harm = _harm(run, inputs, bool(column))
-        if rms <= MAX_RMS or not harm:
+        elif rms <= MAX_RMS or not (harm := _harm(run, inputs, bool(column))):
             yield Passed(f"scale of the inputs (root mean square {rms:.2g})", rms, MAX_RMS)
-            return
-        subject = f"Column {column} of the inputs has" if column else "The inputs have"
-        learns = rules.loss_of_constant(run)[1] < LEARNS and not _is_apart(inputs)
-        yield self.finding(
-            f"{subject} a root mean square of {rms:.3g} (limit {MAX_RMS:g}), and {harm}.",
-            "info" if learns else "error",
-            when=inputs.rms,
-            value=rms,
-            limit=MAX_RMS,
-            causes=("inputs that are not normalized",),
-            next_steps=(
-                "Subtract the mean of the training inputs and divide by their standard deviation"
-                f"{', column by column' if column else ''}",
-            ),
-        )
+        else:
+            subject = f"Column {column} of the inputs has" if column else "The inputs have"
+            learns = rules.loss_of_constant(run)[1] < LEARNS and not _is_apart(inputs)
+            each = ", column by column" if column else ""
+            yield self.finding(
+                f"{subject} a root mean square of {rms:.3g} (limit {MAX_RMS:g}), and {harm}.",
+                "info" if learns else "error",
+                when=inputs.rms,
+                value=rms,
+                limit=MAX_RMS,
+                causes=("inputs that are not normalized",),
+                next_steps=(
+                    f"Subtract the mean of the training inputs and divide by their standard deviation{each}",
+                ),
+            )
 
 
 def _scale(inputs: Inputs) -> tuple[float, str]:

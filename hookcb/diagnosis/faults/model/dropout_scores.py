@@ -9,8 +9,7 @@ from hookcb.core import graph
 from hookcb.core.torch_private import saved
 from hookcb.diagnosis.fault import Fault, Site, fault
 from hookcb.diagnosis.measurements.layer_rows import LayerRows
-from hookcb.diagnosis.measurements.loss_graph import main_term
-from hookcb.diagnosis.measurements.loss_terms import read_terms
+from hookcb.diagnosis.measurements.loss_terms import main_term, read_terms
 from hookcb.diagnosis.run import Run
 
 MAX_ELEMENTS = 65_536  # of a mask that are read

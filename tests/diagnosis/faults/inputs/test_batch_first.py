@@ -9,7 +9,6 @@ from torch import nn
 
 from hookcb import Diagnose, watch
 from hookcb.diagnosis.faults.inputs.batch_first import BatchFirst
-from hookcb.diagnosis.measurements.sequence_axis import SequenceAxis
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import Finding
@@ -105,19 +104,19 @@ def test_two_batches_are_too_few():
     assert NAME not in verdict.ruled_out
 
 
-def compared(run, axis, n, n_targets, t):
+def compared(run, fault, n, n_targets, t):
     """Layers found after one more batch, whose targets tell the number of samples."""
     xb, yb = (torch.zeros(n_targets, t, D),), (torch.zeros(n_targets),)
     run.loop = SimpleNamespace(xb=xb, yb=yb, train_iter=0)
-    axis.on_batch(run)
-    axis.on_output(run, "gru", GRU, torch.zeros(n, t, D))
-    axis.on_loss(run)
+    fault.on_batch(run)
+    fault.on_output(run, "gru", GRU, torch.zeros(n, t, D))
+    fault.on_loss(run)
     run.measured(Targets).on_batch_end(run)
-    return [x.layer for x in BatchFirst().findings(run) if isinstance(x, Finding)]
+    return [x.layer for x in fault.findings(run) if isinstance(x, Finding)]
 
 
 def test_one_batch_that_is_right_clears_the_layer():
     run = Run()
-    axis = run.measured(SequenceAxis)
-    assert [compared(run, axis, 12, 12, T) for _ in range(4)] == [[], [], ["gru"], ["gru"]]
-    assert compared(run, axis, T, 9, 9) == []
+    fault = run.measured(BatchFirst)
+    assert [compared(run, fault, 12, 12, T) for _ in range(4)] == [[], [], ["gru"], ["gru"]]
+    assert compared(run, fault, T, 9, 9) == []
