@@ -8,16 +8,15 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from hookcb import Finding
-from hookcb.diagnosis.faults.ranks.batches import DuplicatedBatches, RepeatedBatches, SameOrder
-from hookcb.diagnosis.measurements.batch_hashes import BatchHash, BatchHashes
+from hookcb.diagnosis.faults.ranks.batches import BatchHashes, DuplicatedBatches, RepeatedBatches, SameOrder
 from hookcb.diagnosis.run import Passed, Run, Skipped
-from tests.diagnosis.faults.ranks.support import merged
+from tests.diagnosis.faults.ranks.support import batch, epochs_of, merged
 
 
 def hashed(*inputs, targets=None):
     """A run of batches with these hashes, in one epoch."""
     run, targets = Run(), range(len(inputs)) if targets is None else targets
-    run.measured(BatchHashes).epochs = [list(map(BatchHash, inputs, targets))] if inputs else []
+    run.measured(BatchHashes).epochs = [[*zip(inputs, targets, strict=True)]] if inputs else []
     return run
 
 
@@ -86,11 +85,6 @@ def test_the_same_inputs_with_other_targets_do_not_repeat():
 # ---- the order
 
 
-def batch(seed, n=8):
-    x = torch.randn(n, 3, generator=torch.Generator().manual_seed(seed))
-    return x, (torch.arange(n) * (seed + 1)) % 7
-
-
 ORDER = [batch(i) for i in range(5)]
 
 
@@ -99,14 +93,6 @@ class Around:
 
     def __init__(self, sampler):
         self.inner = DataLoader(TensorDataset(torch.zeros(8)), sampler=sampler)
-
-
-def epochs_of(*epochs):
-    hashes = BatchHashes()
-    for epoch in epochs:
-        for i, (x, y) in enumerate(epoch):
-            hashes.add(i, x, y)
-    return hashes
 
 
 def order(*epochs, loader=None):

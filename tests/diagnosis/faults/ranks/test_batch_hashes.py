@@ -3,28 +3,19 @@
 import pytest
 import torch
 
-from hookcb.diagnosis.measurements.batch_hashes import N_BATCHES, N_EPOCHS, BatchHashes
+from hookcb.diagnosis.faults.ranks.batches import N_BATCHES, N_EPOCHS, BatchHashes
 from hookcb.diagnosis.measurements.replicas import N_ELEMENTS
 from hookcb.diagnosis.run import Run
+from tests.diagnosis.faults.ranks.support import batch, epochs_of, hash_batch
 
 
-def epochs_of(*epochs):
-    """Hashes of epochs of batches `(inputs, targets)`."""
-    hashes = BatchHashes()
-    for epoch in epochs:
-        for i, (x, y) in enumerate(epoch):
-            hashes.add(i, x, y)
+def told(hashes):
     hashes.tell(Run())
     return hashes.epochs
 
 
-def batch(seed, n=8):
-    x = torch.randn(n, 3, generator=torch.Generator().manual_seed(seed))
-    return x, (torch.arange(n) * (seed + 1)) % 7
-
-
 def of_one(x):
-    (((number, _),),) = epochs_of([(x, ())])
+    (((number, _),),) = told(epochs_of([(x, ())]))
     return number
 
 
@@ -55,22 +46,21 @@ def test_a_large_input_is_hashed_in_part_from_its_begin_to_its_end():
 
 
 def test_only_the_first_batches_of_the_first_epochs_are_hashed():
-    hashes = epochs_of(*[[batch(i) for i in range(N_BATCHES + 3)]] * (N_EPOCHS + 2))
+    hashes = told(epochs_of(*[[batch(i) for i in range(N_BATCHES + 3)]] * (N_EPOCHS + 2)))
     assert list(map(len, hashes)) == [N_BATCHES] * N_EPOCHS
 
 
 def test_an_epoch_that_is_resumed_is_left_out():
     hashes = BatchHashes()
     for i in (5, 6, 0, 1):
-        hashes.add(i, *batch(i))
-    hashes.tell(Run())
-    assert list(map(len, hashes.epochs)) == [2]
+        hash_batch(hashes, i, *batch(i))
+    assert list(map(len, told(hashes))) == [2]
 
 
 def test_it_is_done_once_it_has_hashed_the_first_epochs():
     hashes = BatchHashes()
     for _ in range(N_EPOCHS):
-        hashes.add(0, *batch(0))
+        hash_batch(hashes, 0, *batch(0))
     assert not hashes.done
-    hashes.add(0, *batch(0))
+    hash_batch(hashes, 0, *batch(0))
     assert hashes.done
