@@ -6,9 +6,8 @@ from itertools import takewhile
 
 from hookcb.core.text import join_names
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
-from hookcb.diagnosis.measurements.cleared import ClearedGradients
 from hookcb.diagnosis.measurements.parameters import Parameters
-from hookcb.diagnosis.measurements.steps import Steps
+from hookcb.diagnosis.measurements.steps import ClearedGradients, Steps
 from hookcb.diagnosis.rules import LATEST, VISIBLE_UPDATE, finite, rates, ratio
 from hookcb.diagnosis.run import SPARSE_KINDS, Param, Passed, Run, Skipped, Span
 from hookcb.diagnosis.verdict import Finding

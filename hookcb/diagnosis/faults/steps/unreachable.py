@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
-from hookcb.diagnosis.measurements.cleared import ClearedGradients
 from hookcb.diagnosis.measurements.parameters import Parameters
-from hookcb.diagnosis.measurements.steps import Steps
+from hookcb.diagnosis.measurements.steps import ClearedGradients, Steps
 from hookcb.diagnosis.rules import records_needed
 from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped
 from hookcb.diagnosis.verdict import Finding

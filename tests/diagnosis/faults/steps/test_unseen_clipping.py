@@ -12,7 +12,6 @@ from torch.amp.grad_scaler import OptState
 from hookcb import Diagnose, watch
 from hookcb.diagnosis.faults.steps.clipping import ConstantClipping
 from hookcb.diagnosis.judge import judge
-from hookcb.diagnosis.measurements.clipping import Clipping
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Passed, Run, Series
 from tests.diagnosis.support import only
@@ -80,7 +79,7 @@ def test_an_objective_that_need_not_fall_is_neither_flat_nor_held_back_by_clippi
 
 
 def test_the_scale_of_a_scaler_is_no_clipping_nor_is_a_gradient_of_another_batch():
-    clipping, p, opt = Clipping(), nn.Parameter(torch.ones(4)), object()
+    clipping, p, opt = ConstantClipping(), nn.Parameter(torch.ones(4)), object()
     run = Run(loop=SimpleNamespace(is_external=True, facts=SimpleNamespace(reports_steps=False), opt=opt))
     run.measured(Steps).first_param, run.loop.model = p, nn.Linear(1, 1)
     clipping.on_model(run)
