@@ -1,17 +1,13 @@
-"""What two processes have seen of their replicas; and ranks that are threads; and hashed batches."""
+"""What two processes have seen of their replicas; and ranks that are threads."""
 
 import json
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-
-import torch
 
 from hookcb.core.ranks import Ranks
 from hookcb.diagnosis.dispatcher import Dispatcher
-from hookcb.diagnosis.faults.ranks.batches import BatchHashes
 from hookcb.diagnosis.ranks import of_all
 from hookcb.diagnosis.run import Run
 from tests.ranks.support import shared
@@ -78,21 +74,3 @@ def on_ranks(function, items):
 def merged(*runs):
     """The run of all ranks, on each of them, of runs that each has."""
     return on_ranks(lambda run, ranks: of_all(run, ranks, Dispatcher(Run(), (), 0.0)), runs)[0]
-
-
-def batch(seed, n=8):
-    x = torch.randn(n, 3, generator=torch.Generator().manual_seed(seed))
-    return x, (torch.arange(n) * (seed + 1)) % 7
-
-
-def hash_batch(hashes, i, x, y):
-    hashes.on_batch(Run(loop=SimpleNamespace(iter=i, xb=x, yb=y)))
-
-
-def epochs_of(*epochs):
-    """Hashes of epochs of batches `(inputs, targets)`."""
-    hashes = BatchHashes()
-    for epoch in epochs:
-        for i, (x, y) in enumerate(epoch):
-            hash_batch(hashes, i, x, y)
-    return hashes
