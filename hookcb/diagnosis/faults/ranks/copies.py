@@ -73,16 +73,16 @@ class OwnBuffers(Fault):
             return
         if (found := ranks_apart(names, own, run.loop.ranks)) is None:
             return
-        name, apart, others = found
+        name, differs, ranks = found
         self.see(
-            f"Buffer {name} differs on {name_ranks(apart)} from that of {others}, and "
-            "DistributedDataParallel has broadcast_buffers=False, so it stays so.",
+            f"Buffer {name} {differs}, and DistributedDataParallel has broadcast_buffers=False, so it stays "
+            "so.",
             param=name,
             when=run.step,
-            value=float(len(apart)),
+            value=float(len(ranks)),
             causes=("a buffer that is changed on one rank only, or that follows the batches of its rank",),
             next_steps=("Set broadcast_buffers=True, or average the buffer over ranks when it changes",),
-            ranks=tuple(apart),
+            ranks=ranks,
         )
 
     def _compare_norms(self, norms: dict[str, nn.Module], run: Run) -> None:
@@ -141,22 +141,19 @@ class DivergedReplicas(Fault):
             return
         self.unless = ""
         names, own = hashes(loop.model, loop.model.named_parameters())
-        for group in loop.opt.param_groups if loop.opt is not None else ():
-            names.append("")
-            own.append(float(group["lr"]))
-        if (found := ranks_apart(names, own, loop.ranks)) is None:
+        rates = [float(group["lr"]) for group in loop.opt.param_groups] if loop.opt is not None else []
+        if (found := ranks_apart([*names, *("" for _ in rates)], [*own, *rates], loop.ranks)) is None:
             return
-        name, apart, others = found
-        what = f"Parameter {name}" if name else "The learning rate"
+        name, differs, ranks = found
         cause, advice = OF_PARAMETER if name else OF_RATE
         self.see(
-            f"{what} differs on {name_ranks(apart)} from that of {others}; replicas must be identical.",
+            f"{f'Parameter {name}' if name else 'The learning rate'} {differs}; replicas must be identical.",
             param=name,
             when=run.step,
-            value=float(len(apart)),
+            value=float(len(ranks)),
             causes=(cause,),
             next_steps=(advice,),
-            ranks=tuple(apart),
+            ranks=ranks,
         )
 
 
@@ -176,10 +173,8 @@ def hashes(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> tuple[lis
     return [name for name, _ in named for _ in range(2)], halves
 
 
-def ranks_apart(
-    names: Sequence[str], own: Sequence[float], ranks: Ranks
-) -> tuple[str, list[int], str] | None:
-    """Name of the first number that differs between ranks, the ranks that are not like most, and the others.
+def ranks_apart(names: list[str], own: list[float], ranks: Ranks) -> tuple[str, str, tuple[int, ...]] | None:
+    """Name of the first number that differs between ranks, a text that says so, and the ranks unlike most.
 
     If there is no majority, these are the ranks that are not like rank 0. None if no number differs.
     """
@@ -190,5 +185,6 @@ def ranks_apart(
     first = differs.index(True)
     by_rank = ranks.gather(own[first])
     usual = max(by_rank, key=lambda x: (by_rank.count(x), x == by_rank[0]))
-    apart = [rank for rank, x in enumerate(by_rank) if x != usual]
-    return names[first], apart, "rank 0" if 0 not in apart else "most ranks"
+    apart = tuple(rank for rank, x in enumerate(by_rank) if x != usual)
+    others = "most ranks" if 0 in apart else "rank 0"
+    return names[first], f"differs on {name_ranks(apart)} from that of {others}", apart

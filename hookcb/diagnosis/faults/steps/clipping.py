@@ -96,9 +96,8 @@ class ConstantClipping(Fault):
         size, note = rules.usual_update(rules.recent_updates(run)), ""
         is_harmless = size >= MIN_UNHARMED and (is_adaptive or rules.need_not_fall(run))
         if is_harmless:
-            note = (
-                f" Steps still change the median weight by {size:.1e} of its size, so this does little harm."
-            )
+            what = f"Steps still change the median weight by {size:.1e} of its size"
+            note = f" {what}, so this does little harm."
         elif is_adaptive:
             note = " The optimizer divides by the size of gradients, so this may have little effect."
         yield self.finding(

@@ -103,20 +103,22 @@ def _huge(param: Param, series: Series) -> _Large | None:
 
 def _large(param: Param, series: Series) -> _Large | None:
     first, later = _halves(series)
-    if span := rules.persistent(first, lambda x: x > rules.MAX_FIRST_UPDATE, N_LARGE_FIRST, rules.N_FIRST):
-        return param, rules.median(first.between(span.first, span.last).values), span, rules.MAX_FIRST_UPDATE
-    if span := rules.persistent(later, lambda x: x > rules.MAX_UPDATE, rules.N_LARGE, rules.N_WINDOW):
-        return param, rules.median(later.between(span.first, span.last).values), span, rules.MAX_UPDATE
-    return None
+    early = _above(rules.MAX_FIRST_UPDATE, param, first, N_LARGE_FIRST, rules.N_FIRST)
+    return early or _above(rules.MAX_UPDATE, param, later, rules.N_LARGE, rules.N_WINDOW)
 
 
 def _large_before(param: Param, series: Series, death: int) -> _Large | None:
     early = rules.before(series, death)  # in which one or two very large steps may do
-    if span := rules.persistent(early, lambda x: x > rules.MAX_UPDATE, N_LARGE_FIRST, rules.N_FIRST):
-        return param, rules.median(early.between(span.first, span.last).values), span, rules.MAX_UPDATE
-    if span := rules.persistent(early, lambda x: x > rules.MAX_FIRST_UPDATE, 1, rules.N_FIRST):
-        return param, max(early.values), span, rules.MAX_FIRST_UPDATE
-    return None
+    if large := _above(rules.MAX_UPDATE, param, early, N_LARGE_FIRST, rules.N_FIRST):
+        return large
+    span = rules.persistent(early, lambda x: x > rules.MAX_FIRST_UPDATE, 1, rules.N_FIRST)
+    return (param, max(early.values), span, rules.MAX_FIRST_UPDATE) if span else None
+
+
+def _above(limit: float, param: Param, series: Series, n: int, window: int) -> _Large | None:
+    """Updates above a limit in `n` of `window` records, with their median."""
+    span = rules.persistent(series, lambda x: x > limit, n, window)
+    return (param, rules.median(series.between(span.first, span.last).values), span, limit) if span else None
 
 
 def _nearest(sizes: _Sizes, is_idle: bool) -> tuple[float, float]:
