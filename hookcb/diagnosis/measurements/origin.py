@@ -84,9 +84,8 @@ class Origin(Measurement):
         if self.is_sought:
             return
         loop, self.step, self.is_sought, run.alarmed = run.loop, run.step, True, True
-        batch = ExternalBatch(loop) if loop.is_external else loop
-        given = noticed, gradient, run.step, run.measured(Loss).autocasts, loss_node
-        self.found = find_origin(batch, *given)
+        batch, autocasts = ExternalBatch(loop) if loop.is_external else loop, run.measured(Loss).autocasts
+        self.found = find_origin(batch, noticed, gradient, run.step, autocasts, loss_node)
 
 
 def find_origin(
@@ -99,15 +98,9 @@ def find_origin(
 ) -> Found:
     """Runs the batch again to find the operation that produced the first non-finite number.
 
-    Of a loss function that is unknown, it reads the graph instead.
-
-    Args:
-        learn: learner in the middle of a training batch, which is left as it was, or an `ExternalBatch`.
-        noticed: observation to begin the message with.
-        gradient: whether that was a gradient.
-        step: number of the batch.
-        autocast: state of autocast in the forward, if known.
-        loss_node: autograd node of the loss, if its graph may still be read.
+    The batch is that of a learner in the middle of it, which is left as it was, or an `ExternalBatch`. Of a
+    loss function that is unknown, it reads the graph behind `loss_node` instead, if that is still there.
+    The message begins with what was `noticed`, say, of a `gradient`.
     """
     is_external = isinstance(learn, ExternalBatch)
     advice = ADVICE["NaN"][way_of(learn.way if is_external else "learner")]
@@ -123,10 +116,8 @@ def find_origin(
         )
         return Found(text, layers[-1], float(len(layers)), (FROM_WEIGHTS,), (advice,))
     if is_sharded(learn.model):
-        text = (
-            f"{noticed} at step {step}. To find where it began, all ranks would have to run the batch again."
-        )
-        return Found(text, next_steps=(advice,))
+        how = "To find where it began, all ranks would have to run the batch again"
+        return Found(f"{noticed} at step {step}. {how}.", next_steps=(advice,))
     start = BatchStarts().note(learn)
     start.autocasts = list(autocast or start.autocasts)
     report = search(learn, start, noticed, gradient)
@@ -153,9 +144,5 @@ def _from_report(report: NanReport, is_external: bool, noticed: str, step: int, 
     else:
         how = "It did not repeat when the batch was run again"
     hint = report.hint.partition(": ")
-    return Found(
-        f"{noticed} at step {step}. {how}.",
-        layer,
-        causes=(hint[0],) if hint[0] else (),
-        next_steps=(hint[2] or advice,),
-    )
+    causes = (hint[0],) if hint[0] else ()
+    return Found(f"{noticed} at step {step}. {how}.", layer, causes=causes, next_steps=(hint[2] or advice,))

@@ -24,7 +24,7 @@ class Parameters(Measurement):
         self.moved: dict[str, bool] = {}  # whether any copied element has changed
         self.is_still = False  # whether parameters are trained, and none of them has moved
         self._params: list[tuple[str, nn.Parameter]] = []
-        self._n_without: Counter[str] = Counter()
+        self._n_without = Counter[str]()
 
     def on_model(self, run: Run) -> None:
         self._params = [(name, p) for name, p, _ in find_params(run.loop.model)]

@@ -1,6 +1,6 @@
 """Hashes of tensors, by which it is seen whether ranks or batches have the same."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,62 +8,17 @@ from torch import Tensor, nn
 
 from hookcb.activations.stats import has_stats
 from hookcb.core.batch import parts
-from hookcb.core.ranks import Ranks
-from hookcb.hooks.modules import plain_name
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 CHUNK = 1 << 20  # elements that are read at a time
 N_ELEMENTS = 4_096  # of a tensor of a batch that are hashed
 FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that each bit changes the product
 SHIFT = 29  # brings the upper bits, which depend on most of an element, to the lower ones
-HALF = 0xFFFFFFFF  # of 64 bits; a float64 holds that exactly
 
 
 def can_compare(loop: Any) -> bool:
     """Whether the model has replicas on ranks that meet at the end of an epoch."""
     return bool(loop.ranks.world > 1 and isinstance(loop.model, nn.parallel.DistributedDataParallel))
-
-
-def ranks_apart(own: Sequence[float], ranks: Ranks) -> tuple[int, list[int]] | None:
-    """Index of the first number that differs between ranks, and the ranks that are not like most of them.
-
-    If there is no majority, these are the ranks that are not like rank 0. None if no number differs.
-    """
-    extremes = ranks.max([*own, *(-x for x in own)])
-    n = len(own)
-    differs = [high != -low for high, low in zip(extremes[:n], extremes[n:], strict=True)]
-    if not any(differs):
-        return None
-    first = differs.index(True)
-    by_rank = ranks.gather(own[first])
-    usual = max(by_rank, key=lambda x: (by_rank.count(x), x == by_rank[0]))
-    return first, [rank for rank, x in enumerate(by_rank) if x != usual]
-
-
-def others_of(apart: Sequence[int]) -> str:
-    """Name of the ranks that these are compared with."""
-    return "rank 0" if 0 not in apart else "most ranks"
-
-
-def is_shared(model: nn.Module, name: str) -> bool:
-    """Whether DistributedDataParallel keeps a parameter or buffer alike; some may be left out on purpose."""
-    ignored: Any = getattr(model, "parameters_to_ignore", ())
-    return name.removeprefix("module.") not in ignored
-
-
-@torch.no_grad()
-def hashes(tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[str], list[float]]:
-    """Names of tensors, each twice, and the halves of a 64-bit hash of their bits."""
-    named = [
-        (plain_name(name.removeprefix("module.")), x.detach())
-        for name, x in tensors
-        if x.layout is torch.strided and x.element_size() in INTEGERS
-    ]
-    if not named:
-        return [], []
-    found = torch.stack([hash_bits(x).cpu() for _, x in named]).tolist()
-    halves = [float(half) for x in found for half in ((x >> 32) & HALF, x & HALF)]
-    return [name for name, _ in named for _ in range(2)], halves
 
 
 def hash_bits(x: Tensor) -> Tensor:

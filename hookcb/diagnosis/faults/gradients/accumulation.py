@@ -7,9 +7,8 @@ from torch import Tensor
 
 from hookcb.core.optim import detached_scalar, is_adaptive, mark_of
 from hookcb.diagnosis.fault import EVERY, Fault, Site, fault
-from hookcb.diagnosis.measurements.cleared import is_there
 from hookcb.diagnosis.measurements.loss import Loss
-from hookcb.diagnosis.measurements.steps import Steps
+from hookcb.diagnosis.measurements.steps import Steps, is_there
 from hookcb.diagnosis.run import Run
 
 MIN_STEPS = MAX_FACTORS = 3

@@ -6,7 +6,6 @@ from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.rules import ratio
 from hookcb.diagnosis.run import Passed, Run, Series, Skipped
-from hookcb.diagnosis.verdict import Finding
 
 # share and number of skipped steps; a scaler that begins too high skips a few, as it should
 MAX_SKIPPED, MAX_SKIPPED_STEPS = 0.1, 4
@@ -37,24 +36,22 @@ class CollapsedScale(Fault):
         scales, n_skipped = run.steps.get("scale", Series()), run.measured(Steps).n_skipped
         low = next(((step, x) for step, x in scales if 0 <= x < 1), None)
         share = ratio(n_skipped, run.n_steps)
+        step = next((step for step, x in run.steps.get("skipped", Series()) if x > 0), None)
+        value, limit = share, MAX_SKIPPED
         if low:
-            text = f"The GradScaler's scale has fallen to {low[1]:.2g} (limit 1)"
-            yield self._scale_collapse(*low, 1.0, f"{text}: gradients overflow at any scale.")
+            (step, value), limit = low, 1.0
+            what = f"'s scale has fallen to {value:.2g} (limit 1): gradients overflow at any scale."
         elif n_skipped > MAX_SKIPPED_STEPS and share > MAX_SKIPPED:
-            skipped = next((step for step, x in run.steps.get("skipped", Series()) if x > 0), None)
-            text = (
-                f"The GradScaler has skipped {n_skipped:,} of {run.n_steps:,} steps ({share:.0%}; "
-                f"limit {MAX_SKIPPED:.0%}), because gradients were NaN or infinite."
+            what = (
+                f" has skipped {n_skipped:,} of {run.n_steps:,} steps ({share:.0%}; limit "
+                f"{MAX_SKIPPED:.0%}), because gradients were NaN or infinite."
             )
-            yield self._scale_collapse(skipped, share, MAX_SKIPPED, text)
-        elif run.n_steps or len(scales):
-            yield Passed(f"skipped steps ({n_skipped:,})")
         else:
-            yield Skipped("no step was inspected")
-
-    def _scale_collapse(self, step: int | None, value: float, limit: float, text: str) -> Finding:
-        return self.finding(
-            text,
+            is_known = run.n_steps or len(scales)
+            yield Passed(f"skipped steps ({n_skipped:,})") if is_known else Skipped("no step was inspected")
+            return
+        yield self.finding(
+            f"The GradScaler{what}",
             when=(step, None),
             value=value,
             limit=limit,

@@ -3,16 +3,66 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from hookcb.core.randomness import parts_of
 from hookcb.core.ranks import name_ranks
-from hookcb.diagnosis.fault import Fault, Result, Site, fault
-from hookcb.diagnosis.measurements.batch_hashes import BatchHash, BatchHashes
-from hookcb.diagnosis.measurements.replicas import alike, can_compare
+from hookcb.diagnosis.fault import EVERY, Fault, Measurement, Result, Site, fault
+from hookcb.diagnosis.measurements.replicas import alike, can_compare, hash_of
 from hookcb.diagnosis.run import Passed, Run, Skipped
 
+N_EPOCHS, N_BATCHES = 4, 20  # epochs, and first batches of each, that are hashed
+MIN_COMPARED, N_COMPARED = 4, 8  # batches that are compared between ranks
 MIN_BATCHES = 4  # whose order is compared
+Hashes = Sequence[int | None]  # of the inputs and of the targets of a batch; None if they have no tensors
+
+
+class BatchHashes(Measurement):
+    """Hashes the first batches of each epoch, on replicas; on a GPU, it waits for nothing."""
+
+    cadence = EVERY
+
+    def __init__(self) -> None:
+        self._epochs: list[list[tuple[Tensor | None, Tensor | None]]] = []
+        self._is_open = False  # whether the current epoch is hashed from its beginning
+        self.epochs: list[list[Hashes]] = []
+        # of each rank: hashes of the inputs of its first batches, and how many of an epoch have come before
+        self.inputs: list[list[int]] = []
+        self.n_repeated: list[int] = []
+        self.rank = 0
+        self.why_not_compared = "too little was seen of the batches of all ranks"
+
+    def on_model(self, run: Run) -> None:
+        self.done = not can_compare(run.loop)
+
+    def on_batch(self, run: Run) -> None:
+        loop = run.loop
+        if loop.iter == 0:
+            self._is_open = len(self._epochs) < N_EPOCHS
+            self.done = not self._is_open
+            self._epochs += [[]] if self._is_open else []
+        if self._is_open and len(self._epochs[-1]) == loop.iter < N_BATCHES:
+            self._epochs[-1].append((hash_of(loop.xb), hash_of(loop.yb)))
+
+    def tell(self, run: Run) -> None:
+        self.epochs = [
+            [[None if x is None else int(x) for x in batch] for batch in epoch] for epoch in self._epochs
+        ]
+
+    def state(self, run: Run) -> tuple[list[int], int]:
+        inputs = [x for epoch in self.epochs for x, _ in epoch if x is not None]
+        n_repeated = max((len(epoch) - len(set(map(tuple, epoch))) for epoch in self.epochs), default=0)
+        return inputs[:N_COMPARED], n_repeated
+
+    def merge(self, run: Run, of_ranks: Sequence[tuple[list[int], int]], rank: int) -> None:
+        n = min(len(inputs) for inputs, _ in of_ranks)
+        self.inputs, self.rank = [inputs[:n] for inputs, _ in of_ranks], rank
+        self.n_repeated = [n_repeated for _, n_repeated in of_ranks]
+        self.why_not_compared = "" if n >= MIN_COMPARED else "the batches of ranks were not compared"
+
+    def freeze(self) -> None:
+        self._epochs = []
 
 
 @fault("data.duplicated", Site.INPUT, needs="batches", subject="replicas", exact=True)
@@ -30,12 +80,11 @@ class DuplicatedBatches(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         hashes = run.measured(BatchHashes)
-        batches = hashes.inputs_of_ranks()
         if hashes.why_not_compared:
             yield Skipped(hashes.why_not_compared)
-        elif same := alike(batches):
+        elif same := alike(hashes.inputs):
             yield self.finding(
-                f"The inputs of {name_ranks(same)} are the same in each of the first {len(batches[0])} "
+                f"The inputs of {name_ranks(same)} are the same in each of the first {len(hashes.inputs[0])} "
                 "batches: they train on the same samples, and see no more than one.",
                 when=0,
                 value=float(len(same)),
@@ -61,8 +110,7 @@ class RepeatedBatches(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         hashes = run.measured(BatchHashes)
-        repeated, rank = [n for _, n in hashes.of_ranks], hashes.rank
-        n = max(map(len, hashes.epochs), default=0)
+        repeated, rank, n = hashes.n_repeated, hashes.rank, max(map(len, hashes.epochs), default=0)
         if hashes.why_not_compared:
             yield Skipped(hashes.why_not_compared)
         elif 2 * repeated[rank] < n or all(2 * x >= n for x in repeated):  # as in overfitting a batch
@@ -136,10 +184,10 @@ class SameOrder(Fault):
             )
 
 
-def _are_alike(epochs: Sequence[Sequence[BatchHash]]) -> bool:
+def _are_alike(epochs: Sequence[Sequence[Hashes]]) -> bool:
     """Whether inputs, or targets if inputs are augmented, come in the same order; not if all are the same."""
     n = min(map(len, epochs))
-    for numbers in zip(*([*batch] for epoch in epochs for batch in epoch[:n]), strict=True):
+    for numbers in zip(*(batch for epoch in epochs for batch in epoch[:n]), strict=True):
         orders = [numbers[i : i + n] for i in range(0, len(numbers), n)]
         if None not in numbers and len(set(orders[0])) == n and all(x == orders[0] for x in orders):
             return True

@@ -1,7 +1,7 @@
 """replica.buffers and replica.diverged: what replicas of a model hold, which should be alike."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 from hookcb.core.ranks import Ranks, name_ranks
 from hookcb.core.torch_private import BatchNorm, buffers_of, unsaved_buffer_names
-from hookcb.diagnosis.fault import Fault, Result, Site, fault
-from hookcb.diagnosis.measurements.replicas import can_compare, hashes, is_shared, others_of, ranks_apart
+from hookcb.diagnosis.fault import Fault, Site, fault
+from hookcb.diagnosis.measurements.replicas import INTEGERS, can_compare, hash_bits
 from hookcb.diagnosis.run import Run
-from hookcb.hooks.modules import named_modules
+from hookcb.hooks.modules import named_modules, plain_name
 
 MAX_APART = 0.5  # standard deviations of a channel
 COUNTER = "num_batches_tracked"
 TINY = 1e-12  # variance of a channel that is constant
+HALF = 0xFFFFFFFF  # of 64 bits; a float64 holds that exactly
 OF_PARAMETER = (
     "parameters that are changed outside the optimizer, or on one rank only",
     "Look for code that runs on one rank only, and for parameters that DDP does not manage",
@@ -44,42 +45,44 @@ class OwnBuffers(Fault):
     headline = "Replicas have buffers of their own"
     severity = "warning"
     passed = "buffers that differ"
-    has_looked = False
+    unless = "too little was seen of the buffers of each replica"
 
     def on_epoch(self, run: Run) -> None:
         model = run.loop.model
         if not can_compare(run.loop) or model.broadcast_buffers:
             return
-        self.has_looked = True
-        norms = {name: m for name, m in named_modules(model).items() if _has_statistics(m)}
-        others = [
+        self.unless, modules = "", named_modules(model)
+        norms: dict[str, nn.Module] = {
+            path: m
+            for path, m in modules.items()
+            if isinstance(m, BatchNorm) and isinstance(m.running_mean, Tensor)
+        }
+        others = (
             (f"{path}.{name}" if path else name, x)
-            for path, m in named_modules(model).items()
+            for path, m in modules.items()
             for name, x in buffers_of(m).items()
             if x is not None and name not in unsaved_buffer_names(m) and name != COUNTER and path not in norms
-        ]
-        self._compare([(name, x) for name, x in others if is_shared(model, name)], run)
+        )
+        self._compare(run, *hashes(model, others))
         if norms:
             self._compare_norms(norms, run)
 
-    def _compare(self, buffers: Sequence[tuple[str, Tensor]], run: Run) -> None:
-        ranks = run.loop.ranks
-        names, own = hashes(buffers)
-        most, least = ranks.max([len(own), -len(own)])
+    def _compare(self, run: Run, names: list[str], own: list[float]) -> None:
+        most, least = run.loop.ranks.max([len(own), -len(own)])
         if most != -least:  # some were made on one rank only, as a cache may be
             return
-        if (found := ranks_apart(own, ranks)) is None:
+        if (found := ranks_apart(names, own, run.loop.ranks)) is None:
             return
-        name, apart = names[found[0]], found[1]
+        name, differs, ranks = found
         self.see(
-            f"Buffer {name} differs on {name_ranks(apart)} from that of {others_of(apart)}, and "
-            "DistributedDataParallel has broadcast_buffers=False, so it stays so.",
+            f"Buffer {name} {differs}, and DistributedDataParallel has broadcast_buffers=False, so it stays "
+            "so.",
             param=name,
             when=run.step,
-            value=float(len(apart)),
+            value=float(len(ranks)),
             causes=("a buffer that is changed on one rank only, or that follows the batches of its rank",),
             next_steps=("Set broadcast_buffers=True, or average the buffer over ranks when it changes",),
-            ranks=tuple(apart),
+            ranks=ranks,
         )
 
     def _compare_norms(self, norms: dict[str, nn.Module], run: Run) -> None:
@@ -103,10 +106,6 @@ class OwnBuffers(Fault):
             ),
         )
 
-    def findings(self, run: Run) -> Iterator[Result]:
-        unless = "" if self.has_looked else "too little was seen of the buffers of each replica"
-        return self.told(run, self.seen, unless)
-
 
 @torch.no_grad()
 def distances(norms: Sequence[Any], ranks: Ranks) -> list[float]:
@@ -124,10 +123,6 @@ def distances(norms: Sequence[Any], ranks: Ranks) -> list[float]:
     return ranks.max([x if math.isfinite(x) else 0.0 for x in own])
 
 
-def _has_statistics(m: nn.Module) -> bool:
-    return isinstance(m, BatchNorm) and isinstance(m.running_mean, Tensor)
-
-
 @fault("replica.diverged", Site.OPTIMIZER, needs="batches", leads_to="loss.*", subject="replicas", exact=True)
 class DivergedReplicas(Fault):
     """Replicas of DistributedDataParallel whose parameters differ.
@@ -138,33 +133,58 @@ class DivergedReplicas(Fault):
 
     headline = "Replicas no longer have the same parameters"
     passed = "replicas that differ"
-    has_looked = False
+    unless = "too little was seen of the replicas at the end of an epoch"
 
     def on_epoch(self, run: Run) -> None:
         loop = run.loop
         if not can_compare(loop):
             return
-        self.has_looked, model = True, loop.model
-        names, own = hashes((name, p) for name, p in model.named_parameters() if is_shared(model, name))
-        for group in loop.opt.param_groups if loop.opt is not None else ():
-            names.append("")
-            own.append(float(group["lr"]))
-        if (found := ranks_apart(own, loop.ranks)) is None:
+        self.unless = ""
+        names, own = hashes(loop.model, loop.model.named_parameters())
+        rates = [float(group["lr"]) for group in loop.opt.param_groups] if loop.opt is not None else []
+        if (found := ranks_apart([*names, *("" for _ in rates)], [*own, *rates], loop.ranks)) is None:
             return
-        name, apart = names[found[0]], found[1]
-        what = f"Parameter {name}" if name else "The learning rate"
+        name, differs, ranks = found
         cause, advice = OF_PARAMETER if name else OF_RATE
         self.see(
-            f"{what} differs on {name_ranks(apart)} from that of {others_of(apart)}; replicas must be "
-            "identical.",
+            f"{f'Parameter {name}' if name else 'The learning rate'} {differs}; replicas must be identical.",
             param=name,
             when=run.step,
-            value=float(len(apart)),
+            value=float(len(ranks)),
             causes=(cause,),
             next_steps=(advice,),
-            ranks=tuple(apart),
+            ranks=ranks,
         )
 
-    def findings(self, run: Run) -> Iterator[Result]:
-        unless = "" if self.has_looked else "too little was seen of the replicas at the end of an epoch"
-        return self.told(run, self.seen, unless)
+
+@torch.no_grad()
+def hashes(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[str], list[float]]:
+    """Names of tensors that DistributedDataParallel keeps alike, each twice, and halves of a 64-bit hash."""
+    ignored: Any = getattr(model, "parameters_to_ignore", ())
+    paths = ((name.removeprefix("module."), x.detach()) for name, x in tensors)
+    named = [
+        (plain_name(path), x)
+        for path, x in paths
+        if path not in ignored and x.layout is torch.strided and x.element_size() in INTEGERS
+    ]
+    found = [hash_bits(x).cpu() for _, x in named]
+    every = torch.stack(found).tolist() if found else []
+    halves = [float(half) for x in every for half in ((x >> 32) & HALF, x & HALF)]
+    return [name for name, _ in named for _ in range(2)], halves
+
+
+def ranks_apart(names: list[str], own: list[float], ranks: Ranks) -> tuple[str, str, tuple[int, ...]] | None:
+    """Name of the first number that differs between ranks, a text that says so, and the ranks unlike most.
+
+    If there is no majority, these are the ranks that are not like rank 0. None if no number differs.
+    """
+    extremes, n = ranks.max([*own, *(-x for x in own)]), len(own)
+    differs = [high != -low for high, low in zip(extremes[:n], extremes[n:], strict=True)]
+    if not any(differs):
+        return None
+    first = differs.index(True)
+    by_rank = ranks.gather(own[first])
+    usual = max(by_rank, key=lambda x: (by_rank.count(x), x == by_rank[0]))
+    apart = tuple(rank for rank, x in enumerate(by_rank) if x != usual)
+    others = "most ranks" if 0 in apart else "rank 0"
+    return names[first], f"differs on {name_ranks(apart)} from that of {others}", apart

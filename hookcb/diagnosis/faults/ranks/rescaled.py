@@ -66,8 +66,8 @@ class RescaledGradients(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         param, after = run.params.get(self.name), dict(self.norms)
-        given = param.stats.get("clipped_norm") if param is not None else None
-        every = [] if given is None else [(step, ratio(x, after.get(step, math.nan))) for step, x in given]
+        given = () if param is None else param.series("clipped_norm")
+        every = [(step, ratio(x, after.get(step, math.nan))) for step, x in given]
         steps = [(step, x) for step, x in every if math.isfinite(x)]
         if param is None or len(steps) < MIN_STEPS:
             yield Skipped(f"gradients were compared with those after the backward in {len(steps)} steps")

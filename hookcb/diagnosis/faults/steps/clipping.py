@@ -2,10 +2,18 @@
 
 from collections.abc import Iterator
 
+import torch
+from torch import Tensor, nn
+
+from hookcb.core.optim import detached_scalar
+from hookcb.core.precision import at_least_float32
+from hookcb.core.shards import local_part
 from hookcb.diagnosis import rules
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
-from hookcb.diagnosis.measurements.clipping import Clipping
+from hookcb.diagnosis.measurements.curves import Curve
+from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import WINDOW, Passed, Run, Series, Skipped
+from hookcb.gradients.steps import is_unscaled, scale_of
 
 UNCLIPPED, MAX_CLIPPED = 0.999, 0.95  # coefficient of a gradient that is not clipped; share of records
 MIN_CLIPPED_TO, MIN_CLIPPED_TO_ANYWAY = 0.01, 1e-4  # median coefficient; the same if the loss falls
@@ -36,7 +44,43 @@ class ConstantClipping(Fault):
     """
 
     headline = "Almost every gradient is clipped"
-    uses = (Clipping,)
+    # Clipping scales all gradients alike, so the coefficient of one small gradient is that of all of them,
+    # whatever has clipped them. It is NaN if the gradient was zero.
+
+    uses = (Steps,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._coefs = Curve()
+        self._before: tuple[int, Tensor] | None = None  # number of the batch, and the norm after the backward
+        self._is_unseen = False  # whether the loop clips before gradients are read
+
+    def on_model(self, run: Run) -> None:
+        self._is_unseen = run.loop.is_external
+        self.done = not self._is_unseen
+
+    def on_gradients(self, run: Run) -> None:
+        if self._is_unseen:
+            norm = _norm_of(run.measured(Steps).first_param)
+            self._before = None if norm is None else (run.step, norm)
+
+    def on_step(self, run: Run) -> None:
+        loop = run.loop
+        self._is_unseen = not loop.facts.reports_steps
+        if self._is_unseen:
+            before, self._before = self._before, None
+            norm = _norm_of(run.measured(Steps).first_param)
+            if before is not None and before[0] == run.step and norm is not None:
+                has_divided = is_unscaled(loop.scaler, loop.opt)  # a GradScaler, since the backward
+                divided_by = scale_of(loop.scaler, loop.model) if has_divided else 1.0
+                self._coefs.add(run.step, detached_scalar(divided_by * norm / before[1]))
+
+    def tell(self, run: Run) -> None:
+        if self._is_unseen:
+            run.steps["clip_coef"] = self._coefs.series()
+
+    def freeze(self) -> None:
+        self._before = None
 
     def findings(self, run: Run) -> Iterator[Result]:
         coefs = rules.before(run.steps.get("clip_coef", Series()), run.converged_at())
@@ -52,9 +96,8 @@ class ConstantClipping(Fault):
         size, note = rules.usual_update(rules.recent_updates(run)), ""
         is_harmless = size >= MIN_UNHARMED and (is_adaptive or rules.need_not_fall(run))
         if is_harmless:
-            note = (
-                f" Steps still change the median weight by {size:.1e} of its size, so this does little harm."
-            )
+            what = f"Steps still change the median weight by {size:.1e} of its size"
+            note = f" {what}, so this does little harm."
         elif is_adaptive:
             note = " The optimizer divides by the size of gradients, so this may have little effect."
         yield self.finding(
@@ -67,6 +110,13 @@ class ConstantClipping(Fault):
             causes=("a clipping norm that is too low", "gradients that are summed rather than averaged"),
             next_steps=(_clip_advice(run),),
         )
+
+
+def _norm_of(param: nn.Parameter | None) -> Tensor | None:
+    if param is None or param.grad is None or param.grad.layout is not torch.strided:
+        return None
+    norm: Tensor = torch.linalg.vector_norm(at_least_float32(local_part(param.grad.detach())))
+    return norm
 
 
 def _clip_advice(run: Run) -> str:

@@ -28,27 +28,26 @@ class DecayedNorms(Fault):
     severity = "info"
 
     def findings(self, run: Run) -> Iterator[Result]:
+        decayed = [p for p in run.params.values() if p.weight_decay > 0 and _is_norm_or_embedding(p)]
+        known, places = finite(run.lr.values), join_names([p.name for p in decayed], 3)
+        rate = sum(known) / max(1, len(known))
+        total = max((p.weight_decay for p in decayed), default=0.0) * rate * run.n_steps
         if not run.measured(Operations).has_attention:
             yield Skipped("too little was seen of the attention")
-            return
-        if not (known := finite(run.lr.values)):
+        elif not known:
             yield Skipped("the learning rate is not known")
-            return
-        decayed = [p for p in run.params.values() if p.weight_decay > 0 and _is_norm_or_embedding(p)]
-        rate = sum(known) / len(known)
-        total = max((p.weight_decay for p in decayed), default=0.0) * rate * run.n_steps
-        if total <= MAX_DECAY_OF_NORMS:
+        elif total <= MAX_DECAY_OF_NORMS:
             yield Passed(f"weight decay of norms and embeddings ({total:.0%})", total, MAX_DECAY_OF_NORMS)
-            return
-        places = join_names([p.name for p in decayed], 3)
-        yield self.finding(
-            f"Weight decay also applies to {len(decayed)} weights of norms and embeddings ({places}); over "
-            f"{run.n_steps} steps, lr · weight decay adds up to {total:.2g} (limit {MAX_DECAY_OF_NORMS:g}).",
-            value=total,
-            limit=MAX_DECAY_OF_NORMS,
-            causes=("all parameters in one group of the optimizer",),
-            next_steps=("Give norms, biases and embeddings a group with weight_decay=0",),
-        )
+        else:
+            yield self.finding(
+                f"Weight decay also applies to {len(decayed)} weights of norms and embeddings ({places}); "
+                f"over {run.n_steps} steps, lr · weight decay adds up to {total:.2g} (limit "
+                f"{MAX_DECAY_OF_NORMS:g}).",
+                value=total,
+                limit=MAX_DECAY_OF_NORMS,
+                causes=("all parameters in one group of the optimizer",),
+                next_steps=("Give norms, biases and embeddings a group with weight_decay=0",),
+            )
 
 
 def _is_norm_or_embedding(param: Param) -> bool:

@@ -16,6 +16,7 @@ FAR_LARGER = 10.0  # one such step is enough
 LEARNED_WELL = 0.05  # share of the first loss that is left
 
 _Large = tuple[Param, float, Span, float]  # with the size of the update and its limit
+_Sizes = list[tuple[Param, Series]]
 
 
 @fault(
@@ -62,21 +63,21 @@ class LargeUpdates(Fault):
             death = min((x.step or 0 for x in deaths), default=0)
             large = [x for p, series in sizes if (x := _large_before(p, series, death))]
         if huge and not rules.has_learned(run, start, LEARNED_WELL):
-            yield self._too_large(run, huge, _step_sizes(sizes), is_error=True)
+            yield self._too_large(run, huge, sizes, is_error=True)
         elif large:  # large steps that are not known to do harm may be intended
-            yield self._too_large(run, large, _step_sizes(sizes), is_error=left > 1)
+            yield self._too_large(run, large, sizes, is_error=left > 1)
         else:
             worst = max(rules.median(series.values) for _, series in sizes)
             yield Passed(f"large updates (at most {worst:.1e} of a weight)", *_nearest(sizes, is_idle))
 
-    def _too_large(self, run: Run, large: list[_Large], largest: dict[int, float], is_error: bool) -> Finding:
+    def _too_large(self, run: Run, large: list[_Large], sizes: _Sizes, is_error: bool) -> Finding:
         param, size, span, limit = max(large, key=lambda x: x[1])
         return self.finding(
             f"A step changes {param.name} by {rules.format_factor(size)} times its size (limit {limit:g}); "
             f"{rules.USUAL_UPDATE:g} is usual.",
             "error" if is_error else "warning",
             at=param,
-            when=(_beginning(large, largest), span.last),
+            when=(_beginning(large, sizes), span.last),
             value=size,
             limit=limit,
             causes=("the learning rate is too high", "no warmup"),
@@ -102,47 +103,41 @@ def _huge(param: Param, series: Series) -> _Large | None:
 
 def _large(param: Param, series: Series) -> _Large | None:
     first, later = _halves(series)
-    if span := rules.persistent(first, lambda x: x > rules.MAX_FIRST_UPDATE, N_LARGE_FIRST, rules.N_FIRST):
-        return param, rules.median(first.between(span.first, span.last).values), span, rules.MAX_FIRST_UPDATE
-    if span := rules.persistent(later, lambda x: x > rules.MAX_UPDATE, rules.N_LARGE, rules.N_WINDOW):
-        return param, rules.median(later.between(span.first, span.last).values), span, rules.MAX_UPDATE
-    return None
+    early = _above(rules.MAX_FIRST_UPDATE, param, first, N_LARGE_FIRST, rules.N_FIRST)
+    return early or _above(rules.MAX_UPDATE, param, later, rules.N_LARGE, rules.N_WINDOW)
 
 
 def _large_before(param: Param, series: Series, death: int) -> _Large | None:
-    early = rules.before(series, death)
-    if span := rules.persistent(early, lambda x: x > rules.MAX_UPDATE, N_LARGE_FIRST, rules.N_FIRST):
-        return param, rules.median(early.between(span.first, span.last).values), span, rules.MAX_UPDATE
-    # one or two steps may do
-    if span := rules.persistent(early, lambda x: x > rules.MAX_FIRST_UPDATE, 1, rules.N_FIRST):
-        return param, max(early.values), span, rules.MAX_FIRST_UPDATE
-    return None
+    early = rules.before(series, death)  # in which one or two very large steps may do
+    if large := _above(rules.MAX_UPDATE, param, early, N_LARGE_FIRST, rules.N_FIRST):
+        return large
+    span = rules.persistent(early, lambda x: x > rules.MAX_FIRST_UPDATE, 1, rules.N_FIRST)
+    return (param, max(early.values), span, rules.MAX_FIRST_UPDATE) if span else None
 
 
-def _nearest(updates_of: list[tuple[Param, Series]], is_idle: bool) -> tuple[float, float]:
+def _above(limit: float, param: Param, series: Series, n: int, window: int) -> _Large | None:
+    """Updates above a limit in `n` of `window` records, with their median."""
+    span = rules.persistent(series, lambda x: x > limit, n, window)
+    return (param, rules.median(series.between(span.first, span.last).values), span, limit) if span else None
+
+
+def _nearest(sizes: _Sizes, is_idle: bool) -> tuple[float, float]:
     """The update nearest to a limit, and that limit; two of three limits apply only if nothing is learned."""
-    sizes = []
-    for _, series in updates_of:
+    every = []
+    for _, series in sizes:
         first, later = _halves(series)
-        sizes.append((rules.persistent_max(first, 2, rules.N_FIRST), LARGER_THAN_WEIGHTS))
+        every.append((rules.persistent_max(first, 2, rules.N_FIRST), LARGER_THAN_WEIGHTS))
         if is_idle:
-            sizes.append((rules.persistent_max(first, N_LARGE_FIRST, rules.N_FIRST), rules.MAX_FIRST_UPDATE))
-            sizes.append((rules.persistent_max(later, rules.N_LARGE, rules.N_WINDOW), rules.MAX_UPDATE))
-    known = [(size, limit) for size, limit in sizes if math.isfinite(size)]
+            every.append((rules.persistent_max(first, N_LARGE_FIRST, rules.N_FIRST), rules.MAX_FIRST_UPDATE))
+            every.append((rules.persistent_max(later, rules.N_LARGE, rules.N_WINDOW), rules.MAX_UPDATE))
+    known = [(size, limit) for size, limit in every if math.isfinite(size)]
     return max(known, key=lambda pair: pair[0] / pair[1], default=(math.nan, math.nan))
 
 
-def _step_sizes(sizes: list[tuple[Param, Series]]) -> dict[int, float]:
-    """The largest update of a weight, by inspected step; a NaN does not count."""
-    largest: dict[int, float] = {}
-    for _, series in sizes:
-        for step, x in series:
-            largest[step] = max(largest.get(step, 0.0), x if x > 0 else 0.0)
-    return largest
-
-
-def _beginning(large: list[_Large], largest: dict[int, float]) -> int:
+def _beginning(large: list[_Large], sizes: _Sizes) -> int:
     """First of the inspected steps in a row, up to the first large one, with an update above 0.05."""
-    first = min(span.first for _, _, span, _ in large)
+    first, largest = min(span.first for _, _, span, _ in large), dict[int, float]()
+    for step, x in (record for _, series in sizes for record in series):
+        largest[step] = max(largest.get(step, 0.0), x if x > 0 else 0.0)  # a NaN does not count
     before = sorted((step for step in largest if step < first), reverse=True)
     return [first, *takewhile(lambda step: largest[step] > rules.MAX_UPDATE, before)][-1]

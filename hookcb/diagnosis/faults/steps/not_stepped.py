@@ -6,14 +6,13 @@ from itertools import takewhile
 
 from hookcb.core.text import join_names
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
-from hookcb.diagnosis.measurements.cleared import ClearedGradients
 from hookcb.diagnosis.measurements.parameters import Parameters
-from hookcb.diagnosis.measurements.steps import Steps
+from hookcb.diagnosis.measurements.steps import ClearedGradients, Steps
 from hookcb.diagnosis.rules import LATEST, VISIBLE_UPDATE, finite, rates, ratio
 from hookcb.diagnosis.run import SPARSE_KINDS, Param, Passed, Run, Skipped, Span
 from hookcb.diagnosis.verdict import Finding
 
-MIN_BATCHES = 20  # with a backward, or steps without one
+MIN_BATCHES, MIN_STEPS = 20, 20  # with a backward, or steps without one; steps of the run
 MAX_PEAK = 30.0  # max |gradient| / RMS, which is 5 for normally distributed numbers
 SAMPLE_SIZE = 1024  # elements of a weight from which updates are read
 MIN_RESOLVED = 8  # expected update in units of the dtype's resolution
@@ -53,50 +52,45 @@ class NotStepped(Fault):
                 causes=("zero_grad() between backward() and step()",),
                 next_steps=("Call zero_grad() after optimizer.step(), or before backward()",),
             )
-        if not run.measured(Parameters).is_still:
-            return
-        n_steps, n_backward = run.n_steps - steps.n_alone, steps.n_backward
-        if not (n_backward or steps.is_beside) and n_steps >= MIN_BATCHES:
-            self.see(
-                f"No backward was seen to reach the model before any of {n_steps} optimizer steps, and "
-                "all weights are bit-identical.",
-                when=0,
-                value=0.0,
-                causes=(
-                    "loss.backward() is missing, or is in a branch that is never taken",
-                    "the loss does not depend on the model, as after a .detach()",
-                ),
-                next_steps=("Call loss.backward() before optimizer.step()",),
+        if run.measured(Parameters).is_still:
+            self._see_still(run, steps)
+
+    def _see_still(self, run: Run, steps: Steps) -> None:
+        n_steps, n, severity = run.n_steps - steps.n_alone, steps.n_backward, self.severity
+        if not (n or steps.is_beside) and n_steps >= MIN_BATCHES:
+            what = (
+                f"No backward was seen to reach the model before any of {n_steps} optimizer steps, and all "
+                "weights are bit-identical."
             )
-        if n_backward < MIN_BATCHES or run.n_steps:
+            causes: tuple[str, ...] = (
+                "loss.backward() is missing, or is in a branch that is never taken",
+                "the loss does not depend on the model, as after a .detach()",
+            )
+            advice = "Call loss.backward() before optimizer.step()"
+        elif n < MIN_BATCHES or run.n_steps:
             return
-        if 2 * steps.n_given > n_backward:
-            self.see(
-                f"In {n_backward} batches the backward of another model's loss gave gradients to all "
-                "weights, which no optimizer has: nothing uses them.",
-                "info",
-                when=0,
-                value=0.0,
-                causes=("a network that gives targets or features, and is not frozen",),
-                next_steps=(
-                    "Freeze it with requires_grad_(False), or call it under torch.no_grad() if it only gives "
-                    "targets",
-                ),
+        elif 2 * steps.n_given > n:
+            severity = "info"
+            what = (
+                f"In {n} batches the backward of another model's loss gave gradients to all weights, which "
+                "no optimizer has: nothing uses them."
+            )
+            causes = ("a network that gives targets or features, and is not frozen",)
+            advice = (
+                "Freeze it with requires_grad_(False), or call it under torch.no_grad() if it only gives "
+                "targets"
             )
         else:
-            self.see(
-                f"In {n_backward} batches with a backward pass no optimizer of the model has made a "
-                "step, and all weights are bit-identical.",
-                when=0,
-                value=0.0,
-                causes=(
-                    "the optimizer step is missing, or is in a branch that is never taken",
-                    "the optimizer was created with the parameters of another model",
-                ),
-                next_steps=(
-                    "Call optimizer.step() after loss.backward(), with an optimizer of model.parameters()",
-                ),
+            what = (
+                f"In {n} batches with a backward pass no optimizer of the model has made a step, and all "
+                "weights are bit-identical."
             )
+            causes = (
+                "the optimizer step is missing, or is in a branch that is never taken",
+                "the optimizer was created with the parameters of another model",
+            )
+            advice = "Call optimizer.step() after loss.backward(), with an optimizer of model.parameters()"
+        self.see(what, severity, when=0, value=0.0, causes=causes, next_steps=(advice,))
 
     def findings(self, run: Run) -> Iterator[Result]:
         lr = dict(rates(run))
@@ -146,9 +140,6 @@ class NotStepped(Fault):
         )
 
 
-MIN_STEPS = 20  # of the run
-
-
 @fault(
     "param.restored",
     Site.OPTIMIZER,
@@ -168,7 +159,12 @@ class Restored(Fault):
     uses = (Parameters,)
 
     def findings(self, run: Run) -> Iterator[Result]:
-        moving = [p for p in run.params.values() if p.is_weight and _steps_move(p)]
+        ratios = [(p, p.series("update_ratio")) for p in run.params.values() if p.is_weight]
+        moving = [
+            p
+            for p, sizes in ratios
+            if len(sizes) >= LATEST and sizes.median() > max(VISIBLE_UPDATE, p.resolution)
+        ]
         if run.n_steps < MIN_STEPS or not moving:
             yield Skipped(f"fewer than {MIN_STEPS} steps, or no inspected step changed a weight")
             return
@@ -218,8 +214,3 @@ def _without_rate(run: Run) -> Span | None:
     n = len(zeros)
     is_long = n >= N_NO_RATE and (n >= MIN_NO_RATE_SHARE * len(lr) or n >= MIN_NO_RATE)
     return Span(zeros[-1], zeros[0], n) if is_long and run.converged_at() > zeros[-1] else None
-
-
-def _steps_move(param: Param) -> bool:
-    ratios = param.series("update_ratio")
-    return len(ratios) >= LATEST and ratios.median() > max(VISIBLE_UPDATE, param.resolution)

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
-from hookcb.diagnosis.measurements.cleared import ClearedGradients
 from hookcb.diagnosis.measurements.parameters import Parameters
-from hookcb.diagnosis.measurements.steps import Steps
+from hookcb.diagnosis.measurements.steps import ClearedGradients, Steps
 from hookcb.diagnosis.rules import records_needed
 from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped
 from hookcb.diagnosis.verdict import Finding
@@ -34,34 +33,33 @@ class Unreachable(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         steps, needed = run.steps.get("total_norm", Series()), records_needed(run)
-        if len(steps) < needed:
-            yield Skipped(f"fewer than {needed} steps were inspected")
-            return
-        if run.measured(ClearedGradients).has_found:
-            yield Skipped("gradients were cleared between the backward and the step")
-            return
         has_gradients = any(p.stats for p in run.params.values())
         has_backward = run.measured(Steps).n_backward > 0 or run.measured(Steps).is_beside
-        # a backward would have been seen with batches
-        if "batches" in run.sources and not has_backward and not has_gradients:
-            yield Skipped("no backward was seen")
-            return
         ungraded = [p for p in run.params.values() if not p.stats and p.n_without >= needed]
         without = [p for p in ungraded if p.layer in run.layers and _takes_part(run, p.layer)]
         unknown = [p for p in ungraded if p.layer not in run.layers and p.layer not in run.silent]
-        if unknown and "activations" not in run.sources and has_gradients:
-            yield self._without_gradient(unknown, steps)
-            return
-        if not without:
+        if len(steps) < needed:
+            yield Skipped(f"fewer than {needed} steps were inspected")
+        elif run.measured(ClearedGradients).has_found:
+            yield Skipped("gradients were cleared between the backward and the step")
+        elif "batches" in run.sources and not has_backward and not has_gradients:  # it would have been seen
+            yield Skipped("no backward was seen")
+        elif unknown and "activations" not in run.sources and has_gradients:
+            yield self._may_be_unused(unknown, steps)
+        elif without:
+            yield self._cut_off(run, without, steps)
+        elif unknown:
             why = "had no gradient, and it is not known whether its layer is used"
-            passed = Passed("layers without gradient")
-            yield Skipped(f"{unknown[0].name} {why}") if unknown else passed
-            return
+            yield Skipped(f"{unknown[0].name} {why}")
+        else:
+            yield Passed("layers without gradient")
+
+    def _cut_off(self, run: Run, without: Sequence[Param], steps: Series) -> Finding:
         last = max(without, key=lambda p: run.layers[p.layer].place)  # nearest to where the graph was cut
         layers = list(dict.fromkeys(p.layer for p in without if p.layer != last.layer))
         more = f", nor did {join_names(map(as_layer, layers), 3)}" if layers else ""
         of = as_layer(last.layer) or "the model"
-        yield self.finding(
+        return self.finding(
             f"Parameter {last.name} received no gradient in {len(steps)} steps{more}, although its layer "
             "is used in the forward.",
             at=last,
@@ -74,7 +72,7 @@ class Unreachable(Fault):
             next_steps=(f"Follow the output of {of} to the loss; find where it is cut",),
         )
 
-    def _without_gradient(self, params: Sequence[Param], steps: Series) -> Finding:
+    def _may_be_unused(self, params: Sequence[Param], steps: Series) -> Finding:
         first, looks = params[0], "one backward" if len(steps) == 1 else f"{len(steps)} steps"
         s, it = ("", "it") if len(params) == 1 else ("s", "them")
         names = join_names([p.name for p in params], 4)

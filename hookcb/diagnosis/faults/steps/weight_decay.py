@@ -59,10 +59,8 @@ class DominatingDecay(Fault):
             yield Passed(f"weight decay ({shares.median():.0%} of a step)", most, MAX_SHARE)
 
     def _decayed(self, params: list[Param], shares: Series, span: Span) -> Finding:
-        decay, share = (
-            max(p.weight_decay for p in params),
-            median(shares.between(span.first, span.last).values),
-        )
+        decay = max(p.weight_decay for p in params)
+        share = median(shares.between(span.first, span.last).values)
         cause = "gradients so small that even a usual weight decay outweighs them"
         advice = "Set weight_decay to 0 as a test, and find out why gradients are smaller than the decay"
         if decay > MAX_USUAL_DECAY:

@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import hookcb.diagnosis.faults.gradients.stale as of_stale
-import hookcb.diagnosis.measurements.cleared as of_cleared
+import hookcb.diagnosis.measurements.steps as of_steps
 from hookcb import Diagnose, watch
 from hookcb.diagnosis.faults.gradients.stale import MIN_STEPS, StaleGradients
-from hookcb.diagnosis.measurements.cleared import ClearedGradients
-from hookcb.diagnosis.measurements.steps import Steps
+from hookcb.diagnosis.measurements.steps import ClearedGradients, Steps
 from tests.diagnosis.faults.support import followed
 
 
@@ -214,7 +213,7 @@ def test_sparse_gradients_are_looked_past():
 
 def test_gradients_are_read_no_more_once_a_step_had_fresh_ones(monkeypatch):
     n_read = Counter()
-    for module, name in ((of_stale, "_largest"), (of_cleared, "is_there")):
+    for module, name in ((of_stale, "_largest"), (of_steps, "is_there")):
         read = getattr(module, name)
         monkeypatch.setattr(module, name, lambda x, name=name, read=read: n_read.update([name]) or read(x))
     model = net()

@@ -1,4 +1,4 @@
-"""Batches that ranks or epochs have had before, on made-up hashes."""
+"""Batches that ranks or epochs have had before, and their hashes."""
 
 from types import SimpleNamespace
 
@@ -8,16 +8,41 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from hookcb import Finding
-from hookcb.diagnosis.faults.ranks.batches import DuplicatedBatches, RepeatedBatches, SameOrder
-from hookcb.diagnosis.measurements.batch_hashes import BatchHash, BatchHashes
+from hookcb.diagnosis.faults.ranks.batches import (
+    N_BATCHES,
+    N_EPOCHS,
+    BatchHashes,
+    DuplicatedBatches,
+    RepeatedBatches,
+    SameOrder,
+)
+from hookcb.diagnosis.measurements.replicas import N_ELEMENTS
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from tests.diagnosis.faults.ranks.support import merged
+
+
+def batch(seed, n=8):
+    x = torch.randn(n, 3, generator=torch.Generator().manual_seed(seed))
+    return x, (torch.arange(n) * (seed + 1)) % 7
+
+
+def hash_batch(hashes, i, x, y):
+    hashes.on_batch(Run(loop=SimpleNamespace(iter=i, xb=x, yb=y)))
+
+
+def epochs_of(*epochs):
+    """Hashes of epochs of batches `(inputs, targets)`."""
+    hashes = BatchHashes()
+    for epoch in epochs:
+        for i, (x, y) in enumerate(epoch):
+            hash_batch(hashes, i, x, y)
+    return hashes
 
 
 def hashed(*inputs, targets=None):
     """A run of batches with these hashes, in one epoch."""
     run, targets = Run(), range(len(inputs)) if targets is None else targets
-    run.measured(BatchHashes).epochs = [list(map(BatchHash, inputs, targets))] if inputs else []
+    run.measured(BatchHashes).epochs = [[*zip(inputs, targets, strict=True)]] if inputs else []
     return run
 
 
@@ -86,11 +111,6 @@ def test_the_same_inputs_with_other_targets_do_not_repeat():
 # ---- the order
 
 
-def batch(seed, n=8):
-    x = torch.randn(n, 3, generator=torch.Generator().manual_seed(seed))
-    return x, (torch.arange(n) * (seed + 1)) % 7
-
-
 ORDER = [batch(i) for i in range(5)]
 
 
@@ -99,14 +119,6 @@ class Around:
 
     def __init__(self, sampler):
         self.inner = DataLoader(TensorDataset(torch.zeros(8)), sampler=sampler)
-
-
-def epochs_of(*epochs):
-    hashes = BatchHashes()
-    for epoch in epochs:
-        for i, (x, y) in enumerate(epoch):
-            hashes.add(i, x, y)
-    return hashes
 
 
 def order(*epochs, loader=None):
@@ -151,3 +163,63 @@ def test_other_orders_few_batches_and_the_same_batch_are_fine():
     assert order(ORDER, ORDER, ORDER[1:] + ORDER[:1]) == FINE
     assert order([ORDER[0]] * 5, [ORDER[0]] * 5) == FINE
     assert order(ORDER[:3], ORDER[:3]) == order(ORDER[:3], ORDER) == order(ORDER) == order() == TOO_FEW
+
+
+# ---- hashes
+
+
+def told(hashes):
+    hashes.tell(Run())
+    return hashes.epochs
+
+
+def of_one(x):
+    (((number, _),),) = told(epochs_of([(x, ())]))
+    return number
+
+
+def test_equal_batches_have_equal_hashes_and_others_have_not():
+    x, _ = batch(0)
+    assert of_one(x) == of_one(x.clone())
+    changed = x.clone()
+    changed[-1, -1] = torch.nextafter(changed[-1, -1], torch.tensor(9.0))
+    others = [changed, x.flip(0), x.T.contiguous(), -x, x.double(), (x, x), x[:-1], batch(1)[0]]
+    assert len({of_one(other) for other in (x, *others)}) in (8, 9)  # a transposed one may be as long
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float64])
+def test_all_kinds_of_numbers_have_hashes(dtype):
+    assert of_one(torch.arange(2).to(dtype)) is not None
+
+
+def test_what_has_no_tensors_has_no_hash():
+    assert of_one(["a", "b"]) is None
+    assert of_one(torch.empty(0)) is None
+
+
+def test_a_large_input_is_hashed_in_part_from_its_begin_to_its_end():
+    x = torch.zeros(10 * N_ELEMENTS)
+    ends = [x.clone() for _ in range(2)]
+    ends[0][0], ends[1][-10:] = 1.0, 1.0
+    assert len({of_one(x), *map(of_one, ends)}) == 3
+
+
+def test_only_the_first_batches_of_the_first_epochs_are_hashed():
+    hashes = told(epochs_of(*[[batch(i) for i in range(N_BATCHES + 3)]] * (N_EPOCHS + 2)))
+    assert list(map(len, hashes)) == [N_BATCHES] * N_EPOCHS
+
+
+def test_an_epoch_that_is_resumed_is_left_out():
+    hashes = BatchHashes()
+    for i in (5, 6, 0, 1):
+        hash_batch(hashes, i, *batch(i))
+    assert list(map(len, told(hashes))) == [2]
+
+
+def test_it_is_done_once_it_has_hashed_the_first_epochs():
+    hashes = BatchHashes()
+    for _ in range(N_EPOCHS):
+        hash_batch(hashes, 0, *batch(0))
+    assert not hashes.done
+    hash_batch(hashes, 0, *batch(0))
+    assert hashes.done
