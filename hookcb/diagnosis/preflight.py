@@ -16,10 +16,9 @@ from hookcb.core.events import Event
 from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.fault import FAULTS, Fault, parts_for
 from hookcb.diagnosis.faults.labels.scaled import ScaledLabels
-from hookcb.diagnosis.faults.model.dropout_scores import ScoresDropout
-from hookcb.diagnosis.faults.model.extreme_dropout import ExtremeDropout
+from hookcb.diagnosis.faults.model.dropout import ExtremeDropout, ScoresDropout
+from hookcb.diagnosis.faults.model.initialization import Symmetric
 from hookcb.diagnosis.faults.model.linear_stack import LinearStack
-from hookcb.diagnosis.faults.model.symmetric import Symmetric
 from hookcb.diagnosis.faults.steps.duplicated import Duplicated
 from hookcb.diagnosis.first_batch import first_batch, preserve_loader, why_not_readable
 from hookcb.diagnosis.measurements.inputs import Inputs
