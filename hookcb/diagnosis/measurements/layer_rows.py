@@ -48,11 +48,9 @@ class LayerRows(Measurement):
             return
         is_simple = x.is_cpu and not (torch.compiler.is_compiling() or in_transform())
         share, saturated = spread(x, self._memory if is_simple else None), saturated_share(m, x)
-        if saturated is None:
-            saturated = x.new_full((), math.nan)
+        saturated = x.new_full((), math.nan) if saturated is None else saturated
         values = torch.stack([share, saturated.float()])
-        if is_simple:
-            values = self._memory.keep(values)
+        values = self._memory.keep(values) if is_simple else values
         # a list, because other attributes that change with each batch would make compiled code recompile
         self._taken.append((name, x.dtype, values))
 

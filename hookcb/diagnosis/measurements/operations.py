@@ -50,7 +50,7 @@ class Operations(Measurement):
         self.dropping: dict[str, int] = {}  # step of the first validation in which a layer dropped, by layer
         self.n_alike = 0  # calls of the first validation that had the same inputs
         self.has_attention = self.has_evaluated = self.has_looked = self.is_left_out = False
-        self._run: Run | None = None
+        self._loop: Any = None
         self._is_forward = False  # a later forward is a recomputation by activation checkpointing
         self._is_wanted = False  # whether the call that begins is to be measured
         self._step, self._eval_step = 0, -1  # of the current batch, and of that before the first validation
@@ -63,20 +63,19 @@ class Operations(Measurement):
         self._hooks: list[Hook] = []
 
     def on_model(self, run: Run) -> None:
-        self._run, model = run, run.loop.model
+        self._loop, model = run.loop, run.loop.model
         modules = named_modules(model)
         self._names = {id(m): name for name, m in modules.items()}
         self._attentions = {name: m for name, m in modules.items() if isinstance(m, nn.MultiheadAttention)}
         self.is_left_out = any(map(is_compiled, model.modules()))
-        if self.is_left_out:
-            return
-        self._hooks = [
-            Hook(model, self._enter, pre=True, detach=False, gate=self._may_enter),
+        if not self.is_left_out:
+            enter = Hook(model, self._enter, pre=True, detach=False, gate=self._may_enter)
             # prepended, so that of two diagnoses the last to enter exits first; else torch 2.6 crashes
-            Hook(model, self._leave, always_call=True, prepend=True, detach=False, gate=self._may_leave),
-        ]
-        for hook in self._hooks:
-            hook.take_error = self._take_error
+            leave = Hook(
+                model, self._leave, always_call=True, prepend=True, detach=False, gate=self._may_leave
+            )
+            enter.take_error = leave.take_error = self._take_error
+            self._hooks = [enter, leave]
 
     def on_batch(self, run: Run) -> None:
         self._step, self._is_forward = run.step, run.looking
@@ -108,13 +107,13 @@ class Operations(Measurement):
 
     @property
     def _in_loop_thread(self) -> bool:
-        return self._run is not None and bool(self._run.loop.in_loop_thread)
+        return self._loop is not None and bool(self._loop.in_loop_thread)
 
     def _may_enter(self) -> bool:
         """Whether there may be something to measure in a call; False in most, which it must not slow down."""
         if torch.compiler.is_compiling():
             return True
-        self._is_wanted = self._is_forward and self._run is not None and bool(self._run.loop.training)
+        self._is_wanted = self._is_forward and self._loop is not None and self._loop.training
         is_same = self._step == self._eval_step and len(self._evaluated) < MAX_EVALUATED
         is_first = not self.has_evaluated or (is_same and bool(self.dropping))
         return (self._is_wanted or (is_first and not torch.is_grad_enabled())) and self._in_loop_thread
@@ -246,7 +245,7 @@ class Operations(Measurement):
 
     def freeze(self) -> None:
         self.listeners, self._evaluated, self._hooks = [], [], []
-        self._run, self._names, self._attentions = None, {}, {}
+        self._loop, self._names, self._attentions = None, {}, {}
 
 
 class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
