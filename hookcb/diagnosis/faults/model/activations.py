@@ -151,8 +151,7 @@ class CollapsedActivations(Fault):
             yield Skipped(f"no layer had its outputs compared across the batch {rules.LATEST} times")
             return
         usual = {x.name: rules.median(spreads[x.name].values) for x in known}
-        first: tuple[Layer, Span] | None = None
-        previous = math.inf
+        first, previous = None, math.inf
         for layer in reversed(known):
             if (span := rules.trailing(spreads[layer.name], lambda x: x < MIN_SPREAD)) is None:
                 previous = usual[layer.name]

@@ -80,7 +80,6 @@ class UnitsWithoutGradient(Fault):
         where = f", and all outputs from {as_layer(param.layer)} on are zero" if param else ""
         return self.finding(
             f"{what}{where}: the model learns nothing.",
-            "error",
             at=param,
             when=span,
             value=1.0,

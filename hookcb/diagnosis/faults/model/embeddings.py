@@ -50,10 +50,9 @@ class EmbeddingScales(Fault):
         self.sums: list[list[tuple[str, float, float]]] = []  # name, first and last RMS of each table
 
     def on_first_graph(self, run: Run) -> None:
-        model = run.loop.model
         names = {
             id(p): name or path
-            for name, m in reversed(named_modules(model).items())
+            for name, m in reversed(named_modules(run.loop.model).items())
             for path, p in m.named_parameters(name, recurse=False)
         }
         if (nodes := graph.uses(run.loop.loss_node, MAX_NODES)) is None:

@@ -133,11 +133,10 @@ class ZeroLayer(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         weights = [p for p in run.params.values() if p.is_weight and p.stats and 0 not in p.shape]
-        if not any(len(p.series("norm")) >= LATEST for p in weights):
-            yield Skipped(f"no weight had a gradient in {LATEST} inspected steps")
-            return
         if not (zero := [p for p in weights[:-1] if _is_zero(p, "weight_norm") and _is_zero(p, "norm")]):
-            yield Passed("layers of zeros that stay so")
+            is_known = any(len(p.series("norm")) >= LATEST for p in weights)
+            why = Skipped(f"no weight had a gradient in {LATEST} inspected steps")
+            yield Passed("layers of zeros that stay so") if is_known else why
             return
         first, *others = zero
         also = f"; the same is true of {join_names([p.name for p in others], 3)}" if others else ""
