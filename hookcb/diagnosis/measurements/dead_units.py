@@ -56,15 +56,12 @@ class DeadUnits(Measurement):
         self.of: dict[str, Dead] = {}  # by name of the weight
 
     def on_model(self, run: Run) -> None:
-        self.follow(run.loop.model)
-
-    def follow(self, model: nn.Module) -> None:
-        for name, m in named_modules(model).items():
+        for name, m in named_modules(run.loop.model).items():
             if isinstance(m, nn.Linear | Convolution) and not isinstance(m, TRANSPOSED):
                 path = f"{name}.weight" if name else "weight"
                 if (weight := own_weight(m)) is not None:
                     self._layers[path] = weight, parameters_of(m).get("bias"), True
-        self._layers |= {name: (weight, bias, False) for name, weight, bias in _bare_layers(model)}
+        self._layers |= {name: (weight, bias, False) for name, weight, bias in _bare_layers(run.loop.model)}
 
     def on_batch(self, run: Run) -> None:
         if run.looking or self._is_dense:

@@ -22,7 +22,6 @@ MIN_BATCHES = 3  # in which attention is seen
 MIN_KEYS = 4
 MAX_EVALUATED = 64  # calls in eval mode whose inputs are compared
 MAX_QUERIES = 32  # inspected for each head
-HALF = 0.5  # p that torch leaves out where it is the default
 OF_TOKENS = (  # what compiled code hides, see `Run.missing`
     *("attention", "indices of embeddings", "tokens that are targets", "masks of the tokens"),
     "padding of the tokens",
@@ -59,7 +58,7 @@ class Operations(Measurement):
         self._attentions: dict[str, nn.MultiheadAttention] = {}
         self._probe: OpProbe | None = None
         self._is_eval = False  # whether it is that of the first call in eval mode
-        self._kept: Any = None  # share that the operation before has kept there
+        self._kept: Any = None  # share of elements that the operation before has kept there
         self._hooks: list[Hook] = []
 
     def on_model(self, run: Run) -> None:
@@ -149,10 +148,7 @@ class Operations(Measurement):
         self._probe, self._kept, self._is_eval = probe, None, see == self._see_eval
 
     def _record(self, weights: Tensor, places: Tensor | None) -> None:
-        """Shows attention weights `(…, queries, keys)`.
-
-        Also the positions of these queries, if the sequence attends to itself.
-        """
+        """Shows attention weights `(…, queries, keys)`; with `places` of queries if it is self-attention."""
         layer = self._layer()
         self.n_seen[layer] += 1
         self._show("see_attention", layer, self._attentions.get(layer), weights)
@@ -215,7 +211,7 @@ class Operations(Measurement):
         if is_whole or is_scaled or (name.startswith("_scaled_dot_product") and p > 0):
             self.dropping.setdefault(self._layer(), self._step)
         if name == "bernoulli_":
-            self._kept = args[1] if len(args) > 1 else HALF
+            self._kept = args[1] if len(args) > 1 else 0.5  # the default, which torch leaves out
 
     def _layer(self) -> str:
         frame: FrameType | None = sys._getframe(1)
