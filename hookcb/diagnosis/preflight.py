@@ -18,10 +18,9 @@ from hookcb.core.randomness import parts_of, saves_itself
 from hookcb.core.restore import preserve_contents, preserve_random, preserve_state
 from hookcb.diagnosis.fault import FAULTS, Fault, parts_for
 from hookcb.diagnosis.faults.labels.scaled import ScaledLabels
-from hookcb.diagnosis.faults.model.dropout_scores import ScoresDropout
-from hookcb.diagnosis.faults.model.extreme_dropout import ExtremeDropout
+from hookcb.diagnosis.faults.model.dropout import ExtremeDropout, ScoresDropout
+from hookcb.diagnosis.faults.model.initialization import Symmetric
 from hookcb.diagnosis.faults.model.linear_stack import LinearStack
-from hookcb.diagnosis.faults.model.symmetric import Symmetric
 from hookcb.diagnosis.faults.steps.duplicated import Duplicated
 from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.loss import Loss

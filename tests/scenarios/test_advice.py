@@ -15,8 +15,7 @@ from hookcb.diagnosis.faults.gradients.attenuated import Attenuated
 from hookcb.diagnosis.faults.gradients.exploding import Exploding
 from hookcb.diagnosis.faults.loss.diverging import DivergingLoss
 from hookcb.diagnosis.faults.loss.init import FirstLoss
-from hookcb.diagnosis.faults.model.activation_scale import ActivationScale
-from hookcb.diagnosis.faults.model.saturated_units import SaturatedUnits
+from hookcb.diagnosis.faults.model.activations import ActivationScale, SaturatedUnits
 from hookcb.diagnosis.faults.steps.clipping import ConstantClipping
 from hookcb.diagnosis.faults.steps.large_updates import LargeUpdates
 from hookcb.diagnosis.faults.steps.small_updates import SmallUpdates

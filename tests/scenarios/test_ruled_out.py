@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookcb
 from hookcb import ActivationStats, Diagnose, GradientHealth, Learner, watch
-from hookcb.diagnosis.faults.model.extreme_dropout import ExtremeDropout
+from hookcb.diagnosis.faults.model.dropout import ExtremeDropout
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.loss_graph import read_loss
 from hookcb.diagnosis.measurements.origin import Origin

@@ -1,6 +1,7 @@
 """DeadUnits: units that no longer receive a gradient, in all steps at the beginning."""
 
 import statistics
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -31,12 +32,6 @@ class Dead(NamedTuple):
     n_units: int
 
 
-class _Units(NamedTuple):
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    is_row: bool  # whether the units are known to be its rows
-
-
 class DeadUnits(Measurement):
     """Tracks the units of linear and convolutional layers, and of custom matrices with a bias.
 
@@ -49,7 +44,8 @@ class DeadUnits(Measurement):
     cadence = MAX_DENSE
 
     def __init__(self) -> None:
-        self._layers: dict[str, _Units] = {}  # by name of the weight
+        # by name of the weight, with the bias, and whether units are known to be rows
+        self._layers: dict[str, tuple[nn.Parameter, nn.Parameter | None, bool]] = {}
         # the last step in which a unit had a gradient, counted from 1; an int if it is the same for all units
         self._last: dict[str, Tensor | int] = {}
         self._n_units: dict[str, int] = {}
@@ -60,15 +56,12 @@ class DeadUnits(Measurement):
         self.of: dict[str, Dead] = {}  # by name of the weight
 
     def on_model(self, run: Run) -> None:
-        self.follow(run.loop.model)
-
-    def follow(self, model: nn.Module) -> None:
-        for name, m in named_modules(model).items():
+        for name, m in named_modules(run.loop.model).items():
             if isinstance(m, nn.Linear | Convolution) and not isinstance(m, TRANSPOSED):
                 path = f"{name}.weight" if name else "weight"
                 if (weight := own_weight(m)) is not None:
-                    self._layers[path] = _Units(weight, parameters_of(m).get("bias"), is_row=True)
-        self._layers |= _bare_layers(model)
+                    self._layers[path] = weight, parameters_of(m).get("bias"), True
+        self._layers |= {name: (weight, bias, False) for name, weight, bias in _bare_layers(run.loop.model)}
 
     def on_batch(self, run: Run) -> None:
         if run.looking or self._is_dense:
@@ -88,17 +81,14 @@ class DeadUnits(Measurement):
             self._in_batch = 0
 
     def on_between(self, run: Run) -> None:
-        self._is_dense = self._is_dense and run.n_steps < (MAX_DENSE if self.has_few else N_DENSE)
+        n_dense = MAX_DENSE if self.n_examples < MAX_EXAMPLES else N_DENSE
+        self._is_dense = self._is_dense and run.n_steps < n_dense
         if not (self._is_cancelled and self._is_dense):
             self._in_step = 0
         self._is_cancelled = False
 
     def on_batch_end(self, run: Run) -> None:
         self._in_batch = 0
-
-    @property
-    def has_few(self) -> bool:
-        return self.n_examples < MAX_EXAMPLES
 
     def tell(self, run: Run) -> None:
         self.of = {name: self._shares_of(name) for name in self._looks}
@@ -142,13 +132,11 @@ def _alive(weight: nn.Parameter, bias: nn.Parameter | None, is_row: bool) -> Ten
     grad = weight.grad
     if grad is None or grad.layout is not torch.strided or hasattr(grad, "full_tensor"):
         return None
-    of_bias = None if bias is None or bias.grad is None else bias.grad.detach()
-    if of_bias is not None and of_bias.is_cpu and bool(of_bias.all()):  # the usual case
-        return len(of_bias)
-    by_bias = None if of_bias is None else of_bias != 0
-    rows = grad.detach().flatten(1)
-    if by_bias is None:
-        return rows.any(1)
+    if bias is None or bias.grad is None:
+        return grad.detach().flatten(1).any(1)
+    if bias.grad.is_cpu and bool(bias.grad.detach().all()):  # the usual case
+        return len(bias.grad)
+    by_bias, rows = bias.grad.detach() != 0, grad.detach().flatten(1)
     if is_row or rows.shape[0] != rows.shape[1]:
         return by_bias | rows.any(1 if rows.shape[0] == len(by_bias) else 0)
     by_row, by_column = rows.any(1), rows.any(0)
@@ -159,7 +147,7 @@ def _alive(weight: nn.Parameter, bias: nn.Parameter | None, is_row: bool) -> Ten
     return by_bias | by_row | by_column
 
 
-def _bare_layers(model: nn.Module) -> dict[str, _Units]:
+def _bare_layers(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
     """Matrices that are parameters of custom modules, each with the first vector of its size as bias."""
     params = [
         (f"{prefix}.{name}" if prefix else name, p)
@@ -169,11 +157,9 @@ def _bare_layers(model: nn.Module) -> dict[str, _Units]:
         if p is not None and not isinstance(p, nn.parameter.UninitializedParameter)
     ]
     vectors = [p for _, p in params if p.ndim == 1]
-    units: dict[str, _Units] = {}
     for name, weight in params:
-        if weight.ndim == 2 and min(weight.shape) >= MIN_UNITS:
-            bias = next((p for p in vectors if len(p) in weight.shape), None)
-            if bias is not None:
-                vectors = [p for p in vectors if p is not bias]
-                units[name] = _Units(weight, bias, is_row=False)
-    return units
+        is_matrix = weight.ndim == 2 and min(weight.shape) >= MIN_UNITS
+        bias = next((p for p in vectors if is_matrix and len(p) in weight.shape), None)
+        if bias is not None:
+            vectors = [p for p in vectors if p is not bias]
+            yield name, weight, bias

@@ -48,8 +48,7 @@ class Inputs(Measurement):
         self.columns = [x.sqrt().tolist() for x in self._squares]
         if self._numbers is not None:
             steps = [info.step for info in self._numbers.infos]
-            rows = self._numbers.series("x").tolist()
-            columns = [Series.of(steps, [row[i] for row in rows]) for i in range(len(COLUMNS))]
+            columns = [Series.of(steps, values) for values in self._numbers.series("x").T.tolist()]
             self.std, self.rms, self.nonfinite, self.differs = columns
 
     def state(self, run: Run) -> tuple[list[int], list[float], float]:
@@ -79,20 +78,17 @@ def input_numbers(xb: Any) -> Tensor | None:
     tensors = [x.detach() for _, x in parts(xb) if isinstance(x, Tensor) and has_stats(x) and x.numel()]
     if not tensors:
         return None
+    device = tensors[0].device
+    nothing = torch.full((), math.nan, device=device)
     floats = [x for x in tensors if x.is_floating_point()]
-    nothing = torch.full((), math.nan, device=tensors[0].device)
-    std = rms = nothing
-    bad = torch.zeros((), device=tensors[0].device)
-    if floats:
-        first = next((x for x in floats if x.ndim), None)  # a 0-d tensor has no scale
-        if first is not None:
-            std, rms = _scale(first)
-        n_bad = [_count_nonfinite(x).to(bad.device) for x in floats]
-        bad = torch.stack(n_bad).sum().float()
+    first = next((x for x in floats if x.ndim), None)  # a 0-d tensor has no scale
+    std, rms = (nothing, nothing) if first is None else _scale(first)
+    n_bad = [_count_nonfinite(x).to(device) for x in floats]
+    bad = torch.stack(n_bad).sum().float() if n_bad else torch.zeros((), device=device)
     several = [x for x in tensors if x.ndim and len(x) > 1]
     differs = nothing
     if several:
-        any_differs = torch.stack([_differs(x).to(bad.device) for x in several]).any()
+        any_differs = torch.stack([_differs(x).to(device) for x in several]).any()
         has_samples = any(x.ndim > 1 or not x.is_floating_point() for x in several)
         differs = any_differs.float() if has_samples else torch.where(any_differs, 1.0, nothing)
     return torch.stack([std, rms, bad, differs])

@@ -48,11 +48,8 @@ class LayerRows(Measurement):
             return
         is_simple = x.is_cpu and not (torch.compiler.is_compiling() or in_transform())
         share, saturated = spread(x, self._memory if is_simple else None), saturated_share(m, x)
-        if saturated is None:
-            saturated = x.new_full((), math.nan)
         values = torch.stack([share, saturated.float()])
-        if is_simple:
-            values = self._memory.keep(values)
+        values = self._memory.keep(values) if is_simple else values
         # a list, because other attributes that change with each batch would make compiled code recompile
         self._taken.append((name, x.dtype, values))
 
@@ -121,9 +118,9 @@ def spread(x: Tensor, memory: Memory | None = None) -> Tensor:
     return share
 
 
-def saturated_share(m: nn.Module, x: Tensor) -> Tensor | None:
-    """Share of the outputs of a Tanh or Sigmoid near its limits, NaN if all are; None for other modules."""
+def saturated_share(m: nn.Module, x: Tensor) -> Tensor:
+    """Share of the outputs of a Tanh or Sigmoid near its limits; NaN if all are, and for other modules."""
     if not isinstance(m, nn.Tanh | nn.Sigmoid):
-        return None
+        return x.new_full((), math.nan)
     is_near = x.abs() > TANH if isinstance(m, nn.Tanh) else (x < SIGMOID) | (x > 1 - SIGMOID)
     return is_near.float().mean().masked_fill(x.isnan().all(), math.nan)

@@ -22,7 +22,6 @@ MIN_BATCHES = 3  # in which attention is seen
 MIN_KEYS = 4
 MAX_EVALUATED = 64  # calls in eval mode whose inputs are compared
 MAX_QUERIES = 32  # inspected for each head
-HALF = 0.5  # p that torch leaves out where it is the default
 OF_TOKENS = (  # what compiled code hides, see `Run.missing`
     *("attention", "indices of embeddings", "tokens that are targets", "masks of the tokens"),
     "padding of the tokens",
@@ -41,7 +40,7 @@ class Operations(Measurement):
 
     def __init__(self) -> None:
         # parts that have any of these methods: `see_attention(layer, module, weights)`, where the module is
-        # that of torch, if it is one; `add_attention(layer, weights, places)`, see `OpProbe`;
+        # that of torch, if it is one; `add_attention(layer, weights, places)`, see `_record`;
         # `add_indices(layer, n_rows, indices, padding)` of an embedding; `add_work(layer, operation, args,
         # result)` of each operation of the first forward. While one of them has a true `is_under_way`, a
         # model without attention is measured too.
@@ -50,31 +49,32 @@ class Operations(Measurement):
         self.dropping: dict[str, int] = {}  # step of the first validation in which a layer dropped, by layer
         self.n_alike = 0  # calls of the first validation that had the same inputs
         self.has_attention = self.has_evaluated = self.has_looked = self.is_left_out = False
-        self._run: Run | None = None
+        self._loop: Any = None
         self._is_forward = False  # a later forward is a recomputation by activation checkpointing
         self._is_wanted = False  # whether the call that begins is to be measured
         self._step, self._eval_step = 0, -1  # of the current batch, and of that before the first validation
         self._evaluated: list[Tensor | None] = []  # hashes of inputs of calls with dropout before that batch
         self._names: dict[int, str] = {}
         self._attentions: dict[str, nn.MultiheadAttention] = {}
-        self._open: list[OpProbe | DropoutProbe] = []
+        self._probe: OpProbe | None = None
+        self._is_eval = False  # whether it is that of the first call in eval mode
+        self._kept: Any = None  # share of elements that the operation before has kept there
         self._hooks: list[Hook] = []
 
     def on_model(self, run: Run) -> None:
-        self._run, model = run, run.loop.model
+        self._loop, model = run.loop, run.loop.model
         modules = named_modules(model)
         self._names = {id(m): name for name, m in modules.items()}
         self._attentions = {name: m for name, m in modules.items() if isinstance(m, nn.MultiheadAttention)}
         self.is_left_out = any(map(is_compiled, model.modules()))
-        if self.is_left_out:
-            return
-        self._hooks = [
-            Hook(model, self._enter, pre=True, detach=False, gate=self._may_enter),
+        if not self.is_left_out:
+            enter = Hook(model, self._enter, pre=True, detach=False, gate=self._may_enter)
             # prepended, so that of two diagnoses the last to enter exits first; else torch 2.6 crashes
-            Hook(model, self._leave, always_call=True, prepend=True, detach=False, gate=self._may_leave),
-        ]
-        for hook in self._hooks:
-            hook.take_error = self._take_error
+            leave = Hook(
+                model, self._leave, always_call=True, prepend=True, detach=False, gate=self._may_leave
+            )
+            enter.take_error = leave.take_error = self._take_error
+            self._hooks = [enter, leave]
 
     def on_batch(self, run: Run) -> None:
         self._step, self._is_forward = run.step, run.looking
@@ -106,19 +106,19 @@ class Operations(Measurement):
 
     @property
     def _in_loop_thread(self) -> bool:
-        return self._run is not None and bool(self._run.loop.in_loop_thread)
+        return self._loop is not None and bool(self._loop.in_loop_thread)
 
     def _may_enter(self) -> bool:
         """Whether there may be something to measure in a call; False in most, which it must not slow down."""
         if torch.compiler.is_compiling():
             return True
-        self._is_wanted = self._is_forward and self._run is not None and bool(self._run.loop.training)
+        self._is_wanted = self._is_forward and self._loop is not None and self._loop.training
         is_same = self._step == self._eval_step and len(self._evaluated) < MAX_EVALUATED
         is_first = not self.has_evaluated or (is_same and bool(self.dropping))
         return (self._is_wanted or (is_first and not torch.is_grad_enabled())) and self._in_loop_thread
 
     def _may_leave(self) -> bool:
-        return torch.compiler.is_compiling() or (bool(self._open) and self._in_loop_thread)
+        return torch.compiler.is_compiling() or (self._probe is not None and self._in_loop_thread)
 
     def _enter(self, m: nn.Module, args: Any) -> None:
         if not (m.training or torch.is_grad_enabled() or torch.compiler.is_compiling()):
@@ -131,9 +131,7 @@ class Operations(Measurement):
             return
         self._close()
         if not any(map(is_compiled, m.modules())):  # it may have been compiled since
-            count = None if self.has_looked else partial(self._show, "add_work")
-            embedded = partial(self._show, "add_indices")
-            self._start(OpProbe(self._layer, self._record, embedded, count, self._guarded))
+            self._start(self._see)
 
     def _enter_eval(self, m: nn.Module, args: Any) -> None:
         """Looks for dropout in the first call in eval mode, and for the same inputs in those that follow."""
@@ -142,16 +140,16 @@ class Operations(Measurement):
             self._evaluated.append(hash_of(args))
         if not self.has_evaluated and not any(x.training or is_compiled(x) for x in m.modules()):
             self.has_evaluated, self._eval_step = True, self._step
-            self._start(DropoutProbe(self._note_dropout, self._guarded))
+            self._start(self._see_eval)
 
-    def _start(self, probe: "OpProbe | DropoutProbe") -> None:
+    def _start(self, see: Told) -> None:
+        probe = OpProbe(partial(self._guarded, see))
         probe.__enter__()  # type: ignore[no-untyped-call]
-        self._open.append(probe)
+        self._probe, self._kept, self._is_eval = probe, None, see == self._see_eval
 
-    def _note_dropout(self) -> None:
-        self.dropping.setdefault(self._layer(), self._step)
-
-    def _record(self, layer: str, weights: Tensor, places: Tensor | None) -> None:
+    def _record(self, weights: Tensor, places: Tensor | None) -> None:
+        """Shows attention weights `(…, queries, keys)`; with `places` of queries if it is self-attention."""
+        layer = self._layer()
         self.n_seen[layer] += 1
         self._show("see_attention", layer, self._attentions.get(layer), weights)
         if places is not None:
@@ -159,13 +157,61 @@ class Operations(Measurement):
 
     def _leave(self, m: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
-            is_measured = any(isinstance(probe, OpProbe) for probe in self._open)
-            self.has_looked |= is_measured and output is not None
+            self.has_looked |= self._probe is not None and not self._is_eval and output is not None
             self._close()
 
     def _close(self) -> None:
-        while self._open:
-            self._open.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        probe, self._probe = self._probe, None
+        if probe is not None:
+            probe.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Sees attention and embeddings; for work, each operation of the first forward."""
+        name = func.overloadpacket.__name__
+        if not self.has_looked:
+            self._show("add_work", self._layer(), func, args, out)
+        if name in ("_softmax", "_safe_softmax") and args[1] in (-1, out.ndim - 1) and out.ndim > 2:
+            n_queries, n_keys = out.shape[-2:]
+            if n_keys >= MIN_KEYS and n_queries > 1:
+                places = torch.arange(n_keys, device=out.device) if n_keys == n_queries else None
+                self._record(out, places)
+        elif name.startswith("_scaled_dot_product") and "backward" not in name:
+            place = 6 if name == "_scaled_dot_product_efficient_attention" else 4
+            is_causal = kwargs.get("is_causal", args[place] if len(args) > place else False) is True
+            self._see_fused(args[0], args[1], kwargs, is_causal)
+        elif name == "embedding":
+            padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else -1)
+            self._show("add_indices", self._layer(), len(args[0]), args[1], padding)
+
+    def _see_fused(self, q: Tensor, k: Tensor, kwargs: dict[str, Any], is_causal: bool) -> None:
+        scale, mask = kwargs.get("scale"), kwargs.get("attn_mask")
+        if q.ndim < 3 or k.shape[-2] < MIN_KEYS or q.shape[-2] < 2 or q.shape[-3] % k.shape[-3]:
+            return
+        is_square = q.shape[-2] == k.shape[-2]
+        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)  # grouped-query attention: heads share keys
+        places = torch.arange(q.shape[-2], device=q.device)[:: max(1, q.shape[-2] // MAX_QUERIES)]
+        scores = q[..., places, :].float() @ k.float().transpose(-1, -2)
+        scores = scores * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+        if isinstance(mask, Tensor):
+            rows = mask[..., places, :] if mask.shape[-2] > 1 else mask
+            scores = scores.masked_fill(~rows, -math.inf) if rows.dtype is torch.bool else scores + rows
+        if is_causal:
+            later = torch.arange(k.shape[-2], device=q.device) > places[:, None]
+            scores = scores.masked_fill(later, -math.inf)
+        self._record(scores.softmax(-1), places if is_square else None)
+
+    def _see_eval(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Sees dropout in a forward without gradients: Bernoulli numbers, divided by their p."""
+        name = func.overloadpacket.__name__
+        kept, self._kept = self._kept, None
+        is_whole = name == "native_dropout" and args[1] > 0 and args[2] is not False
+        is_scaled = name == "div_" and isinstance(kept, float) and 0 < kept < 1 and args[1] == kept
+        # of a fused attention, it is the first argument of this type
+        p = next((x for x in args if isinstance(x, float)), 0.0)
+        if is_whole or is_scaled or (name.startswith("_scaled_dot_product") and p > 0):
+            self.dropping.setdefault(self._layer(), self._step)
+        if name == "bernoulli_":
+            self._kept = args[1] if len(args) > 1 else 0.5  # the default, which torch leaves out
 
     def _layer(self) -> str:
         frame: FrameType | None = sys._getframe(1)
@@ -195,91 +241,17 @@ class Operations(Measurement):
 
     def freeze(self) -> None:
         self.listeners, self._evaluated, self._hooks = [], [], []
-        self._run, self._names, self._attentions = None, {}, {}
+        self._loop, self._names, self._attentions = None, {}, {}
 
 
 class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Measures attention weights as they are computed, in one forward of the model; sees embeddings too.
+    """Shows each operation of a forward, with its arguments and its result."""
 
-    Args:
-        layer: returns the name of the module that is running.
-        record: is called with the layer's name, attention weights `(…, queries, keys)`, and the positions of
-            these queries in a sequence that attends to itself, None if it attends to another one.
-        embedded: is called with the layer's name, the number of rows, the indices, and the index of padding.
-        count: is called with the layer's name, each operation, its arguments and its result; None for none.
-        guarded: calls a function with arguments; an error in it is not raised.
-    """
-
-    def __init__(
-        self, layer: Callable[[], str], record: Told, embedded: Told, count: Told | None, guarded: Told
-    ) -> None:
+    def __init__(self, see: Told) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._layer, self._record, self._embedded = layer, record, embedded
-        self._count, self._guarded = count, guarded
+        self._see = see
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._guarded(self._see, func, args, kwargs or {}, out)
+        self._see(func, args, kwargs or {}, out)
         return out
-
-    def _see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        name = func.overloadpacket.__name__
-        if self._count is not None:
-            self._count(self._layer(), func, args, out)
-        if name in ("_softmax", "_safe_softmax") and args[1] in (-1, out.ndim - 1) and out.ndim > 2:
-            self._measure_weights(out)
-        elif name.startswith("_scaled_dot_product") and "backward" not in name:
-            place = 6 if name == "_scaled_dot_product_efficient_attention" else 4
-            is_causal = kwargs.get("is_causal", args[place] if len(args) > place else False) is True
-            self._measure_fused(args[0], args[1], kwargs, is_causal)
-        elif name == "embedding":
-            padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else -1)
-            self._embedded(self._layer(), len(args[0]), args[1], padding)
-
-    def _measure_weights(self, weights: Tensor) -> None:
-        n_queries, n_keys = weights.shape[-2:]
-        if n_keys >= MIN_KEYS and n_queries > 1:
-            places = torch.arange(n_keys, device=weights.device) if n_keys == n_queries else None
-            self._record(self._layer(), weights, places)
-
-    def _measure_fused(self, q: Tensor, k: Tensor, kwargs: dict[str, Any], is_causal: bool) -> None:
-        scale, mask = kwargs.get("scale"), kwargs.get("attn_mask")
-        if q.ndim < 3 or k.shape[-2] < MIN_KEYS or q.shape[-2] < 2 or q.shape[-3] % k.shape[-3]:
-            return
-        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)  # grouped-query attention: heads share keys
-        places = torch.arange(q.shape[-2], device=q.device)[:: max(1, q.shape[-2] // MAX_QUERIES)]
-        scores = q[..., places, :].float() @ k.float().transpose(-1, -2)
-        scores = scores * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-        if isinstance(mask, Tensor):
-            rows = mask[..., places, :] if mask.shape[-2] > 1 else mask
-            scores = scores.masked_fill(~rows, -math.inf) if rows.dtype is torch.bool else scores + rows
-        if is_causal:
-            later = torch.arange(k.shape[-2], device=q.device) > places[:, None]
-            scores = scores.masked_fill(later, -math.inf)
-        is_square = q.shape[-2] == k.shape[-2]
-        self._record(self._layer(), scores.softmax(-1), places if is_square else None)
-
-
-class DropoutProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Sees dropout in a forward without gradients: Bernoulli numbers, divided by their p."""
-
-    def __init__(self, record: Told, guarded: Told) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._record, self._guarded = record, guarded
-        self._kept: Any = None  # share that the operation before has kept
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._guarded(self._see, func.overloadpacket.__name__, args)
-        return func(*args, **(kwargs or {}))
-
-    def _see(self, name: str, args: tuple[Any, ...]) -> None:
-        kept, self._kept = self._kept, None
-        is_whole = name == "native_dropout" and args[1] > 0 and args[2] is not False
-        is_scaled = name == "div_" and isinstance(kept, float) and 0 < kept < 1 and args[1] == kept
-        # of a fused attention, it is the first argument of this type
-        p = next((x for x in args if isinstance(x, float)), 0.0)
-        is_attention = name.startswith("_scaled_dot_product") and p > 0
-        if is_whole or is_scaled or is_attention:
-            self._record()
-        if name == "bernoulli_":
-            self._kept = args[1] if len(args) > 1 else HALF

@@ -1,6 +1,7 @@
 """Units without a gradient, counted against what the model's own activations say."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def kill(layer, n):
 
 def following(model):
     units = DeadUnits()
-    units.follow(model)
+    units.on_model(Run(loop=SimpleNamespace(model=model)))
     return units
 
 

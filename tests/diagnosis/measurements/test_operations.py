@@ -51,14 +51,18 @@ def plain(q, k, mask=None, scale=None):
     return scores.softmax(-1).detach()
 
 
-def probe(record, layer="", embedded=lambda *_: None):
-    return OpProbe(lambda: layer, record, embedded, None, lambda see, *args: see(*args))
+def probe(record, embedded=lambda *_: None):
+    """A probe that shows attention and embeddings, both of no module."""
+    operations = Operations()
+    operations._record = record
+    operations.listeners = [SimpleNamespace(failure=None, add_indices=embedded)]
+    return OpProbe(operations._see)
 
 
-def seen(call, layer="attn"):
-    """Records of the probe, and results of the call with and without it."""
+def seen(call):
+    """Shares that the probe has seen; the results of the call are the same with and without it."""
     found = []
-    with probe(lambda name, weights, _: found.append((name, low_heads(weights))), layer):
+    with probe(lambda weights, _: found.append(low_heads(weights))):
         out = call()
     again = call()
     assert torch.equal(out, again)
@@ -67,8 +71,7 @@ def seen(call, layer="attn"):
 
 def share(call):
     """The one share that was found."""
-    ((name, found),) = seen(call)
-    assert name == "attn"
+    (found,) = seen(call)
     assert found.shape == ()
     return float(found)
 
@@ -135,7 +138,7 @@ def test_a_scale_of_ones_own_counts(scale):
 def test_dropout_of_attention_does_not_count_as_looking_at_one_place():
     q, k, v = (numbers(B, HEADS, 16, D, seed=s).requires_grad_() for s in range(3))
     found = []
-    with probe(lambda name, weights, _: found.append(float(low_heads(weights)))):
+    with probe(lambda weights, _: found.append(float(low_heads(weights)))):
         F.scaled_dot_product_attention(q, k, v, dropout_p=0.9)
     assert found == [0.0]
 
@@ -311,7 +314,7 @@ def test_positions_of_queries_are_told_for_a_sequence_that_attends_to_itself(is_
         F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
         F.scaled_dot_product_attention(q, k[:, :, 1:], v[:, :, 1:])
         (q @ k.transpose(-1, -2)).softmax(-1)
-    (_, weights, places), (_, _, none), (_, _, all_places) = found
+    (weights, places), (_, none), (_, all_places) = found
     assert none is None
     assert all_places.tolist() == list(range(t))
     assert bool((weights[..., torch.arange(t) > places[:, None]] > 0).any()) is not is_causal
@@ -319,8 +322,8 @@ def test_positions_of_queries_are_told_for_a_sequence_that_attends_to_itself(is_
 
 def test_indices_of_embeddings_are_seen_with_their_padding():
     found, x = [], torch.arange(6).view(2, 3)
-    with probe(lambda *_: None, "emb", lambda *seen: found.append(seen)):
+    with probe(lambda *_: None, lambda *seen: found.append(seen)):
         nn.Embedding(9, 4, padding_idx=3)(x)
         F.embedding(x, torch.randn(7, 2))
-    assert [(name, n, padding) for name, n, _, padding in found] == [("emb", 9, 3), ("emb", 7, -1)]
+    assert [(name, n, padding) for name, n, _, padding in found] == [("", 9, 3), ("", 7, -1)]
     assert all(torch.equal(indices, x) for _, _, indices, _ in found)

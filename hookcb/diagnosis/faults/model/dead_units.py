@@ -12,6 +12,8 @@ from hookcb.diagnosis.rules import LATEST, finite, in_order, place, records_need
 from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped, Span
 from hookcb.diagnosis.verdict import Finding
 
+Shares = dict[str, tuple[Param, float]]  # a weight and the share of its units, by layer
+
 MAX_DEAD, MAX_DEAD_WARNING = 0.6, 0.8  # share of units; the worst of 75 healthy trainings had 0.44
 MIN_UNITS = 8
 MIN_LEFT, LARGE_STEP = 0.05, 0.2  # share of the first loss; an update ratio that may have killed all units
@@ -48,39 +50,36 @@ class UnitsWithoutGradient(Fault):
         if silent := _silent_since(run):
             since = f"All gradients have been exactly zero since step {silent.first}"
             yield self._all_silent(run, silent, since)
-            return
-        if not (shares := _dead_shares(run, has_converged=run.converged_at() < math.inf)):
-            if silent := _silent_weights(run):
-                yield self._all_silent(run, silent, "The gradients of all weights are exactly zero")
-            else:
-                yield Skipped(f"no weight was inspected {MIN_LOOKS} times and with {MIN_EXAMPLES} examples")
-            return
+        elif shares := _dead_shares(run, has_converged=run.converged_at() < math.inf):
+            yield self._of_shares(run, shares)
+        elif silent := _silent_weights(run):
+            yield self._all_silent(run, silent, "The gradients of all weights are exactly zero")
+        else:
+            yield Skipped(f"no weight was inspected {MIN_LOOKS} times and with {MIN_EXAMPLES} examples")
+
+    def _of_shares(self, run: Run, shares: Shares) -> Result:
         worst = max(share for _, share in shares.values())
-        measured = run.measured(DeadUnits).of
         if worst < MAX_DEAD:
+            if any(p.name in run.measured(DeadUnits).of for p, _ in shares.values()):
+                return Passed(f"dead units ({worst:.0%})", worst, MAX_DEAD)
             layers = "units are counted in linear and convolutional layers with 8 of them or more"
             why = "dead units are counted by Diagnose, which knows the number of examples"
-            why = f"{layers}, and there are none" if "batches" in run.sources else why
-            is_known = any(p.name in measured for p, _ in shares.values())
-            yield Passed(f"dead units ({worst:.0%})", worst, MAX_DEAD) if is_known else Skipped(why)
-            return
+            return Skipped(f"{layers}, and there are none" if "batches" in run.sources else why)
         all_dead = [p for p, share in shares.values() if share >= ALL_DEAD]
         begins = _first_silent(run, shares) if all_dead else None
         if all_dead and not begins:
             if _is_silent_throughout(run):
-                yield Skipped("every gradient is exactly zero, so no layer differs from another")
-                return
+                return Skipped("every gradient is exactly zero, so no layer differs from another")
             begins = _last_dead(run, all_dead)
         param = begins or next(p for p, share in shares.values() if share == worst)
         others = sum(share >= MAX_DEAD for _, share in shares.values()) - (shares[param.layer][1] >= MAX_DEAD)
-        yield self._dead(run, param, max(worst if begins else 0.0, shares[param.layer][1]), others)
+        return self._dead(run, param, max(worst if begins else 0.0, shares[param.layer][1]), others)
 
     def _all_silent(self, run: Run, span: Span, what: str) -> Finding:
         param = _first_silent(run, {p.layer: (p, 1.0) for p in weights(run)})
         where = f", and all outputs from {as_layer(param.layer)} on are zero" if param else ""
         return self.finding(
             f"{what}{where}: the model learns nothing.",
-            "error",
             at=param,
             when=span,
             value=1.0,
@@ -102,9 +101,9 @@ class UnitsWithoutGradient(Fault):
         known = run.measured(DeadUnits).of.get(param.name)
         n_units = known.n_units if known else param.shape[0]
         name, n = param.layer or param.name, round(min(1.0, share) * n_units)
-        looks = (
-            f"{known.n_looked} steps with {known.n_examples:,} examples" if known else f"{len(rows)} records"
-        )
+        looks = f"{len(rows)} records"
+        if known:
+            looks = f"{known.n_looked} steps with {known.n_examples:,} examples"
         return self.finding(
             f"Layer {name}: {share:.0%} of its units ({n} of {n_units}) had no gradient in "
             f"{looks} (limit {MAX_DEAD:.0%}).{more}",
@@ -145,9 +144,9 @@ def _silent_weights(run: Run) -> Span | None:
     return None if is_constant else Span(norms[0].steps[0], norms[0].steps[-1], len(norms[0]))
 
 
-def _dead_shares(run: Run, has_converged: bool) -> dict[str, tuple[Param, float]]:
+def _dead_shares(run: Run, has_converged: bool) -> Shares:
     """The weight with the fewest dead units and their share, by layer in order; in a list, the most."""
-    shares: dict[str, tuple[Param, float]] = {}
+    shares: Shares = {}
     known = run.measured(DeadUnits).of
     for p in weights(run):
         share = _dead_share(p, known.get(p.name), has_converged)
@@ -175,7 +174,7 @@ def _is_silent_throughout(run: Run) -> bool:
     return not any(x > 0 for p in run.params.values() for x in p.series("norm").values)
 
 
-def _first_silent(run: Run, shares: dict[str, tuple[Param, float]]) -> Param | None:
+def _first_silent(run: Run, shares: Shares) -> Param | None:
     """Weight of the first layer after which, before the next layer with weights, all outputs are zero."""
     last: Param | None = None
     with_weights = {p.layer for p in weights(run)}

@@ -79,8 +79,7 @@ class FrozenModel(Fault):
         )
 
     def tell(self, run: Run) -> None:
-        if run.measured(Steps).n_backward:
-            self.unless = ""
+        self.unless = "" if run.measured(Steps).n_backward else self.unless
 
 
 def _is_beside(name: str, trained: Collection[str], frozen: Iterable[str]) -> bool:

@@ -33,9 +33,8 @@ class LinearStack(Fault):
 
     def on_model(self, run: Run) -> None:
         for name, m in named_modules(run.loop.model).items():
-            if type(m) is not nn.Sequential:
-                continue
-            active = [(i, x) for i, x in m.named_children() if not isinstance(x, Dropout | nn.Identity)]
+            inside = m.named_children() if type(m) is nn.Sequential else ()
+            active = [(i, x) for i, x in inside if not isinstance(x, Dropout | nn.Identity)]
             for (i, a), (j, b) in pairwise(active):
                 if type(a) is type(b) is nn.Linear:
                     first, second = (f"{name}.{at}" if name else at for at in (i, j))

@@ -92,7 +92,7 @@ class Modes(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         unless = "" if run.n_batches else "too little was seen of the batches"
-        yield from self.told(run, [*self.seen, *self._found()], unless)
+        return self.told(run, [*self.seen, *self._found()], unless)
 
     def _found(self) -> Iterator[Finding]:
         for name, step in self._in_eval.items():

@@ -21,12 +21,9 @@ class SilentLayer(Fault):
     severity = "info"
 
     def findings(self, run: Run) -> Iterator[Result]:
-        if not run.layers:
-            yield Skipped("no call of any layer was seen")
-            return
         unused = [name for name, why in run.silent.items() if why == NOT_CALLED and _is_unused(run, name)]
-        if not unused:
-            yield Passed("unused layers")
+        if not (run.layers and unused):
+            yield Passed("unused layers") if run.layers else Skipped("no call of any layer was seen")
             return
         first, *others = unused
         were = "were" if len(others) > 1 else "was"

@@ -6,7 +6,6 @@ from hookcb.diagnosis.measurements.outside import Outside, OutsideParameters
 from hookcb.diagnosis.run import Run
 
 UNSEEN = "too little was seen of the graph of the output"
-CONTAINER = "layers in a plain list or dict, or in an object that is not an nn.Module"
 OPERATION = "an operation on an nn.Parameter before it was assigned, as in nn.Parameter(x).to(device)"
 
 
@@ -57,10 +56,8 @@ class Unregistered(Fault):
                 f"{_counted(found)} that the forward uses {are} not in model.parameters(), and no optimizer "
                 f"has changed {them} in {n_steps} steps"
             )
-            cause, advice = (
-                CONTAINER,
-                "Put the layers into an nn.ModuleList or nn.ModuleDict before the optimizer is created",
-            )
+            cause = "layers in a plain list or dict, or in an object that is not an nn.Module"
+            advice = "Put the layers into an nn.ModuleList or nn.ModuleDict before the optimizer is created"
             if any(x.is_computed for x in found):
                 cause, advice = OPERATION, "Assign the nn.Parameter itself, and move the model as a whole"
             advice += "; what is meant to stay, freeze with requires_grad_(False)"

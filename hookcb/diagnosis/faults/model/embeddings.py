@@ -1,4 +1,4 @@
-"""embed.scale: an embedding that is lost in the sum with a larger one, as the first graph shows."""
+"""embed.scale, embed.single_index: embeddings that are lost in a sum, or get one index only."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,9 @@ from torch import Tensor
 
 from hookcb.core import graph
 from hookcb.core.optim import detached_scalar
+from hookcb.core.text import as_layer
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.measurements.tokens import Tokens
 from hookcb.diagnosis.rules import MIN_BATCHES, is_trivial
 from hookcb.diagnosis.run import Passed, Run
 from hookcb.diagnosis.verdict import Severity
@@ -16,6 +18,7 @@ from hookcb.hooks.modules import named_modules
 MAX_NODES = 4096
 SAME_SCALE = (*graph.SAME_ORDER, "Slice", "Expand")  # whose rows are those of a table
 MAX_RATIO = 30.0  # of the RMS of two tables, before the first step and at the end; healthy ones end at 18
+POSITIONS = ("pos", "wpe")  # in the name of a table of positions
 
 
 @fault(
@@ -47,10 +50,9 @@ class EmbeddingScales(Fault):
         self.sums: list[list[tuple[str, float, float]]] = []  # name, first and last RMS of each table
 
     def on_first_graph(self, run: Run) -> None:
-        model = run.loop.model
         names = {
             id(p): name or path
-            for name, m in reversed(named_modules(model).items())
+            for name, m in reversed(named_modules(run.loop.model).items())
             for path, p in m.named_parameters(name, recurse=False)
         }
         if (nodes := graph.uses(run.loop.loss_node, MAX_NODES)) is None:
@@ -81,15 +83,16 @@ class EmbeddingScales(Fault):
             one, begin, end = min(tables, key=lambda x: x[2])
             other, large, last = max(tables, key=lambda x: x[2])
             if large > MAX_RATIO * begin > 0 and last > MAX_RATIO * end > 0:
-                message = (
+                about = self.finding(
                     f"The output of {one} is added to that of {other}, which is far larger: the RMS of "
                     f"their weights was {begin:.2g} and {large:.2g} at the beginning, and is {end:.2g} "
-                    f"and {last:.2g} now (limit: {MAX_RATIO:g} times)."
-                )
-                causes = ("embeddings that are initialized on different scales",)
-                steps = (f"Initialize {one} and {other} with the same std, such as 0.02",)
-                about = self.finding(
-                    message, severity, at=one, when=0, value=last / end, causes=causes, next_steps=steps
+                    f"and {last:.2g} now (limit: {MAX_RATIO:g} times).",
+                    severity,
+                    at=one,
+                    when=0,
+                    value=last / end,
+                    causes=("embeddings that are initialized on different scales",),
+                    next_steps=(f"Initialize {one} and {other} with the same std, such as 0.02",),
                 )
                 seen.append(about)
         yield from self.told(run, seen, self.unless)
@@ -106,3 +109,35 @@ def _added(at: Any) -> list[Tensor]:
 
 def _rms(table: Tensor) -> float | Tensor:
     return detached_scalar(table.detach().float().square().mean().sqrt())
+
+
+@fault("embed.single_index", Site.MODULES, needs="batches", subject="embeddings", exact=True)
+class SingleIndex(Fault):
+    """An embedding that gets the same index at all positions of all inspected batches.
+
+    Exact: smallest and largest index in three batches, of an embedding with as many rows as positions, eight
+    or more. A warning for an embedding with "pos" or "wpe" in its name, as positions then cannot be told
+    apart; else a note, as an id that all samples share may be intended.
+    """
+
+    headline = "An embedding gets one index only"
+    uses = (Tokens,)
+    passed = "embeddings that get a single index"
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        indices, seen = run.measured(Tokens).indices, []
+        for layer, (n, low, high) in indices.items():
+            if low == high:
+                is_position = any(part in layer.lower() for part in POSITIONS)
+                about = self.finding(
+                    f"Embedding {as_layer(layer) or 'of the model'} gets index {low} at all positions of all "
+                    f"{n} inspected batches"
+                    f"{', so the model cannot tell positions apart' if is_position else ''}.",
+                    "warning" if is_position else "info",
+                    at=layer,
+                    value=float(low),
+                    causes=("positions or ids that are all 0, as torch.zeros gives them",),
+                    next_steps=("For positions, pass torch.arange(T); it is fine for an id that all share",),
+                )
+                seen.append(about)
+        return self.told(run, seen, "" if indices else run.why_unseen("indices of embeddings"))

@@ -2,9 +2,7 @@
 
 import pytest
 
-from hookcb.diagnosis.faults.model.activation_scale import ActivationScale
-from hookcb.diagnosis.faults.model.collapsed_activations import CollapsedActivations
-from hookcb.diagnosis.faults.model.saturated_units import SaturatedUnits
+from hookcb.diagnosis.faults.model.activations import ActivationScale, CollapsedActivations, SaturatedUnits
 from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series, Skipped

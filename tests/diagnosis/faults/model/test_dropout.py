@@ -1,4 +1,4 @@
-"""Dropout between the last layer and the loss."""
+"""Dropout that leaves almost nothing, that stays on in eval mode, or that comes before the loss."""
 
 import math
 
@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, Learner, diagnose, watch
-from hookcb.diagnosis.faults.model.dropout_scores import dropped_share
+from hookcb.diagnosis.faults.model.dropout import ExtremeDropout, dropped_share
+from tests.diagnosis.faults.support import followed
 
 X, Y = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 10
 CE = F.cross_entropy
@@ -183,3 +184,18 @@ def test_a_watched_validation_in_train_mode_gets_a_note_if_modes_matter(drop, mo
                 model.train(mode == "train")(x)
     noted = [x.severity for x in w.diagnose().findings if x.code == "mode.mismatch"]
     assert noted == (["info"] if drop and mode == "train" else [])
+
+
+@pytest.mark.parametrize(
+    ("layer", "is_told"),
+    [
+        (nn.Dropout(0.9), True),
+        (nn.Dropout2d(0.95), True),
+        (nn.Dropout(0.5), False),
+        (nn.MultiheadAttention(8, 2, dropout=0.9), True),
+    ],
+)
+def test_a_dropout_of_nearly_all_is_seen(layer, is_told):
+    model = nn.Sequential(nn.Linear(8, 8), layer, nn.ReLU(), nn.Linear(8, 8))
+    seen = followed(ExtremeDropout, model)[0].seen
+    assert [(x.layer, x.severity) for x in seen] == [("1", "warning")] * is_told

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hookcb import Diagnose, Learner, watch
-from hookcb.diagnosis.faults.model.embedding_scales import EmbeddingScales
+from hookcb.diagnosis.faults.model.embeddings import EmbeddingScales
 from hookcb.diagnosis.run import Passed, Run
 from tests.diagnosis.support import evidence, only
 
