@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from hookcb.core.optim import detached_scalar, largest_lr
-from hookcb.diagnosis.fault import EVERY, Measurement
+from hookcb.diagnosis.fault import EVERY, Measurement, Unknown
 from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.steps import Steps
-from hookcb.diagnosis.run import Run, Series
+from hookcb.diagnosis.run import Run, Series, Skipped
 
 STATM = Path("/proc/self/statm")  # in pages
 MAX_POINTS, MAX_MEMORY = 8_192, 128  # points of a curve, and of memory in use, which is read in fewer batches
@@ -144,16 +144,16 @@ class Curves(Measurement):
         places = run.measured(Steps).places()
         self.losses = {places[key]: curve.series() for key, curve in self._losses.items() if key in places}
         run.sources |= {"memory"} if len(self.memory) else set()
-        run.missing["memory"] = "memory in use is unknown on this system"
+        run.lack(Skipped("memory in use is unknown on this system"), "memory")
         if any(p.maximizes for p in run.params.values()):
-            run.missing["loss"] = "the optimizer maximizes the loss"
+            run.lack(Skipped("the optimizer maximizes the loss"), "loss")
         elif len(run.loss):
             run.sources.add("loss")
 
-    def why_unseen(self, run: Run) -> str:
+    def why_unseen(self, run: Run) -> Unknown:
         """Why the error of a loss would not have been seen, "" if it would have been."""
         has_begun = self.n_losses or run.n_steps or "batches" not in run.sources  # else a single batch
-        return "" if has_begun else run.why_unseen("loss or steps")
+        return "" if has_begun else run.why_not("loss or steps")
 
     def close(self, run: Run) -> None:
         if self._resident is not None:

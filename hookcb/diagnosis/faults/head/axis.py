@@ -14,7 +14,7 @@ from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.loss_graph import main_term
 from hookcb.diagnosis.measurements.loss_terms import read_terms
 from hookcb.diagnosis.measurements.output import Output
-from hookcb.diagnosis.run import Absent, Run, Skipped
+from hookcb.diagnosis.run import Run
 
 FEATURES = {"Convolution": 1, "Addmm": -1, "Mm": -1, "Linear": -1}  # axis of the features by layer
 MAX_ELEMENTS = 4_000_000  # of the scores that are followed
@@ -104,10 +104,8 @@ class DegenerateHead(Fault):
     def findings(self, run: Run) -> Iterator[Result]:
         if run.measured(Loss).is_open or self.seen:
             yield from self.told(run, self.seen)
-        elif "graph" in run.absent:
-            yield Absent(run.absent["graph"])
         else:
-            yield Skipped(run.missing.get("graph", "too little was seen of the graph"))
+            yield run.why_not("graph")
 
 
 def class_scores(node: Any) -> ClassScores | None:

@@ -46,4 +46,4 @@ class BatchFirst(Fault):
             if not axis.n_right[name]
         ]
         is_known = often or axis.n_right
-        return self.told(run, found, "" if is_known else run.why_unseen("order of samples and steps"))
+        return self.told(run, found, "" if is_known else run.why_not("order of samples and steps"))

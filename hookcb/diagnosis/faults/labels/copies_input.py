@@ -35,7 +35,7 @@ class CopiedInput(Fault):
         relations, graph = run.measured(Tokens).relations, run.measured(Loss).graph_of_one
         is_shifted = any(x.is_next for x in relations)
         if not relations or is_shifted or graph.sure_kind != "cross-entropy":
-            return self.told(run, (), "" if relations else run.why_unseen("tokens that are targets"))
+            return self.told(run, (), "" if relations else run.why_not("tokens that are targets"))
         first = relations[0]
         is_causal = bool(first.seeing) and not any(first.seeing.values())
         finding = self.finding(

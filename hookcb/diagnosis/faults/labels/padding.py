@@ -31,7 +31,7 @@ class CountedPadding(Fault):
         share = 0.0 if first is None else first.n_padding / first.n_targets
         if first is None or first.padding < 0 or share <= MAX_PADDING:
             is_known = any(x.padding >= 0 for x in relations)
-            return self.told(run, (), "" if is_known else run.why_unseen("padding of the tokens"))
+            return self.told(run, (), "" if is_known else run.why_not("padding of the tokens"))
         finding = self.finding(
             f"{share:.0%} of the targets are padding that follows padding (index {first.padding}, the "
             f"padding_idx of {as_layer(first.layer) or 'the embedding'}), and the loss counts them (limit "

@@ -43,5 +43,5 @@ class SingleClass(Fault):
             )
 
     def findings(self, run: Run) -> Iterator[Result]:
-        unless = "" if self.is_known else run.why_unseen("labels of a classifier")
+        unless = "" if self.is_known else run.why_not("labels of a classifier")
         return self.told(run, self.seen, unless)

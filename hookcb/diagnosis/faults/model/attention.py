@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hookcb.core.text import as_layer
-from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.fault import Fault, Result, Site, Unknown, fault
 from hookcb.diagnosis.measurements.operations import MIN_BATCHES, Operations
 from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import Finding
@@ -47,9 +47,8 @@ class _OfAttention(Fault):
     def freeze(self) -> None:
         self._seen = {}
 
-    def why_unseen(self, run: Run) -> str:
-        few = "" if run.measured(Operations).has_attention else "too little was seen of the attention"
-        return few and run.missing.get("attention", few)
+    def why_unseen(self, run: Run) -> Unknown:
+        return "" if run.measured(Operations).has_attention else run.why_not("attention")
 
 
 @fault(

@@ -43,7 +43,7 @@ class FutureMask(Fault):
         shares = [share for x in following for share in x.seeing.values()]
         if not shares or min(shares) <= MAX_SEEING or self.has_recurrent:
             is_known = any(x.seeing for x in relations)
-            yield from self.told(run, (), "" if is_known else run.why_unseen("masks of the tokens"))
+            yield from self.told(run, (), "" if is_known else run.why_not("masks of the tokens"))
             return
         seeing = following[0].seeing
         share = min(seeing.values())

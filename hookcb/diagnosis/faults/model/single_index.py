@@ -40,4 +40,4 @@ class SingleIndex(Fault):
                     next_steps=("For positions, pass torch.arange(T); it is fine for an id that all share",),
                 )
                 found.append(told)
-        yield from self.told(run, found, "" if indices else run.why_unseen("indices of embeddings"))
+        yield from self.told(run, found, "" if indices else run.why_not("indices of embeddings"))

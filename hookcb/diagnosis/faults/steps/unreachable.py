@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.measurements.cleared import ClearedGradients
 from hookcb.diagnosis.measurements.parameters import Parameters
 from hookcb.diagnosis.measurements.steps import Steps
@@ -48,7 +49,8 @@ class Unreachable(Fault):
             return
         ungraded = [p for p in run.params.values() if not p.stats and p.n_without >= needed]
         without = [p for p in ungraded if p.layer in run.layers and _takes_part(run, p.layer)]
-        unknown = [p for p in ungraded if p.layer not in run.layers and p.layer not in run.silent]
+        known = run.layers.keys() | run.measured(Frame).silent.keys()
+        unknown = [p for p in ungraded if p.layer not in known]
         if unknown and "activations" not in run.sources and has_gradients:
             yield self._without_gradient(unknown, steps)
             return
