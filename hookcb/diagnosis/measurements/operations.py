@@ -23,7 +23,7 @@ MIN_KEYS = 4
 MAX_EVALUATED = 64  # calls in eval mode whose inputs are compared
 MAX_QUERIES = 32  # inspected for each head
 HALF = 0.5  # p that torch leaves out where it is the default
-OF_TOKENS = (  # what compiled code hides, see `Run.missing`
+OF_TOKENS = (  # what compiled code hides, see `Run.reasons`
     *("attention", "indices of embeddings", "tokens that are targets", "masks of the tokens"),
     "padding of the tokens",
 )
