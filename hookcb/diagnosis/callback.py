@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -119,7 +120,7 @@ class Diagnose(Callback):
         self._next_check, self._has_reacted = FIRST_CHECK, False
         self._is_new_step, self.is_wanted = True, False
         self._dispatcher = dispatcher = Dispatcher(Run(loop=self.learn), FAULTS.values(), self.budget)
-        dispatcher.run.of_rank = name_own_rank()  # the group may be gone at the end
+        self._of_rank = name_own_rank()  # the group may be gone at the end
         self._frame = dispatcher.guarded("frame", Frame.of, self.model, []) or Frame()
         self._names = {id(m): name or type(m).__name__ for name, m in named_modules(self.model).items()}
         self._led = list(self._to_lead())
@@ -209,7 +210,7 @@ class Diagnose(Callback):
             return
         dispatcher.end_batch()
         run = dispatcher.run
-        is_alarmed, run.alarmed = self.learn.agree_on_alarm(run.alarmed), False
+        is_alarmed, dispatcher.is_alarmed = self.learn.agree_on_alarm(dispatcher.is_alarmed), False
         if run.n_batches >= self._next_check:
             self._next_check *= CHECK_GROWTH
             is_alarmed = True
@@ -284,7 +285,7 @@ class Diagnose(Callback):
         told, dispatcher = tuple(self._told.values()), self._dispatcher
         if ranks.world == 1 or dispatcher is None:
             try:
-                return judge(run, told=told), run
+                return replace(judge(run, told=told), of_rank=self._of_rank), run
             except Exception as error:  # a verdict that says why there is none is better than none
                 run.note(describe_failure("a part of Diagnose", error))
                 return self._no_verdict(run), run

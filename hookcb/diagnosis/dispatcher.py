@@ -9,7 +9,7 @@ import torch
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.fault import HANDLERS, RARE, Part, key_of, parts_for
 from hookcb.diagnosis.frame import Frame
-from hookcb.diagnosis.run import Run
+from hookcb.diagnosis.run import Partial, Run
 from hookcb.diagnosis.schedule import Schedule
 from hookcb.diagnosis.verdict import Finding
 from hookcb.hooks.modules import ModelGoneError
@@ -35,6 +35,7 @@ class Dispatcher:
     def __init__(self, run: Run, kinds: Iterable[type[Part]], budget: float) -> None:
         self.run, self.schedule = run, Schedule(budget)
         self.is_closed = False
+        self.is_alarmed = False  # whether something was seen that should be told at once
         self._has_loss, self._under_way = False, False
         self._is_looked = False  # likewise whether that batch is inspected
         for kind in parts_for(kinds):
@@ -65,7 +66,8 @@ class Dispatcher:
         run = self.run
         for part, handle in self._calls[run.looking][event]:
             try:
-                handle(run, *args)
+                if handle(run, *args):
+                    self.is_alarmed = True
             except Exception as error:  # the training must go on, whatever it is
                 self.fail(part, error)
             if part.done:
@@ -116,7 +118,7 @@ class Dispatcher:
         run = Run(parts=dict(live.parts), sources=set(SOURCES), params=frame.params, n_steps=live.n_steps)
         run.n_batches = live.n_batches + self._under_way
         run.n_looked = live.n_looked + (self._under_way and self._is_looked)
-        run.looks, run.of_rank = self.schedule.rule, live.of_rank
+        run.parts[Schedule] = self.schedule
         for part in live.parts.values():
             if part.failure is not None:
                 self.fail(part, part.failure)
@@ -155,7 +157,8 @@ class Dispatcher:
         if isinstance(part, Part):
             part.done = self._is_outdated = True
         for key in COSTS.get(part, (part,)) if isinstance(part, str) else (key_of(type(part)),):
-            run.partial.setdefault(key, note)
+            if not isinstance(run.reasons.get(key), Partial):
+                run.lack(Partial(note), key)
 
 
 def _calls(parts: list[Part]) -> Calls:

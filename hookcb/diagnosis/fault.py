@@ -13,6 +13,7 @@ from hookcb.diagnosis.verdict import Finding, Severity
 
 F = TypeVar("F", bound="type[Fault]")
 Result = Finding | Passed | Skipped | Absent
+Unknown = str | Skipped | Absent  # why a fault is not ruled out; a string is that of `Skipped`, "" if it is
 When = Span | Series | int | tuple[int | None, int | None]
 
 # what a fault at the beginning of a training may lead to
@@ -64,8 +65,9 @@ class Site(IntEnum):
 class Part:
     """Base of measurements and faults; each fit makes new ones.
 
-    Its methods that are named as in `HANDLERS` are called at these events of a training, with the `Run`. An
-    error in one costs the faults that depend on it, and nothing else.
+    Its methods that are named as in `HANDLERS` are called at these events of a training, with the `Run`; one
+    returns True if it has seen what should be told at once. An error in one costs the faults that depend on
+    it, and nothing else.
 
     For one verdict of several ranks, each part that has them sends what `state(run)` returns, plain and
     small. A frozen copy of the part, for the run of all ranks, then takes that of each by `merge(run,
@@ -107,7 +109,7 @@ class Fault(Part):
         exact: whether it has no threshold.
         needs: sources of the run that it requires, see `Run.sources`.
         leads_to: codes of findings that may follow from one of these, as `fnmatch` patterns.
-        subject: what it checks, if some trainings do not have it, see `Run.absent`.
+        subject: what it checks, if some trainings do not have it, see `Run.lack`.
         shown_by: the series that shows its findings, "run.loss" of the whole run, "layers.std" of the layer
             or "params.norm" of the parameter; "" if none does.
         draws_limit: whether `Finding.limit` is in the unit of that series.
@@ -128,7 +130,7 @@ class Fault(Part):
     draws_limit: ClassVar[bool]
     severity: ClassVar[Severity] = "error"
     passed: ClassVar[str] = ""
-    unless = ""
+    unless: Unknown = ""
 
     def __init__(self) -> None:
         self.seen: list[Finding] = []
@@ -137,17 +139,20 @@ class Fault(Part):
         """Findings, or what was ruled out, or why that is unknown; has no effects, and needs no event."""
         yield from self.told(run, self.seen, self.unless)
 
-    def told(self, run: Run, seen: Iterable[Finding], unless: str = "") -> Iterator[Result]:
+    def told(
+        self, run: Run, seen: Iterable[Finding], unless: str | Skipped | Absent = ""
+    ) -> Iterator[Result]:
         """One finding per severity of all that was seen, with the places of the others.
 
         Args:
             run: the training.
             seen: findings of this fault.
-            unless: if there are none, the reason why the fault is not ruled out.
+            unless: if there are none, the reason why the fault is not ruled out, "" if it is.
         """
         found = list(seen)
         if not found:
-            yield Skipped(unless) if unless else Passed(self.passed)
+            unseen = Skipped(unless) if isinstance(unless, str) else unless
+            yield unseen if unless else Passed(self.passed)
         for severity in dict.fromkeys(finding.severity for finding in found):
             yield _one_of(run, [finding for finding in found if finding.severity == severity])
 
@@ -256,15 +261,15 @@ def doc_of(kind: type[Fault]) -> str:
 
 def findings_of(code: str, run: Run) -> list[Finding]:
     """Findings of another fault, on which one depends; judged once in each run."""
-    if code not in run._found:
+    if code not in run._kept:
         results = run.measured(FAULTS[code]).findings(run)
-        run._found[code] = [result for result in results if isinstance(result, Finding)]
-    found: list[Finding] = run._found[code]
+        run._kept[code] = [result for result in results if isinstance(result, Finding)]
+    found: list[Finding] = run._kept[code]
     return found
 
 
 def key_of(kind: type[Part]) -> str:
-    """Key of a part in `Run.partial`."""
+    """Key of a part in `Run.reasons`."""
     return kind.code if issubclass(kind, Fault) else kind.__name__
 
 

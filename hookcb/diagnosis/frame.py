@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from hookcb.core.optim import detached_scalar, is_adaptive, largest_lr
 from hookcb.core.shards import plain_class
 from hookcb.core.torch_private import BatchNorm, Convolution, Dropout, parameters_of
-from hookcb.diagnosis.run import Param
+from hookcb.diagnosis.run import Absent, Param, Partial, Reason
 from hookcb.hooks.modules import has_uninitialized, named_modules
 from hookcb.hooks.params import find_params
 
@@ -41,8 +41,8 @@ class Frame:
             norms and embeddings are left out.
         n_optimizers: number of known optimizers.
         foreign: shapes of their parameters that are not the model's.
-        absent: see `Run.absent`.
-        partial: see `Run.partial`.
+        silent: layers that were never called, with the likely reason.
+        reasons: see `Run.reasons`.
     """
 
     about: dict[str, str] = field(default_factory=dict)
@@ -50,8 +50,8 @@ class Frame:
     frozen: dict[str, int] = field(default_factory=dict)
     n_optimizers: int = 0
     foreign: set[tuple[int, ...]] = field(default_factory=set)
-    absent: dict[str, str] = field(default_factory=dict)
-    partial: dict[str, str] = field(default_factory=dict)
+    silent: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, Reason] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module, optimizers: Iterable[Optimizer]) -> "Frame":
@@ -59,7 +59,8 @@ class Frame:
         modules, known = named_modules(model), list(optimizers)
         frame = cls({name: about(m) for name, m in modules.items()}, n_optimizers=len(known))
         frame.frozen = dict(_frozen(modules))
-        frame.absent, frame.partial = dict(_absent(model, known)), dict(_partial(model))
+        frame.reasons = {what: Partial(why) for what, why in _partial(model)}
+        frame.reasons |= {what: Absent(why) for what, why in _absent(model, known)}
         groups = [(i, opt, group) for i, opt in enumerate(known) for group in opt.param_groups]
         group_of = {id(p): where for where in groups for p in where[2]["params"]}
         own = {id(p) for p in model.parameters()}

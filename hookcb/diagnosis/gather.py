@@ -16,7 +16,7 @@ from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.reader import way_of
-from hookcb.diagnosis.run import Layer, Run, Series
+from hookcb.diagnosis.run import Absent, Layer, Run, Series, Skipped
 from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.outputs import OutputGradients
 from hookcb.gradients.records import GradientRecords
@@ -47,8 +47,8 @@ def gather(cbs: Iterable[Callback], frame: Frame, evidence: Run, dispatcher: Dis
             if isinstance(cb, kind):
                 found.setdefault(kind, cb)
     evidence.params, evidence.parts[Frame] = frame.params, frame
-    evidence.absent |= frame.absent
-    evidence.partial |= frame.partial
+    for what, reason in frame.reasons.items():
+        evidence.lack(reason, what)
     if frame.n_optimizers:
         evidence.sources.add("optimizers")
     if stats := found.get(ActivationStats):
@@ -61,7 +61,7 @@ def gather(cbs: Iterable[Callback], frame: Frame, evidence: Run, dispatcher: Dis
             guarded("curves", _add_losses, evidence, recorder)
     if evidence.is_by_closure:
         evidence.sources.discard("gradients")
-        evidence.missing["gradients"] = BY_CLOSURE
+        evidence.lack(Skipped(BY_CLOSURE), "gradients")
     guarded("ranks", _add_ranks, evidence, found.get(StepTimer))
     evidence.add_failures(dispatcher.run)
 
@@ -74,7 +74,7 @@ def _add_validation(evidence: Run, recorder: Recorder) -> None:
 
 def _add_ranks(evidence: Run, timer: StepTimer | None) -> None:
     if timer is None or timer.records.ranks is None:
-        evidence.absent["ranks"] = "there are no ranks to compare"
+        evidence.lack(Absent("there are no ranks to compare"), "ranks")
     else:
         evidence.sources.add("ranks")
         evidence.measured(SlowRank).slowest = timer.records.ranks.slowest
@@ -82,12 +82,13 @@ def _add_ranks(evidence: Run, timer: StepTimer | None) -> None:
 
 def note_unseen(evidence: Run, loop: Any) -> None:
     """Adds what was not seen of a loop that hookcb does not run."""
-    evidence.unseen = dict(loop.coverage.missing)
+    for event, why in loop.coverage.missing.items():
+        evidence.lack(Skipped(why), event)
     evidence.reader = way_of(loop.way)
     if (facts := loop.facts).of_rank:
         evidence.note(facts.of_rank)
     if facts.n_losses_of_others and not (facts.n_losses_found or facts.n_losses_reported):
-        evidence.absent |= dict.fromkeys(("loss", "graph", "targets"), OF_OTHERS)
+        evidence.lack(Absent(OF_OTHERS), "loss", "graph", "targets")
 
 
 def _add_source(evidence: Run, source: str, steps: Sequence[int]) -> None:
@@ -117,7 +118,7 @@ def _add_activations(evidence: Run, stats: ActivationStats, frame: Frame) -> Non
         param.place_of_layer = _place_of(param.layer, evidence.layers)
     if stats.hooks is not None and steps:
         coverage = stats.coverage
-        evidence.silent = dict(coverage.silent)
+        frame.silent = dict(coverage.silent)
         if coverage.added:
             names = join_names(map(as_layer, coverage.added), 3)
             evidence.notes.append(f"layers that came into the model later were not recorded: {names}")
@@ -167,7 +168,7 @@ def _add_gradients(evidence: Run, records: GradientRecords) -> None:
     if any(scale != 1 for _, scale in evidence.steps["scale"]):  # else the scaler has not skipped them
         evidence.measured(Steps).n_skipped = records.skipped
     elif len(evidence.steps["scale"]):
-        evidence.absent["scaler"] = "there is no GradScaler"
+        evidence.lack(Absent("there is no GradScaler"), "scaler")
     evidence.n_steps = max(evidence.n_steps, len(steps))
 
 

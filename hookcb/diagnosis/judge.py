@@ -11,7 +11,8 @@ from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.fault import FAULTS, Fault, Result, key_of, parts_for
 from hookcb.diagnosis.ranks import findings_of_all
 from hookcb.diagnosis.reader import why_unseen
-from hookcb.diagnosis.run import Absent, Passed, Run, Skipped
+from hookcb.diagnosis.run import Absent, Partial, Passed, Run, Skipped
+from hookcb.diagnosis.schedule import Schedule
 from hookcb.diagnosis.verdict import UNFINISHED, Finding, Gap, Status, Verdict
 
 RANK = {"error": 0, "warning": 1, "info": 2}
@@ -30,8 +31,7 @@ def judge(
         own: further findings of this rank.
         told: errors that were told during the training; those that are over by now are among the findings.
     """
-    evidence._found.clear()  # of a verdict before: ranks have shared their losses since then
-    evidence._found = {}  # of before it was merged with others
+    evidence._kept = {}  # of a verdict before: ranks have shared their losses since then
     results = [(check, result) for check in FAULTS.values() for result in _run(check, evidence)]
     found = [result for _, result in results if isinstance(result, Finding)]
     passed = [(check, result.text) for check, result in results if isinstance(result, Passed)]
@@ -60,7 +60,6 @@ def judge(
         n_checked=len({*(finding.code for finding in found), *(check.code for check, _ in passed)}),
         n_checks=len({check.code for check, result in results if not isinstance(result, Absent)}),
         gaps=tuple(gaps),
-        of_rank="" if ranks.world > 1 else evidence.of_rank,
         more=evidence.advise("coverage"),
     )
     return ranks.of_main(lambda: verdict)
@@ -99,19 +98,20 @@ def _without_idle_advice(findings: Sequence[Finding], is_unknown: bool) -> list[
 
 
 def _run(check: type[Fault], evidence: Run) -> Sequence[Result]:
-    if absent := [evidence.absent[x] for x in (check.subject, *check.needs) if x in evidence.absent]:
-        return [Absent(absent[0])]
-    parts = (key_of(part) for part in parts_for([check]))
-    partial = [evidence.partial[x] for x in (*parts, *check.needs) if x in evidence.partial]
+    reasons = evidence.reasons
+    if absent := [why for x in (check.subject, *check.needs) if isinstance(why := reasons.get(x), Absent)]:
+        return absent[:1]
+    known = [reasons[x] for x in (*map(key_of, parts_for([check])), *check.needs) if x in reasons]
+    partial = [why.reason for why in known if isinstance(why, Partial)]
     if missing := [need for need in check.needs if need not in evidence.sources]:
-        known = partial + [evidence.missing[need] for need in missing if need in evidence.missing]
-        return [Skipped(known[0] if known else why_unseen(missing, evidence.reader))]
+        whys = partial + [reasons[need].reason for need in missing if need in reasons]
+        return [Skipped(whys[0] if whys else why_unseen(missing, evidence.reader))]
     try:
         results = list(evidence.measured(check).findings(evidence))
     except Exception as error:  # a verdict without this check is better than none
         return [Skipped(describe_failure("the check itself", error))]
     # a part can show a fault, but not rule it out
-    ruled_out = Passed, *((Skipped, Absent) if check.code in evidence.partial else ())
+    ruled_out = Passed, *((Skipped, Absent) if isinstance(reasons.get(check.code), Partial) else ())
     return [Skipped(partial[0]) if partial and isinstance(x, ruled_out) else x for x in results]
 
 
@@ -191,7 +191,7 @@ def _in_order(passed: Sequence[tuple[type[Fault], str]], primary: Finding | None
 
 def _looked(evidence: Run) -> tuple[str, ...]:
     n = evidence.n_batches
-    rule = f" ({evidence.looks})" if evidence.looks else ""
+    rule = f" ({rule})" if (rule := evidence.measured(Schedule).rule) else ""
     looked = "1 batch" if n == 1 else f"{n} batches, {evidence.n_looked} closely{rule}"
     n_layers, n_params = len(evidence.layers), len(evidence.params)
     layers = f"{n_layers} layer{'s' * (n_layers != 1)}" if n_layers else "outputs of no layer"

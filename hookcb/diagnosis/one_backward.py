@@ -7,7 +7,7 @@ from torch import nn
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.reader import SOURCES
-from hookcb.diagnosis.run import Run, Series
+from hookcb.diagnosis.run import Run, Series, Skipped
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.gradients.flow import read_gradients
 from hookcb.gradients.stats import GRAD_STATS
@@ -47,9 +47,9 @@ def check_gradients(model: nn.Module) -> Verdict:
     """
     capture, stats = read_gradients(model)
     frame = Frame.of(model, [])
-    evidence = Run(sources={"gradients"}, n_batches=1, n_looked=1, is_one_backward=True)
-    evidence.params, evidence.absent, evidence.partial = frame.params, frame.absent, frame.partial
-    evidence.missing = dict.fromkeys(SOURCES.keys() - evidence.sources, GAP)
+    evidence = Run(sources={"gradients"}, n_batches=1, n_looked=1)
+    evidence.params, evidence.reasons = frame.params, frame.reasons
+    evidence.lack(Skipped(GAP), *(SOURCES.keys() - evidence.sources))
     for name in frame.params.keys() & stats.keys():
         numbers = {stat: stats[name][stat] for stat in GRAD_STATS if stat not in OF_WEIGHTS}
         frame.params[name].stats = {stat: Series.of([0], [x]) for stat, x in numbers.items()}

@@ -28,7 +28,7 @@ from hookcb.diagnosis.measurements.origin import Found, Origin, find_origin
 from hookcb.diagnosis.measurements.output import Output
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
-from hookcb.diagnosis.run import Run, Series
+from hookcb.diagnosis.run import Run, Series, Skipped
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import device_of, has_uninitialized, is_leaf, named_modules
 from hookcb.nans.replay import BatchStarts, as_at_start
@@ -46,7 +46,7 @@ def add_preflight(evidence: Run, learn: Any, cbs: list[Callback]) -> None:
 
     It runs a forward, the loss and its gradients, with the model in train mode and without torch.compile.
     Weights, buffers, gradients, modes, random state, the optimizer and the loader are restored. Checks that
-    are meaningful only before training are left out. If the batch cannot be run, `missing` says why.
+    are meaningful only before training are left out. If the batch cannot be run, `Run.reasons` says why.
 
     Args:
         evidence: records of the callbacks.
@@ -60,7 +60,7 @@ def add_preflight(evidence: Run, learn: Any, cbs: list[Callback]) -> None:
         except Exception as error:  # the batch, model and loss function are the user's own
             why = f"inspecting one batch failed with {type(error).__name__}: {str(error)[:80]}"
     if why:
-        evidence.missing |= dict.fromkeys(SOURCES, why)
+        evidence.lack(Skipped(why), *SOURCES)
 
 
 def _why_not(learn: Any, cbs: list[Callback]) -> str:
@@ -88,17 +88,18 @@ def _inspect(evidence: Run, learn: Any) -> None:
             learn.model.train()
             _observe_model(found, learn)
             _observe_batch(found, learn, step=evidence.n_batches)
-    if any(p.first_bad is not None for p in evidence.params.values()) and "scaler" in evidence.absent:
+    if any(p.first_bad is not None for p in evidence.params.values()) and "scaler" in evidence.reasons:
         # this batch cannot say how NaN began in an earlier step, of which there are records
         if (origin := found.measured(Origin)).found.is_from_weights:
             origin.found = Found()
-        found.missing["inputs"] = "the batch of the first NaN was not inspected; that needs Diagnose"
+        found.lack(Skipped("the batch of the first NaN was not inspected; that needs Diagnose"), "inputs")
     # a fault at the end may have been there from the beginning, and then explains the others
     for part in found.parts.values():
         if isinstance(part, Fault) and {"batch", "model", "graph", "optimizers"}.issuperset(part.needs):
             part.seen = [replace(x, step=None, last_step=None) for x in part.seen]
     evidence.sources |= found.sources
-    evidence.missing |= found.missing
+    for what, reason in found.reasons.items():
+        evidence.lack(reason, what)
     found.measured(Loss).validation = evidence.measured(Loss).validation
     evidence.parts |= found.parts
     evidence.notes.append("one more batch after the training")

@@ -16,7 +16,7 @@ SEVERITIES = "error", "warning", "info"
 
 def of_all(run: Run, ranks: Ranks, dispatcher: Dispatcher) -> Run:
     """A run of all ranks, which call this together, from that of this rank, which stays as it is."""
-    merged = replace(run, parts=dict(run.parts), notes=[*run.notes, f"{ranks.world} ranks"], _found={})
+    merged = replace(run, parts=dict(run.parts), notes=[*run.notes, f"{ranks.world} ranks"], _kept={})
     parts = {key_of(kind): part for kind, part in run.parts.items() if hasattr(part, "merge")}
     own = {key: dispatcher.guarded(part, part.state, run) for key, part in parts.items()}
     of_ranks = ranks.gather(own)  # the only place where ranks send these

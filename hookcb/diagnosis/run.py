@@ -3,7 +3,7 @@
 import math
 import statistics
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from hookcb.diagnosis.reader import ADVICE, Way, way_of
 from hookcb.hooks.coverage import BY_CLOSURE
@@ -131,10 +131,21 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
+class Partial:
+    """Reason why a fault can be shown, but not ruled out: "part of the model is TorchScript"."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Absent:
     """Reason why a training cannot have the fault: "there is no GradScaler"."""
 
     reason: str
+
+
+Reason = Skipped | Partial | Absent  # each says more than the one before it
+STRENGTH = Skipped, Partial, Absent
 
 
 @dataclass(slots=True)
@@ -146,7 +157,6 @@ class Run:
             as seen by `Diagnose`), "batch" (at least one of these), "model" (before training), "graph" (of
             the loss), "optimizers" (known ones), "steps" (their steps), "time", "memory".
         n_batches, n_looked: number of training batches, and of those that were inspected closely.
-        looks: rule by which later batches were chosen, "" if the budget had no effect.
         layers: layers by name, in the order of execution.
         params: parameters by name, in the order of the model.
         steps: series over the inspected steps: `total_norm` before clipping, `clipped_total_norm`,
@@ -154,47 +164,32 @@ class Run:
         lr: largest learning rate of all groups, for each batch.
         loss: loss of each batch.
         n_steps: number of optimizer steps.
-        is_one_backward: whether it comes from a single backward, without a training.
-        silent: layers that were never called, with the likely reason.
         notes: remarks on what could not be inspected.
-        missing: reasons why a source is missing, if known.
-        absent: reason why this training does not have a subject or a source of checks.
-        partial: reason why nothing is ruled out, by source that covers only a part of the model or the
-            training, or by code of a check that is not told all that it needs.
-        unseen: reason why an event of an external loop was not seen, by event.
+        reasons: why nothing, or not all, is known, see `lack`.
         reader: how whoever reads the verdict runs hookcb, for advice that fits.
-        of_rank: the only rank that it is of, though others train too: "rank 0"; "" if there is no other.
         loop: the loop, while it is followed.
         looking: whether the current batch is inspected.
-        alarmed: whether a fault was seen that should be told at once.
         parts: what was measured, and faults, by their classes, see `measured`.
     """
 
     loop: Any = None
     looking: bool = False
-    alarmed: bool = False
     parts: dict[type, Any] = field(default_factory=dict)
     sources: set[str] = field(default_factory=set)
     n_batches: int = 0
     n_looked: int = 0
-    looks: str = ""
     layers: dict[str, Layer] = field(default_factory=dict)
     params: dict[str, Param] = field(default_factory=dict)
     steps: dict[str, Series] = field(default_factory=dict)
     lr: Series = field(default_factory=Series)
     loss: Series = field(default_factory=Series)
     n_steps: int = 0
-    is_one_backward: bool = False
-    silent: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)
-    absent: dict[str, str] = field(default_factory=dict)
-    partial: dict[str, str] = field(default_factory=dict)
-    unseen: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, Reason] = field(default_factory=dict)
     reader: Way = field(default_factory=lambda: way_of("learner"))
-    of_rank: str = ""
-    _found: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)  # see `findings_of`
-    _smooth: tuple[Series, int, Series] | None = field(default=None, repr=False, compare=False)
+    _kept: dict[str, Any] = field(
+        default_factory=dict, repr=False, compare=False
+    )  # what a verdict reads often
 
     def __repr__(self) -> str:
         counts = f"{self.n_batches:,} batches, {len(self.layers)} layers, {len(self.params)} parameters"
@@ -222,12 +217,31 @@ class Run:
         """Adds what has failed in a live run; True if that is new."""
         new = [note for note in live.notes if note not in self.notes]
         self.notes += new
-        self.partial |= {key: why for key, why in live.partial.items() if key not in self.partial}
+        for what, reason in live.reasons.items():
+            if not isinstance(self.reasons.get(what), Partial):
+                self.lack(reason, what)
         return bool(new)
 
-    def why_unseen(self, what: str) -> str:
-        """Why nothing is known of what faults need to see."""
-        return self.missing.get(what, f"too little was seen of the {what}")
+    def lack(self, reason: Reason, *of: str) -> None:
+        """Keeps why nothing is known, or not all, unless a reason that says more is known.
+
+        Args:
+            reason: `Absent` from this training, `Partial`, or `Skipped` if nothing was seen.
+            of: sources, subjects of faults, codes of faults, classes of measurements, or events of a loop.
+        """
+        for what in of:
+            known = self.reasons.get(what, reason)
+            if STRENGTH.index(type(reason)) >= STRENGTH.index(type(known)):
+                self.reasons[what] = reason
+
+    def why_not(self, what: str) -> Absent | Skipped:
+        """Why a fault that needs to see something cannot be judged."""
+        if isinstance(known := self.reasons.get(what), Absent):
+            return known
+        return Skipped(known.reason if known else f"too little was seen of the {what}")
+
+    def _why(self, what: str, otherwise: str = "") -> str:
+        return self.reasons[what].reason if what in self.reasons else otherwise
 
     def about(self, layer: str, param: str) -> str:
         """Type and sizes of a layer, or of the one that has a parameter; "" if unknown."""
@@ -239,7 +253,12 @@ class Run:
     @property
     def is_by_closure(self) -> bool:
         """Whether each batch is an evaluation in a step of LBFGS; then no gradient belongs to a step."""
-        return self.unseen.get("before_step") == BY_CLOSURE
+        return self._why("before_step") == BY_CLOSURE
+
+    @property
+    def is_one_backward(self) -> bool:
+        """Whether it has the gradients of a single backward, without a training."""
+        return not self.n_steps and len(self.steps.get("total_norm", ())) > 0
 
     def advise(self, what: str) -> str:
         """One of `ADVICE`, in the words of how the reader runs hookcb."""
@@ -248,22 +267,22 @@ class Run:
     def why_nothing_seen(self) -> str:
         """Reason why no verdict can rest on this evidence, "" if one can."""
         if not self.n_batches:
-            why = self.unseen.get("before_batch", "no training batch was seen")
-            return self.partial.get("batches", why)
+            return self._why("batches", self._why("before_batch", "no training batch was seen"))
         has_forward = len(self.loss) > 0 or any(layer.stats for layer in self.layers.values())
-        if "gradients" not in self.sources or "gradients" in self.partial or self.is_by_closure:
-            why = self.partial.get("activations", "no layer has produced an output in a training batch")
+        is_unknown = "gradients" not in self.sources or "gradients" in self.reasons
+        if is_unknown or self.is_by_closure:
+            why = self._why("activations", "no layer has produced an output in a training batch")
             return "" if has_forward else why
         if not any(p.stats for p in self.params.values()):
             return self._why_no_gradients()
-        return "" if has_forward else self.unseen.get("after_pred", "")  # half a training proves nothing
+        return "" if has_forward else self._why("after_pred")  # half a training proves nothing
 
     def _why_no_gradients(self) -> str:
         if not self.params:
             return "no parameter of the model requires a gradient"
         for event in ("after_pred", "before_backward", "before_step"):
-            if event in self.unseen:
-                return self.unseen[event]
+            if event in self.reasons:
+                return self._why(event)
         if not self.n_steps:
             return f"no optimizer step was seen in {self.n_batches} batches, so no gradient was inspected"
         return "no parameter of the model had a gradient at a step"
@@ -276,17 +295,15 @@ class Run:
 
     def smooth_loss(self) -> Series:
         """Exponential moving average of the finite losses over about ten batches."""
-        kept = self._smooth  # as a dozen checks use it
-        if kept is None or kept[0] is not self.loss or kept[1] != len(self.loss):
-            self._smooth = kept = self.loss, len(self.loss), self._smoothed()
-        return kept[2]
-
-    def _smoothed(self) -> Series:
+        loss, n, smooth = self._kept.get("smooth loss", (None, 0, Series()))
+        if loss is self.loss and n == len(loss):
+            return cast("Series", smooth)
         smooth, now = Series(), math.nan
         for step, x in self.loss:
             if math.isfinite(x):
                 now = x if math.isnan(now) else now + (x - now) / WINDOW
                 smooth.add(step, now)
+        self._kept["smooth loss"] = self.loss, len(self.loss), smooth
         return smooth
 
     def converged_at(self) -> float:

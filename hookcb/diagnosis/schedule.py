@@ -21,7 +21,7 @@ class Schedule:
         budget: share of the batches, 0..1.
     """
 
-    def __init__(self, budget: float) -> None:
+    def __init__(self, budget: float = 1.0) -> None:
         self.budget = budget
         self.n_batches = 0
         self._last = 0

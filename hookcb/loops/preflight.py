@@ -19,7 +19,7 @@ from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.preflight import first_batch, preserve_loader, why_not_readable
-from hookcb.diagnosis.run import Run
+from hookcb.diagnosis.run import Absent, Run, Skipped
 from hookcb.diagnosis.verdict import Finding, Verdict
 from hookcb.loops.data import check_loader
 from hookcb.loops.learner import Learner
@@ -107,8 +107,9 @@ def _without_stand_ins(evidence: Run, has_opt: bool, steps: int) -> Run:
         missing["optimizers"] = "no optimizer was given"
     if not steps:
         missing["steps"] = "no step was made"
-    evidence.missing |= missing
-    evidence.absent["end"] = "the training was only tried out"
+    for what, why in missing.items():
+        evidence.lack(Skipped(why), what)
+    evidence.lack(Absent("the training was only tried out"), "end")
     evidence.sources -= missing.keys()
     return evidence
 

@@ -98,7 +98,7 @@ def test_a_part_that_fails_on_a_rank_is_not_merged_and_does_not_keep_others_wait
     (one, other), n = on_ranks(run_of, [losses(1.0), Run()])
     assert n == 1
     assert [run.measured(Weak).merged for run in (one, other)] == [False, False]
-    assert (one.partial.keys(), other.partial.keys()) == (set(), {"Weak"})
+    assert (one.reasons.keys(), other.reasons.keys()) == (set(), {"Weak"})
 
 
 def scaled(*rms):

@@ -13,6 +13,7 @@ from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.reader import SOURCES
 from hookcb.diagnosis.rules import falls_slowly, persistent, persistent_max
 from hookcb.diagnosis.run import Layer, Param, Run, Series, Span
 from hookcb.diagnosis.verdict import Finding
@@ -83,20 +84,9 @@ def test_numbers_of_which_none_is_known_find_nothing_and_rule_nothing_out(n):
         unknown(n),
     )
     given = Run(
-        {
-            "activations",
-            "gradients",
-            "loss",
-            "batches",
-            "batch",
-            "model",
-            "graph",
-            "optimizers",
-            "steps",
-            "time",
-        },
-        n,
-        n,
+        sources=set(SOURCES),
+        n_batches=n,
+        n_looked=n,
         layers=layers,
         params=params,
         steps=dict.fromkeys(STEP_STATS, unknown(n)),

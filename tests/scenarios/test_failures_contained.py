@@ -258,7 +258,7 @@ def test_a_fault_that_cannot_be_judged_costs_its_own_code_and_those_that_ask_for
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fault, "findings", raises)
             verdict = judge(run)
-            (told,) = _run(fault, replace(run, sources=set(SOURCES), absent={}))
+            (told,) = _run(fault, replace(run, sources=set(SOURCES), reasons={}))
         lost = {code, *(c for c, f in FAULTS.items() if f'findings_of("{code}"' in source_of(f))}
         assert unchecked(verdict) - lost == gaps - lost
         assert TEXT in told.reason

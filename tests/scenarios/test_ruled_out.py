@@ -12,7 +12,7 @@ from hookcb.diagnosis.faults.model.dropout import ExtremeDropout
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.loss_graph import read_loss
 from hookcb.diagnosis.measurements.origin import Origin
-from hookcb.diagnosis.run import Layer, Param, Run, Series
+from hookcb.diagnosis.run import Layer, Param, Partial, Run, Series
 from tests.support import fit
 
 HEAD = "an activation before the loss"
@@ -307,7 +307,7 @@ def test_a_part_of_a_model_can_show_a_fault_and_cannot_rule_it_out():
         sources={"activations", "model"}, n_batches=3, params={"0.weight": param}, layers={"0": layer}
     )
     assert any("scale of activations" in fine for fine in judge(evidence).ruled_out)
-    evidence.partial = {"activations": "a part is hidden", "model": "a part is hidden"}
+    evidence.lack(Partial("a part is hidden"), "activations", "model")
     evidence.measured(ExtremeDropout).see("it drops all", at="0", next_steps=("drop less",))
     verdict = judge(evidence)
     assert verdict.primary.code == "dropout.extreme"

@@ -16,7 +16,7 @@ from hookcb.core.optim import detached_scalar, largest_lr
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.steps import Steps
-from hookcb.diagnosis.run import Run, Series
+from hookcb.diagnosis.run import Run, Series, Skipped
 
 STATM = Path("/proc/self/statm")  # in pages
 MAX_POINTS, MAX_MEMORY = 8_192, 128  # points of a curve, and of memory in use, which is read in fewer batches
@@ -132,9 +132,9 @@ class Curves(Measurement):
         places = run.measured(Steps).places()
         self.losses = {places[key]: curve.series() for key, curve in self._losses.items() if key in places}
         run.sources |= {"memory"} if len(self.memory) else set()
-        run.missing["memory"] = "memory in use is unknown on this system"
+        run.lack(Skipped("memory in use is unknown on this system"), "memory")
         if any(p.maximizes for p in run.params.values()):
-            run.missing["loss"] = "the optimizer maximizes the loss"
+            run.lack(Skipped("the optimizer maximizes the loss"), "loss")
         elif len(run.loss):
             run.sources.add("loss")
 

@@ -11,7 +11,7 @@ from hookcb.core.batch import parts
 from hookcb.core.torch_private import in_transform
 from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.frame import about
-from hookcb.diagnosis.run import Layer, Run, Series
+from hookcb.diagnosis.run import Layer, Partial, Run, Series
 from hookcb.hooks.hook import detached
 from hookcb.hooks.modules import named_modules
 from hookcb.records.memory import Memory
@@ -71,7 +71,7 @@ class LayerRows(Measurement):
         if self._n_copies:
             copies = "layers ran as copies, as nn.DataParallel makes them, which were not inspected"
             run.notes.append(copies)
-            run.partial["activations"] = copies
+            run.lack(Partial(copies), "activations")
         if (store := self._store) is None:
             return
         steps = [info.step for info in store.infos]

@@ -18,7 +18,7 @@ from hookcb.diagnosis.measurements.loss_graph import LossGraph
 from hookcb.diagnosis.measurements.plain_run import ExternalBatch, graph_of_original
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
-from hookcb.diagnosis.run import Run, Series
+from hookcb.diagnosis.run import Run, Series, Skipped
 from hookcb.nans.replay import Autocast, autocasts
 
 PENALTY_EVERY = 8  # batches, as a penalty may change fast
@@ -94,7 +94,7 @@ class Loss(Measurement):
         if len(self.penalty) or not self.has_penalty:
             self.constant, self.perfect, self.noise = targets.losses(graph)
             self.n_targets = targets.n_batches
-        run.missing["graph"] = graph.why_hidden
+        run.lack(Skipped(graph.why_hidden), "graph")
         run.sources |= set() if graph.why_hidden else {"graph"}
 
     def state(self, run: Run) -> tuple[Any, ...]:

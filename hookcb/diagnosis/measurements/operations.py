@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hookcb.core.torch_private import DispatchMode
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.replicas import hash_of
-from hookcb.diagnosis.run import Run
+from hookcb.diagnosis.run import Absent, Run, Skipped
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import is_compiled, named_modules
 
@@ -228,10 +228,10 @@ class Operations(Measurement):
         self.has_attention = any(n >= MIN_BATCHES for n in self.n_seen.values())
         if self.is_left_out:
             compiled = "the model is compiled, which hides its attention and embeddings"
-            run.missing |= dict.fromkeys(OF_TOKENS, compiled)
+            run.lack(Skipped(compiled), *OF_TOKENS)
         elif self.has_looked and not self.n_seen and self.failure is None:
-            run.absent["attention"] = "the model has no attention operations"
-            run.missing["masks of the tokens"] = "no attention was seen, so masks were not checked"
+            run.lack(Absent("the model has no attention operations"), "attention")
+            run.lack(Skipped("no attention was seen, so masks were not checked"), "masks of the tokens")
 
     def close(self, run: Run) -> None:
         """Removes the hooks; exits a probe left open by Ctrl-C, after which torch calls no forward hook."""

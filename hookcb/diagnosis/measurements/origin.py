@@ -58,34 +58,38 @@ class Origin(Measurement):
         self.is_sought = self.has_looked = False  # whether one was seen, and whether a backward was
         self._n_losses = 0
 
-    def on_prediction(self, run: Run) -> None:
+    def on_prediction(self, run: Run) -> bool:
         if run.loop.is_external and self._n_losses < max(1, run.n_batches):  # which may never tell its loss
             outputs = [x for _, x in parts(run.loop.pred) if isinstance(x, Tensor) and x.is_floating_point()]
             at_hand = [x.detach() for x in outputs if x.is_cpu and x.numel() <= MAX_OUTPUT]
             if not all(bool(x.isfinite().all()) for x in at_hand):
-                self._seek(run, "The model's output is not finite")
+                return self._seek(run, "The model's output is not finite")
+        return False
 
-    def on_loss(self, run: Run) -> None:
+    def on_loss(self, run: Run) -> bool:
         self._n_losses += 1
         number = detached_scalar(run.loop.loss)
         if isinstance(number, float) and not math.isfinite(number):
-            self._seek(run, f"The loss is {number}", loss_node=run.loop.loss_node)
+            return self._seek(run, f"The loss is {number}", loss_node=run.loop.loss_node)
+        return False
 
-    def on_gradients(self, run: Run) -> None:
+    def on_gradients(self, run: Run) -> bool:
         """Checks the first layer's gradient, which any non-finite number in the backward reaches."""
         self.has_looked, scaler = True, run.loop.scaler
         param = run.measured(Steps).first_param
         if (scaler is not None and scaler.is_enabled()) or param is None or (grad := param.grad) is None:
-            return
+            return False
         if grad.is_cpu and not math.isfinite(grad.detach().sum().item()):
-            self._seek(run, "A gradient is not finite", gradient=True)
+            return self._seek(run, "A gradient is not finite", gradient=True)
+        return False
 
-    def _seek(self, run: Run, noticed: str, gradient: bool = False, loss_node: Any = None) -> None:
+    def _seek(self, run: Run, noticed: str, gradient: bool = False, loss_node: Any = None) -> bool:
         if self.is_sought:
-            return
-        loop, self.step, self.is_sought, run.alarmed = run.loop, run.step, True, True
+            return False
+        loop, self.step, self.is_sought = run.loop, run.step, True
         batch, autocasts = ExternalBatch(loop) if loop.is_external else loop, run.measured(Loss).autocasts
         self.found = find_origin(batch, noticed, gradient, run.step, autocasts, loss_node)
+        return True
 
 
 def find_origin(

@@ -9,7 +9,7 @@ from torch import Tensor
 from hookcb.core.batch import parts
 from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.measurements.operations import Operations
-from hookcb.diagnosis.run import Run
+from hookcb.diagnosis.run import Absent, Run, Skipped
 from hookcb.hooks.hook import Hook
 
 MIN_BATCHES = 3  # and no more are compared
@@ -155,12 +155,12 @@ class Tokens(Measurement):
         self.indices = {layer: (len(x), int(x[:, 0].min()), int(x[:, 1].max())) for layer, x in ends.items()}
         operations = run.measured(Operations)
         if operations.has_looked and operations.failure is None and not self.has_embeddings:
-            run.absent |= dict.fromkeys(("embeddings", "tokens"), "the model has no embedding")
+            run.lack(Absent("the model has no embedding"), "embeddings", "tokens")
         elif not self.is_open and not self.relations:
-            run.absent["tokens"] = "the targets of the loss are not the tokens that the model embeds"
+            run.lack(Absent("the targets of the loss are not the tokens that the model embeds"), "tokens")
         elif not self.is_open:
             unknown = "the embedding of the tokens has no padding_idx, so it is not known what is padding"
-            run.missing["padding of the tokens"] = unknown
+            run.lack(Skipped(unknown), "padding of the tokens")
 
     def freeze(self) -> None:
         self._counts, self._ends = {}, {}

@@ -70,7 +70,7 @@ def test_what_has_no_numbers_is_left_out_and_copies_are_told():
     rows.on_output(run, "", nn.Tanh(), torch.ones(2, 4))
     rows.tell(told)
     assert told.layers == {}
-    assert "copies" in told.partial["activations"]
+    assert "copies" in told.reasons["activations"].reason
 
 
 @pytest.mark.parametrize("kind", [nn.Tanh, nn.Sigmoid])

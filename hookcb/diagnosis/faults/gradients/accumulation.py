@@ -9,7 +9,7 @@ from hookcb.core.optim import detached_scalar, is_adaptive, mark_of
 from hookcb.diagnosis.fault import EVERY, Fault, Site, fault
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.steps import Steps, is_there
-from hookcb.diagnosis.run import Run
+from hookcb.diagnosis.run import Absent, Run
 
 MIN_STEPS = MAX_FACTORS = 3
 
@@ -103,13 +103,13 @@ class Accumulation(Fault):
 
     def tell(self, run: Run) -> None:
         if not self._is_external:
-            run.absent["accumulation"] = "GradientAccumulation divides the loss itself"
+            run.lack(Absent("GradientAccumulation divides the loss itself"), "accumulation")
         elif self.done:
             return  # it has failed
         elif self._counts == {1}:
-            run.absent["accumulation"] = "each step has the gradients of one backward"
+            run.lack(Absent("each step has the gradients of one backward"), "accumulation")
         elif any(map(is_adaptive, run.measured(Steps).optimizers.values())):
-            run.absent["accumulation"] = "the optimizer divides by the size of gradients"
+            run.lack(Absent("the optimizer divides by the size of gradients"), "accumulation")
 
     def freeze(self) -> None:
         self._factors = []

@@ -13,7 +13,7 @@ from hookcb.diagnosis.fault import EVERYTHING, Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.loss_terms import main_term, read_terms
 from hookcb.diagnosis.measurements.output import Output
-from hookcb.diagnosis.run import Absent, Run
+from hookcb.diagnosis.run import Run
 
 FEATURES = {"Convolution": 1, "Addmm": -1, "Mm": -1, "Linear": -1}  # axis of the features by layer
 MAX_ELEMENTS = 4_000_000  # of the scores that are followed
@@ -102,10 +102,7 @@ class DegenerateHead(Fault):
             )
 
     def findings(self, run: Run) -> Iterator[Result]:
-        is_open = run.measured(Loss).is_open
-        if "graph" in run.absent and not (is_open or self.seen):
-            return iter([Absent(run.absent["graph"])])
-        return self.told(run, self.seen, "" if is_open else run.why_unseen("graph"))
+        return self.told(run, self.seen, "" if run.measured(Loss).is_open else run.why_not("graph"))
 
 
 def class_scores(node: Any) -> ClassScores | None:

@@ -91,4 +91,4 @@ class BatchFirst(Fault):
             if not self._n_right[name]
         ]
         is_known = often or self._n_right
-        return self.told(run, found, "" if is_known else run.why_unseen("order of samples and steps"))
+        return self.told(run, found, "" if is_known else run.why_not("order of samples and steps"))

@@ -25,7 +25,7 @@ class ConstantInputs(Fault):
         differs = run.measured(Inputs).differs
         n, do_differ = len(differs), any(x > 0 for x in differs.values)
         if do_differ or n < MIN_BATCHES:
-            return self.told(run, (), "" if do_differ else run.why_unseen("samples that differ"))
+            return self.told(run, (), "" if do_differ else run.why_not("samples that differ"))
         finding = self.finding(
             f"All samples of a batch are identical, in each of the {n} inspected batches, so the model "
             "cannot tell them apart.",
@@ -56,8 +56,8 @@ class NonfiniteInputs(Fault):
         if (began := origin.found.n_inputs) and (origin.step is not None or found):
             found = (found[0] if origin.step is None and found else origin.step or 0), float(began)
         if found is None:
-            is_known = len(inputs.nonfinite) > 0 and "inputs" not in run.missing
-            return self.told(run, (), "" if is_known else run.why_unseen("inputs"))
+            is_known = len(inputs.nonfinite) > 0 and "inputs" not in run.reasons
+            return self.told(run, (), "" if is_known else run.why_not("inputs"))
         step, n = found
         finding = self.finding(
             f"The inputs of batch {step} contain {n:,.0f} NaN or infinite number{'s' * (n != 1)}.",

@@ -69,7 +69,7 @@ class _Error(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         has_begun = len(run.loss) or run.n_steps or "batches" not in run.sources  # else a single batch
-        return self.told(run, self.seen, "" if has_begun else run.why_unseen("loss or steps"))
+        return self.told(run, self.seen, "" if has_begun else run.why_not("loss or steps"))
 
 
 @fault("label.form", Site.INPUT, needs="batch", leads_to=EVERYTHING, exact=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 from hookcb.core.batch import parts
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.targets import Targets
-from hookcb.diagnosis.run import Absent, Run
+from hookcb.diagnosis.run import Run
 
 MIN_BRIGHTEST, MAX_CLASSES = 0.5, 100  # of the pixels beside them; classes divided by 255
 
@@ -45,10 +45,7 @@ class ScaledLabels(Fault):
             )
 
     def findings(self, run: Run) -> Iterator[Result]:
-        is_known = run.measured(Targets).is_known
-        if not (self.seen or is_known) and "targets" in run.absent:
-            return iter([Absent(run.absent["targets"])])
-        return self.told(run, self.seen, "" if is_known else run.why_unseen("targets"))
+        return self.told(run, self.seen, "" if run.measured(Targets).is_known else run.why_not("targets"))
 
 
 def _is_255th(x: Tensor) -> bool:

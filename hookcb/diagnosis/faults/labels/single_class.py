@@ -43,4 +43,4 @@ class SingleClass(Fault):
             )
 
     def findings(self, run: Run) -> Iterator[Result]:
-        return self.told(run, self.seen, "" if self.is_known else run.why_unseen("labels of a classifier"))
+        return self.told(run, self.seen, "" if self.is_known else run.why_not("labels of a classifier"))

@@ -37,7 +37,7 @@ class CopiedInput(Fault):
         relations, graph = run.measured(Tokens).relations, run.measured(Loss).graph_of_one
         is_shifted = any(x.is_next for x in relations)
         if not relations or is_shifted or graph.sure_kind != "cross-entropy":
-            return self.told(run, (), "" if relations else run.why_unseen("tokens that are targets"))
+            return self.told(run, (), "" if relations else run.why_not("tokens that are targets"))
         first = relations[0]
         is_causal = bool(first.seeing) and not any(first.seeing.values())
         finding = self.finding(
@@ -72,7 +72,7 @@ class CountedPadding(Fault):
         share = 0.0 if first is None else first.n_padding / first.n_targets
         if first is None or first.padding < 0 or share <= MAX_PADDING:
             is_known = any(x.padding >= 0 for x in relations)
-            return self.told(run, (), "" if is_known else run.why_unseen("padding of the tokens"))
+            return self.told(run, (), "" if is_known else run.why_not("padding of the tokens"))
         finding = self.finding(
             f"{share:.0%} of the targets are padding that follows padding (index {first.padding}, the "
             f"padding_idx of {as_layer(first.layer) or 'the embedding'}), and the loss counts them (limit "

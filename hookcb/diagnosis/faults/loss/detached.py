@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.loss import Loss
-from hookcb.diagnosis.run import Absent, Run, Skipped
+from hookcb.diagnosis.run import Run
 
 
 @fault("loss.detached", Site.LOSS, needs="batch", leads_to="param.* loss.flat loss.trivial", exact=True)
@@ -33,7 +33,5 @@ class DetachedLoss(Fault):
     def findings(self, run: Run) -> Iterator[Result]:
         if run.measured(Loss).is_seen or self.seen:
             yield from self.told(run, self.seen)
-        elif "loss" in run.absent:
-            yield Absent(run.absent["loss"])
         else:
-            yield Skipped(run.why_unseen("loss"))
+            yield run.why_not("loss")

@@ -75,8 +75,8 @@ class _OfAttention(Fault):
         raise NotImplementedError
 
     def findings(self, run: Run) -> Iterator[Result]:
-        few = "" if run.measured(Operations).has_attention else "too little was seen of the attention"
-        return self.told(run, self.found(), few and run.missing.get("attention", few))
+        is_known = run.measured(Operations).has_attention
+        return self.told(run, self.found(), "" if is_known else run.why_not("attention"))
 
 
 @fault(
@@ -182,7 +182,7 @@ class FutureMask(Fault):
         shares = [share for x in following for share in x.seeing.values()]
         if not shares or min(shares) <= MAX_SEEING or self.has_recurrent:
             is_known = any(x.seeing for x in relations)
-            return self.told(run, (), "" if is_known else run.why_unseen("masks of the tokens"))
+            return self.told(run, (), "" if is_known else run.why_not("masks of the tokens"))
         seeing = following[0].seeing
         share = min(seeing.values())
         finding = self.finding(

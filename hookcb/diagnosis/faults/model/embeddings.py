@@ -140,4 +140,4 @@ class SingleIndex(Fault):
                     next_steps=("For positions, pass torch.arange(T); it is fine for an id that all share",),
                 )
                 seen.append(about)
-        return self.told(run, seen, "" if indices else run.why_unseen("indices of embeddings"))
+        return self.told(run, seen, "" if indices else run.why_not("indices of embeddings"))

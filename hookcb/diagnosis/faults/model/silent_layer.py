@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.run import Param, Passed, Run, Skipped
 from hookcb.hooks.coverage import NOT_CALLED, USED
 
@@ -21,7 +22,8 @@ class SilentLayer(Fault):
     severity = "info"
 
     def findings(self, run: Run) -> Iterator[Result]:
-        unused = [name for name, why in run.silent.items() if why == NOT_CALLED and _is_unused(run, name)]
+        silent = run.measured(Frame).silent
+        unused = [name for name, why in silent.items() if why == NOT_CALLED and _is_unused(run, name)]
         if not (run.layers and unused):
             yield Passed("unused layers") if run.layers else Skipped("no call of any layer was seen")
             return
@@ -49,8 +51,9 @@ def _is_unused(run: Run, layer: str) -> bool:
     if params := [p for p in run.params.values() if p.layer == layer]:
         is_known = "gradients" in run.sources  # else a hook has already looked for a gradient
         return not is_known or (any(p.n_without for p in params) and not any(map(_has_gradient, params)))
-    used = {p.layer for p in run.params.values() if _has_gradient(p)} & run.silent.keys()
-    return not used and USED not in run.silent.values()
+    silent = run.measured(Frame).silent
+    used = {p.layer for p in run.params.values() if _has_gradient(p)} & silent.keys()
+    return not used and USED not in silent.values()
 
 
 def _has_gradient(param: Param) -> bool:

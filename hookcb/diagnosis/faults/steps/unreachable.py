@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.measurements.parameters import Parameters
 from hookcb.diagnosis.measurements.steps import ClearedGradients, Steps
 from hookcb.diagnosis.rules import records_needed
@@ -37,7 +38,8 @@ class Unreachable(Fault):
         has_backward = run.measured(Steps).n_backward > 0 or run.measured(Steps).is_beside
         ungraded = [p for p in run.params.values() if not p.stats and p.n_without >= needed]
         without = [p for p in ungraded if p.layer in run.layers and _takes_part(run, p.layer)]
-        unknown = [p for p in ungraded if p.layer not in run.layers and p.layer not in run.silent]
+        known = run.layers.keys() | run.measured(Frame).silent.keys()
+        unknown = [p for p in ungraded if p.layer not in known]
         if len(steps) < needed:
             yield Skipped(f"fewer than {needed} steps were inspected")
         elif run.measured(ClearedGradients).has_found:

@@ -21,5 +21,5 @@ def test_without_a_loss_nothing_is_said():
     (skipped,) = DetachedLoss().findings(Run())
     assert skipped == Skipped("too little was seen of the loss")
     of_others = "each loss is that of another model"
-    (absent,) = DetachedLoss().findings(Run(absent={"loss": of_others}))
+    (absent,) = DetachedLoss().findings(Run(reasons={"loss": Absent(of_others)}))
     assert absent == Absent(of_others)

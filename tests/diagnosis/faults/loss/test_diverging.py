@@ -75,8 +75,8 @@ def test_a_loss_of_unknown_kind_may_be_one_side_of_a_game():
 
 
 def test_a_loss_of_any_kind_that_lbfgs_minimizes_does_not_rise_on_purpose():
-    unseen = {"before_step": BY_CLOSURE}
-    found = only(DivergingLoss, losses([0.7] * 10 + [9.0] * 90, kind="", unseen=unseen))
+    reasons = {"before_step": Skipped(BY_CLOSURE)}
+    found = only(DivergingLoss, losses([0.7] * 10 + [9.0] * 90, kind="", reasons=reasons))
     assert found.severity == "error"
 
 
@@ -90,7 +90,7 @@ def test_a_loss_that_began_at_zero_and_rises_by_rounding_does_not_diverge():
 def test_points_that_lbfgs_tries_and_leaves_do_not_diverge():
     values = [1.0] * 30 + [50.0] * 25
     assert only(DivergingLoss, losses(values)).severity == "error"
-    by_closure = losses(values, unseen={"before_step": BY_CLOSURE})
+    by_closure = losses(values, reasons={"before_step": Skipped(BY_CLOSURE)})
     assert isinstance(only(DivergingLoss, by_closure), Passed)
     by_closure.loss = Series.of(range(90), [1.0] * 30 + [50.0] * 60)
     assert only(DivergingLoss, by_closure).severity == "error"

@@ -69,7 +69,7 @@ def observations(*shares):
 
 def test_attention_that_was_seldom_seen_is_not_ruled_out():
     for fault in (CollapsedAttention, BlindMask):
-        (found,) = fault().findings(Run(missing={"attention": "it is hidden"}))
+        (found,) = fault().findings(Run(reasons={"attention": Skipped("it is hidden")}))
         assert found == Skipped("it is hidden")
 
 

@@ -218,7 +218,7 @@ def test_of_a_long_run_the_growth_so_far_is_that_of_all_its_steps():
 
 
 def test_the_history_of_lbfgs_may_grow():
-    given = memory([2 * MB * i for i in range(100)], unseen={"before_step": BY_CLOSURE})
+    given = memory([2 * MB * i for i in range(100)], reasons={"before_step": Skipped(BY_CLOSURE)})
     assert "history" in only(GrowingMemory, given).reason
 
 
