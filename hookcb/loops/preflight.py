@@ -103,14 +103,12 @@ def diagnose(
 def _without_stand_ins(evidence: Run, has_opt: bool, steps: int) -> Run:
     """Drops evidence about the stand-ins for an optimizer, its steps and a loader."""
     missing = {"time": "the loader is not asked"}
-    if not has_opt:
-        missing["optimizers"] = "no optimizer was given"
-    if not steps:
-        missing["steps"] = "no step was made"
+    missing |= {} if has_opt else {"optimizers": "no optimizer was given"}
+    missing |= {} if steps else {"steps": "no step was made"}
     for what, why in missing.items():
+        evidence.sources.discard(what)
         evidence.lack(Skipped(why), what)
     evidence.lack(Absent("the training was only tried out"), "end")
-    evidence.sources -= missing.keys()
     return evidence
 
 
