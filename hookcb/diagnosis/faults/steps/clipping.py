@@ -44,9 +44,6 @@ class ConstantClipping(Fault):
     """
 
     headline = "Almost every gradient is clipped"
-    # Clipping scales all gradients alike, so the coefficient of one small gradient is that of all of them,
-    # whatever has clipped them. It is NaN if the gradient was zero.
-
     uses = (Steps,)
 
     def __init__(self) -> None:
@@ -65,6 +62,7 @@ class ConstantClipping(Fault):
             self._before = None if norm is None else (run.step, norm)
 
     def on_step(self, run: Run) -> None:
+        # all gradients are clipped alike, so one small one has the coefficient of all; NaN if it was zero
         loop = run.loop
         self._is_unseen = not loop.facts.reports_steps
         if self._is_unseen:
