@@ -114,9 +114,10 @@ class DiagnosesByClock(Diagnose):
 
     def before_fit(self):
         super().before_fit()
-        is_due, looks = self._schedule.is_due, itertools.count()
+        schedule, looks = self._dispatcher.schedule, itertools.count()
+        is_due = schedule.is_due
         # the first look agrees on more, and would end both at once
-        self._schedule.is_due = lambda: is_due() and (not next(looks) or time.perf_counter() % 0.02 < 0.01)
+        schedule.is_due = lambda: is_due() and (not next(looks) or time.perf_counter() % 0.02 < 0.01)
 
 
 class SumsIfItsLossIsHigh(Callback):
