@@ -70,7 +70,7 @@ class Turns(Callback):
 
     def _switch(self, acts: bool) -> None:
         loop = self.learn
-        for cb in [*self._cbs, *(x for cb in self._cbs for x in getattr(cb, "_attached", ()))]:
+        for cb in [*self._cbs, *(x for cb in self._cbs for x in getattr(cb, "_led", ()))]:
             cb.run = acts
         hooks = [_global_optimizer_pre_hooks, *(x for m in loop.model.modules() for x in forward_hooks(m))]
         if acts:
@@ -107,7 +107,8 @@ class Idle(Diagnose):
 
     def before_fit(self) -> None:
         super().before_fit()
-        self._schedule = FirstBatches(budget=0)
+        assert self._dispatcher is not None
+        self._dispatcher.schedule = FirstBatches(budget=0)
 
 
 class FirstBatches(Schedule):
