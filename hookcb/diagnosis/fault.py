@@ -139,9 +139,7 @@ class Fault(Part):
         """Findings, or what was ruled out, or why that is unknown; has no effects, and needs no event."""
         yield from self.told(run, self.seen, self.unless)
 
-    def told(
-        self, run: Run, seen: Iterable[Finding], unless: str | Skipped | Absent = ""
-    ) -> Iterator[Result]:
+    def told(self, run: Run, seen: Iterable[Finding], unless: Unknown = "") -> Iterator[Result]:
         """One finding per severity of all that was seen, with the places of the others.
 
         Args:

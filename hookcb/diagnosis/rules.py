@@ -67,10 +67,11 @@ def format_factor(x: float) -> str:
 
 def before(series: Series, step: float) -> Series:
     """The finite values of the steps before `step`, which may be infinite."""
-    return _series((at, x) for at, x in series if at < step and math.isfinite(x))
+    return series_of((at, x) for at, x in series if at < step and math.isfinite(x))
 
 
-def _series(pairs: Iterable[tuple[int, float]]) -> Series:
+def series_of(pairs: Iterable[tuple[int, float]]) -> Series:
+    """Series of steps and their numbers."""
     kept = list(pairs)
     return Series([step for step, _ in kept], [x for _, x in kept])
 
@@ -345,7 +346,7 @@ def _last_half(loss: Series) -> Series:
 
 def gradient_sizes(param: Param, until: float) -> Series:
     """RMS of its gradient before a step, without records of zeros: an expert is not used in each batch."""
-    return _series((step, x) for step, x in before(param.series("rms"), until) if x > 0)
+    return series_of((step, x) for step, x in before(param.series("rms"), until) if x > 0)
 
 
 def updates(param: Param, until: float = math.inf) -> Series:
@@ -390,7 +391,7 @@ def recent_updates(run: Run) -> list[Series]:
     for p in weights(run):
         ratios = before(p.series("update_ratio"), until)
         pairs = ((step, x * ratio(top, lr.get(step, top))) for step, x in ratios)
-        scaled = _series((step, x) for step, x in pairs if x < math.inf)
+        scaled = series_of((step, x) for step, x in pairs if x < math.inf)
         if p.is_optimized and len(scaled) >= LATEST:
             found.append(scaled)
     return found

@@ -22,7 +22,7 @@ MIN_BATCHES = 3  # in which attention is seen
 MIN_KEYS = 4
 MAX_EVALUATED = 64  # calls in eval mode whose inputs are compared
 MAX_QUERIES = 32  # inspected for each head
-OF_TOKENS = (  # what compiled code hides, see `Run.missing`
+OF_TOKENS = (  # what compiled code hides, see `Run.lack`
     *("attention", "indices of embeddings", "tokens that are targets", "masks of the tokens"),
     "padding of the tokens",
 )

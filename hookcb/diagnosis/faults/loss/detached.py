@@ -31,7 +31,4 @@ class DetachedLoss(Fault):
             )
 
     def findings(self, run: Run) -> Iterator[Result]:
-        if run.measured(Loss).is_seen or self.seen:
-            yield from self.told(run, self.seen)
-        else:
-            yield run.why_not("loss")
+        return self.told(run, self.seen, "" if run.measured(Loss).is_seen else run.why_not("loss"))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.curves import Curves
-from hookcb.diagnosis.rules import format_factor, median
+from hookcb.diagnosis.rules import format_factor, median, series_of
 from hookcb.diagnosis.run import WINDOW, Passed, Run, Series, Skipped
 from hookcb.diagnosis.verdict import Finding
 
@@ -69,7 +69,7 @@ def _norms_by_optimizer(run: Run) -> dict[int, Series]:
             for step, x in p.series("norm"):
                 norms[step] = max(norms.get(step, 0.0), x)
     every = by_optimizer.items()
-    return {i: Series(list(own), list(own.values())) for i, own in every if len(own) > N_FIRST}
+    return {i: series_of(own.items()) for i, own in every if len(own) > N_FIRST}
 
 
 def _fall(series: Series) -> float:

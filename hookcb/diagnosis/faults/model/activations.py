@@ -198,8 +198,7 @@ def _spread(layer: Layer) -> Series:
     """The spread; 0 if the whole output is zero, for which it is not defined."""
     spreads = dict(layer.series("spread"))
     zeros = {step: 0.0 for step, x in layer.series("abs_max") if x == 0}
-    pairs = sorted((spreads | zeros).items()) if "spread" in layer.stats else []
-    return Series([step for step, _ in pairs], [x for _, x in pairs])
+    return rules.series_of(sorted((spreads | zeros).items()) if "spread" in layer.stats else ())
 
 
 @fault(

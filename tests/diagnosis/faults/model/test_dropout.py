@@ -114,24 +114,40 @@ NOT_DROPPING = [
 ]
 
 
-def modes_noted(drop, with_watch):
+def with_dropout(drop):
+    """A model, its optimizer and batches."""
     model, batches = Drops(drop), [(torch.randn(16, 4), torch.randint(2, (16,))) for _ in range(6)]
-    opt = torch.optim.SGD(model.parameters(), 0.1)
-    if not with_watch:
+    return model, torch.optim.SGD(model.parameters(), 0.1), batches
+
+
+def of_eval(verdict):
+    return [x for x in verdict.findings if x.code == "dropout.in_eval"]
+
+
+def watched(drop, inputs_of):
+    """Findings of a watched loop that evaluates these inputs after each batch."""
+    model, opt, batches = with_dropout(drop)
+    with watch(model, opt, Diagnose("ignore", show=False)) as w:
+        for x, y in batches:
+            opt.zero_grad()
+            F.cross_entropy(model.train()(x), y).backward()
+            opt.step()
+            with torch.no_grad():
+                for inputs in inputs_of(x, batches):
+                    model.eval()(inputs)
+    return of_eval(w.diagnose())
+
+
+def modes_noted(drop, with_watch):
+    if with_watch:
+        found = watched(drop, lambda x, batches: [x])
+    else:
+        model, opt, batches = with_dropout(drop)
         learn = Learner((batches, batches), model, F.cross_entropy, opt)
         with learn.no_logging():
             learn.fit(2, cbs=Diagnose("ignore", show=False))
-        verdict = learn.diagnose()
-    else:
-        with watch(model, opt, Diagnose("ignore", show=False)) as w:
-            for x, y in batches:
-                opt.zero_grad()
-                F.cross_entropy(model.train()(x), y).backward()
-                opt.step()
-                with torch.no_grad():
-                    model.eval()(x)
-        verdict = w.diagnose()
-    return [(x.code, x.severity) for x in verdict.findings if x.code == "dropout.in_eval"]
+        found = of_eval(learn.diagnose())
+    return [(x.code, x.severity) for x in found]
 
 
 @pytest.mark.parametrize("with_watch", [False, True])
@@ -145,19 +161,14 @@ def test_dropout_in_eval_mode_is_a_warning(drop, with_watch):
 )
 def test_dropout_of_a_batch_that_is_evaluated_several_times_is_meant(n, n_batches, severity):
     """As for Monte Carlo dropout; a loader that reuses the memory of its batches evaluates others."""
-    model, batches = Drops(DROPPING[0]), [(torch.randn(16, 4), torch.randint(2, (16,))) for _ in range(6)]
-    opt, x_val = torch.optim.SGD(model.parameters(), 0.1), torch.empty(16, 4)
-    with watch(model, opt, Diagnose("ignore", show=False)) as w:
-        for x, y in batches:
-            opt.zero_grad()
-            F.cross_entropy(model.train()(x), y).backward()
-            opt.step()
-            with torch.no_grad():
-                for other, _ in batches[:n_batches]:
-                    x_val.copy_(other)
-                    for _ in range(n):
-                        model.eval()(x_val)
-    (found,) = [f for f in w.diagnose().findings if f.code == "dropout.in_eval"]
+    x_val = torch.empty(16, 4)
+
+    def inputs_of(x, batches):
+        for other, _ in batches[:n_batches]:
+            x_val.copy_(other)
+            yield from [x_val] * n
+
+    (found,) = watched(DROPPING[0], inputs_of)
     assert found.severity == severity
     assert ("Monte Carlo" in found.message) == (severity == "info")
     assert not found.consequence_of
