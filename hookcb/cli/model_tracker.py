@@ -36,6 +36,7 @@ from hookcb.core.restore import preserve_attribute
 from hookcb.core.torch_private import in_backward
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.failures import describe_failure
+from hookcb.diagnosis.heard import EARS, listen
 from hookcb.diagnosis.reader import by_command
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.gradients.hand_steps import StepByHand
@@ -123,6 +124,7 @@ class ModelTracker:
         """Watches all training in a `with` block; afterwards torch is as it was."""
         with ExitStack() as stack:
             stack.enter_context(by_command())
+            stack.callback(listen(EARS, from_start=True))
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", UNSEEN, UserWarning)  # the verdict says what was not observed
             # not a global hook: torch warns about those on compiled models, and they miss keyword arguments

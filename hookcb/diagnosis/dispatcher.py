@@ -9,6 +9,7 @@ import torch
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.fault import HANDLERS, RARE, Part, key_of, parts_for
 from hookcb.diagnosis.frame import Frame
+from hookcb.diagnosis.heard import heard, listen
 from hookcb.diagnosis.run import Partial, Run
 from hookcb.diagnosis.schedule import Schedule
 from hookcb.diagnosis.verdict import Finding
@@ -37,6 +38,7 @@ class Dispatcher:
         self.is_closed = False
         self.is_alarmed = False  # whether something was seen that should be told at once
         self._has_loss, self._under_way = False, False
+        self._end_listening: Callable[[], None] = lambda: None
         self._is_looked = False  # likewise whether that batch is inspected
         for kind in parts_for(kinds):
             run.parts[kind] = kind()
@@ -58,6 +60,7 @@ class Dispatcher:
 
     def begin(self) -> None:
         """Shows the model, before the first batch; a part with nothing to see there is called no more."""
+        self._end_listening = listen(ear for part in self._parts for ear in part.hears)
         self.emit("on_model")
         self._arrange()
 
@@ -120,8 +123,9 @@ class Dispatcher:
         run.n_looked = live.n_looked + (self._under_way and self._is_looked)
         run.parts[Schedule] = self.schedule
         for part in live.parts.values():
-            if part.failure is not None:
-                self.fail(part, part.failure)
+            for failed in (part, *map(heard, part.hears)):
+                if failed.failure is not None:
+                    self.fail(part, failed.failure)
             self.guarded(part, part.tell, run)
         return run
 
@@ -134,6 +138,7 @@ class Dispatcher:
                 self.guarded(part, part.close, self.run)
                 self.guarded(part, part.freeze)
                 part.failure = None  # which would keep the tensors of its frames alive
+            self._end_listening()
         self._arrange()
 
     # ---- failures

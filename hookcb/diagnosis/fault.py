@@ -8,6 +8,7 @@ from enum import IntEnum
 from typing import Any, ClassVar, TypeVar
 
 from hookcb.core.text import as_layer, join_names
+from hookcb.diagnosis.heard import Ear
 from hookcb.diagnosis.run import Absent, Layer, Param, Passed, Run, Series, Skipped, Span
 from hookcb.diagnosis.verdict import Finding, Severity
 
@@ -76,6 +77,7 @@ class Part:
     Attributes:
         cadence: the batches in which it is called: `EVERY`, `LOOKS`, or a number of steps.
         uses: measurements that it depends on, which are called before it.
+        hears: what it reads by `heard`; see `Ear`.
         done: whether it has seen enough, and is called no more.
         failure: the first error outside of these methods, as in a hook of its own.
     """
@@ -83,6 +85,7 @@ class Part:
     cadence: float = LOOKS
     failure: Exception | None = None
     uses: ClassVar[tuple[type["Measurement"], ...]] = ()
+    hears: ClassVar[tuple[type[Ear], ...]] = ()
     done = False
 
     def tell(self, run: Run) -> None:
