@@ -1,8 +1,8 @@
 """Faults that exact facts of the data show, and healthy trainings near them."""
 
 import torch
-from case import Callbacks, Case, Run, control, fault, fit
-from data import Batch, batched, generator, images, raw_digits
+from case import Callbacks, Case, Run, control, fault, fit, follow
+from data import Batch, batched, digits, generator, images, raw_digits
 from nets import Cnn, Mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -56,3 +56,46 @@ def drifting_series(seed: int, cbs: Callbacks) -> Run:
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
     dls = _phases(seed, walk, y, walk)
     return fit(model, F.mse_loss, SGD(model.parameters(), lr=0.05), dls, cbs, seed)
+
+
+def _sorted(x: Tensor, y: Tensor, size: int = 32, n_epoch: int = 2) -> list[Batch]:
+    """Batches of samples that are sorted by class, the same in each epoch."""
+    order = torch.argsort(y, stable=True)
+    return list(zip(torch.split(x[order], size), torch.split(y[order], size), strict=True)) * n_epoch
+
+
+@fault(FACTS_DATA_FAULTS, "samples sorted by class", codes=["label.sorted"])
+def sorted_samples(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    return fit(model, F.cross_entropy, SGD(model.parameters(), lr=0.05), _sorted(*digits(seed)), cbs, seed)
+
+
+@fault(FACTS_DATA_FAULTS, "images sorted by class in a plain loop", codes=["label.sorted"])
+def sorted_images(seed: int, cbs: Callbacks) -> Run:
+    model = Cnn()
+    batches = _sorted(*images(seed, 1000))
+    return follow(model, F.cross_entropy, Adam(model.parameters(), lr=1e-3), batches, cbs, seed)
+
+
+@control(FACTS_DATA_CONTROLS, "tasks of two classes, one after the other", target=2.5)
+def tasks_in_turn(seed: int, cbs: Callbacks) -> Run:
+    x, y = digits(seed)
+    batches = []
+    for task in range(0, 10, 2):
+        own = (y == task) | (y == task + 1)
+        batches += batched(x[own], y[own], seed=seed, n_step=40)
+    model = Mlp(nn.ReLU)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), batches, cbs, seed)
+
+
+@control(FACTS_DATA_CONTROLS, "four classes in each batch, eight samples of each", target=0.8)
+def balanced_batches(seed: int, cbs: Callbacks) -> Run:
+    (x, y), rng = digits(seed), generator(seed)
+    batches = []
+    for _ in range(150):
+        classes = torch.randperm(10, generator=rng)[:4]
+        own = [torch.where(y == c)[0] for c in classes]
+        rows = torch.cat([row[torch.randperm(len(row), generator=rng)[:8]] for row in own])
+        batches.append((x[rows], y[rows]))
+    model = Mlp(nn.ReLU)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), batches, cbs, seed)
