@@ -1,7 +1,9 @@
 """Gradients thrown away or lost, graphs that are kept, losses over the batch; and their controls."""
 
+import time
+
 import torch
-from case import Callbacks, Case, Run, control, fault
+from case import Callbacks, Case, Run, control, fault, follow
 from data import digit_batches, image_batches
 from nets import Cnn, Mlp
 from torch import Tensor, nn
@@ -101,3 +103,41 @@ def sharpness_aware(seed: int, cbs: Callbacks) -> Run:
                     opt.step()
                 opt.zero_grad()
     return run
+
+
+@fault(FACTS_GRADS_FAULTS, "all losses so far are averaged in each step", codes=["time.growing"])
+def averages_all(seed: int, cbs: Callbacks) -> Run:
+    model, history = Mlp(), list[float]()
+    opt = Adam(model.parameters(), lr=2e-3)
+
+    def average(step: int) -> None:
+        history.append(float(step))
+        time.sleep(4e-5 * len(history))  # stands for a long history
+
+    return follow(model, F.cross_entropy, opt, digit_batches(seed, n_step=190), cbs, seed, after_step=average)
+
+
+class Haunted(Cnn):
+    """A net that gets a hook in each step, and never removes one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.conv1.register_forward_hook(lambda m, args, output: time.sleep(2e-5))
+        return super().forward(x)
+
+
+@fault(FACTS_GRADS_FAULTS, "a hook is added in each step", codes=["time.growing"])
+def hooked_again(seed: int, cbs: Callbacks) -> Run:
+    model = Haunted()
+    opt = Adam(model.parameters(), lr=2e-3)
+    return follow(model, F.cross_entropy, opt, image_batches(seed, size=8, n_step=190), cbs, seed)
+
+
+@control(FACTS_GRADS_CONTROLS, "another process takes half of the machine in the middle", target=0.7)
+def busy_machine(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp()
+    opt = Adam(model.parameters(), lr=2e-3)
+
+    def wait(step: int) -> None:
+        time.sleep(5e-3 if step >= 90 else 1e-3)
+
+    return follow(model, F.cross_entropy, opt, digit_batches(seed, n_step=180), cbs, seed, after_step=wait)
