@@ -1,9 +1,10 @@
 """Gradients thrown away or lost, graphs that are kept, losses over the batch; and their controls."""
 
 import time
+from collections.abc import Callable
 
 import torch
-from case import Callbacks, Case, Run, control, fault, follow
+from case import Callbacks, Case, Run, control, fault, fit, follow
 from data import digit_batches, image_batches
 from nets import Cnn, Mlp
 from torch import Tensor, nn
@@ -141,3 +142,71 @@ def busy_machine(seed: int, cbs: Callbacks) -> Run:
         time.sleep(5e-3 if step >= 90 else 1e-3)
 
     return follow(model, F.cross_entropy, opt, digit_batches(seed, n_step=180), cbs, seed, after_step=wait)
+
+
+class Keeping(Mlp):
+    """An MLP that does something with its features, as keeping them for a plot."""
+
+    def __init__(self, keep: Callable[["Keeping", Tensor], object]) -> None:
+        super().__init__()
+        self.keep, self.seen, self.centre = keep, list[Tensor](), torch.zeros(64)
+        self.latest: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.blocks(x)
+        self.keep(self, features)
+        return self.head(features)
+
+
+def trained(seed: int, cbs: Callbacks, keep: Callable[[Keeping, Tensor], object]) -> Run:
+    model = Keeping(keep)
+    opt = Adam(model.parameters(), lr=2e-3)
+    return follow(model, F.cross_entropy, opt, digit_batches(seed, n_step=120), cbs, seed)
+
+
+@fault(FACTS_GRADS_FAULTS, "features are appended with their graph", codes=["memory.state_kept"])
+def appends_features(seed: int, cbs: Callbacks) -> Run:
+    return trained(seed, cbs, lambda model, features: model.seen.append(features.mean()))
+
+
+@fault(FACTS_GRADS_FAULTS, "a running mean of features with its graph", codes=["memory.state_kept"])
+def running_mean(seed: int, cbs: Callbacks) -> Run:
+    def keep(model: Keeping, features: Tensor) -> None:
+        model.centre = 0.99 * model.centre + 0.01 * features.mean(0)
+
+    return trained(seed, cbs, keep)
+
+
+@control(FACTS_GRADS_CONTROLS, "the last features are kept with their graph", target=0.7)
+def keeps_last(seed: int, cbs: Callbacks) -> Run:
+    def keep(model: Keeping, features: Tensor) -> None:
+        model.latest, model.seen = features, [*model.seen[-3:], features]
+
+    return trained(seed, cbs, keep)
+
+
+class Carried(nn.Module):
+    """A GRU that carries its state on to the next batch."""
+
+    def __init__(self, detaches: bool) -> None:
+        super().__init__()
+        self.cell, self.head, self.detaches = nn.GRUCell(64, 32), nn.Linear(32, 10), detaches
+        self.state = torch.zeros(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.cell(x, 0.1 * self.state)
+        self.state = h.detach() if self.detaches else h
+        return self.head(h)
+
+
+@fault(FACTS_GRADS_FAULTS, "a hidden state that is not detached", codes=["loss.reused_graph"])
+def state_with_graph(seed: int, cbs: Callbacks) -> Run:
+    model = Carried(detaches=False)
+    data = digit_batches(seed, n_step=20)
+    return fit(model, F.cross_entropy, Adam(model.parameters()), data, cbs, seed, raises=RuntimeError)
+
+
+@control(FACTS_GRADS_CONTROLS, "a hidden state that is detached", target=0.8)
+def state_without_graph(seed: int, cbs: Callbacks) -> Run:
+    model = Carried(detaches=True)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), 5e-3), digit_batches(seed), cbs, seed)
