@@ -2,6 +2,7 @@
 
 from case import Case
 from facts_data import FACTS_DATA_FAULTS
+from facts_grads import FACTS_GRADS_FAULTS
 from faults_data import DATA_FAULTS
 from faults_language import LANGUAGE_FAULTS
 from faults_layers import LAYER_FAULTS
@@ -19,4 +20,5 @@ FAULTS: list[Case] = [
     *LANGUAGE_FAULTS,
     *TIME_FAULTS,
     *RARE_FAULTS,
+    *FACTS_GRADS_FAULTS,
 ]

@@ -2,6 +2,7 @@
 
 from case import Case
 from facts_data import FACTS_DATA_CONTROLS
+from facts_grads import FACTS_GRADS_CONTROLS
 from language_controls import LANGUAGE_CONTROLS
 from more_controls_losses import LOSS_CONTROLS
 from more_controls_nets import NET_CONTROLS
@@ -19,4 +20,5 @@ MORE_CONTROLS: list[Case] = [
     *STRANGER_CONTROLS,
     *LANGUAGE_CONTROLS,
     *TIME_CONTROLS,
+    *FACTS_GRADS_CONTROLS,
 ]
