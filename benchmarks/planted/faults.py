@@ -1,6 +1,7 @@
 """Training runs with one planted fault each."""
 
 from case import Case
+from facts_flags import FACTS_FLAGS_FAULTS
 from faults_data import DATA_FAULTS
 from faults_language import LANGUAGE_FAULTS
 from faults_layers import LAYER_FAULTS
@@ -10,6 +11,7 @@ from faults_rare import RARE_FAULTS
 from faults_time import TIME_FAULTS
 
 FAULTS: list[Case] = [
+    *FACTS_FLAGS_FAULTS,
     *LAYER_FAULTS,
     *OPTIM_FAULTS,
     *DATA_FAULTS,
