@@ -6,7 +6,9 @@ from data import digit_batches, image_batches
 from nets import Cnn, Mlp, ResNet
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from hookcb import watch
 
 FACTS_FLAGS_FAULTS: list[Case] = []
 FACTS_FLAGS_CONTROLS: list[Case] = []
@@ -66,3 +68,42 @@ def frozen_norms(seed: int, cbs: Callbacks) -> Run:
             m.eval().requires_grad_(False)
     opt = Adam(model.parameters(), lr=5e-3)
     return follow(model, F.cross_entropy, opt, digit_batches(seed, n_step=80), cbs, seed)
+
+
+def scaled(
+    model: nn.Module, opt: Optimizer, seed: int, cbs: Callbacks, clip: float, *, unscales: bool = False
+) -> Run:
+    """Mixed precision with a GradScaler, as on a GPU; gradients are clipped to a norm."""
+    scaler = torch.amp.GradScaler("cpu", growth_interval=30)
+    with watch(model, opt, *cbs, scaler=scaler) as w:
+        run = Run(w, [], model=model)
+        for x, y in digit_batches(seed, n_step=60):
+            opt.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.cross_entropy(model(x), y)
+            run.losses.append(w.report_loss(loss).item())
+            scaler.scale(loss).backward()
+            if unscales:
+                scaler.unscale_(opt)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(opt)
+            scaler.update()
+    return run
+
+
+@fault(FACTS_FLAGS_FAULTS, "clipping before unscale_, SGD", codes=["clip.scaled"])
+def clipped_scaled(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    return scaled(model, SGD(model.parameters(), lr=0.1), seed, cbs, 1.0)
+
+
+@fault(FACTS_FLAGS_FAULTS, "clipping before unscale_, AdamW and batch norm", codes=["clip.scaled"])
+def clipped_scaled_adam(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.Tanh, depth=3, norm=True)
+    return scaled(model, AdamW(model.parameters(), lr=2e-3), seed, cbs, 0.5)
+
+
+@control(FACTS_FLAGS_CONTROLS, "clipping after unscale_", target=1.0)
+def clipped_unscaled(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    return scaled(model, SGD(model.parameters(), lr=0.3), seed, cbs, 0.5, unscales=True)
