@@ -3,6 +3,7 @@
 from case import Case
 from facts_data import FACTS_DATA_FAULTS
 from facts_grads import FACTS_GRADS_FAULTS
+from facts_flags import FACTS_FLAGS_FAULTS
 from faults_data import DATA_FAULTS
 from faults_language import LANGUAGE_FAULTS
 from faults_layers import LAYER_FAULTS
@@ -13,6 +14,7 @@ from faults_time import TIME_FAULTS
 
 FAULTS: list[Case] = [
     *FACTS_DATA_FAULTS,
+    *FACTS_FLAGS_FAULTS,
     *LAYER_FAULTS,
     *OPTIM_FAULTS,
     *DATA_FAULTS,

@@ -3,6 +3,7 @@
 from case import Case
 from facts_data import FACTS_DATA_CONTROLS
 from facts_grads import FACTS_GRADS_CONTROLS
+from facts_flags import FACTS_FLAGS_CONTROLS
 from language_controls import LANGUAGE_CONTROLS
 from more_controls_losses import LOSS_CONTROLS
 from more_controls_nets import NET_CONTROLS
@@ -13,6 +14,7 @@ from time_controls import TIME_CONTROLS
 
 MORE_CONTROLS: list[Case] = [
     *FACTS_DATA_CONTROLS,
+    *FACTS_FLAGS_CONTROLS,
     *NET_CONTROLS,
     *LOSS_CONTROLS,
     *STEP_CONTROLS,

@@ -1,0 +1,109 @@
+"""Flags, modes, dtypes and schedules that contradict each other, and right trainings near them."""
+
+import torch
+from case import Callbacks, Case, Run, control, fault, fit, follow
+from data import digit_batches, image_batches
+from nets import Cnn, Mlp, ResNet
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from hookcb import watch
+
+FACTS_FLAGS_FAULTS: list[Case] = []
+FACTS_FLAGS_CONTROLS: list[Case] = []
+
+
+def with_momentum(model: nn.Module, momentum: float | None) -> nn.Module:
+    for m in model.modules():
+        if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d):
+            m.momentum = momentum
+    return model
+
+
+@fault(FACTS_FLAGS_FAULTS, "batch norm with momentum 0", codes=["norm.running"], layers=["norm1", "norm2"])
+def momentum_zero(seed: int, cbs: Callbacks) -> Run:
+    model = with_momentum(Cnn(), 0.0)
+    batches = image_batches(seed, n_step=40)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), (batches, batches[:2]), cbs, seed)
+
+
+@fault(FACTS_FLAGS_FAULTS, "batch norm with momentum 0, MLP in watch", codes=["norm.running"])
+def momentum_zero_in_watch(seed: int, cbs: Callbacks) -> Run:
+    model = with_momentum(Mlp(nn.ReLU, norm=True), 0.0)
+    opt = SGD(model.parameters(), lr=0.05)
+    return follow(model, F.cross_entropy, opt, digit_batches(seed, n_step=30), cbs, seed)
+
+
+@fault(FACTS_FLAGS_FAULTS, "batch norm with momentum 0.001 in a short training", codes=["norm.running"])
+def momentum_small(seed: int, cbs: Callbacks) -> Run:
+    model = with_momentum(Mlp(nn.ReLU, norm=True), 0.001)
+    batches = digit_batches(seed, n_step=120)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), (batches, batches[:2]), cbs, seed)
+
+
+@control(FACTS_FLAGS_CONTROLS, "batch norm with momentum 0.01", target=1.0)
+def momentum_low(seed: int, cbs: Callbacks) -> Run:
+    model = with_momentum(Cnn(), 0.01)
+    batches = image_batches(seed)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=1e-2), (batches, batches[:2]), cbs, seed)
+
+
+@control(FACTS_FLAGS_CONTROLS, "batch norm with a cumulative average", target=1.5)
+def momentum_none(seed: int, cbs: Callbacks) -> Run:
+    model = with_momentum(ResNet(), None)
+    batches = image_batches(seed, n_step=50)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=5e-3), (batches, batches[:2]), cbs, seed)
+
+
+@control(FACTS_FLAGS_CONTROLS, "batch norm frozen after warm start", target=1.0)
+def frozen_norms(seed: int, cbs: Callbacks) -> Run:
+    """As in detection: statistics that were learned before, which are used and not changed."""
+    model = Mlp(nn.ReLU, norm=True)
+    with torch.no_grad():
+        for x, _ in digit_batches(seed + 1, n_step=30):
+            model(x)
+    for m in model.modules():
+        if isinstance(m, nn.BatchNorm1d):
+            m.eval().requires_grad_(False)
+    opt = Adam(model.parameters(), lr=5e-3)
+    return follow(model, F.cross_entropy, opt, digit_batches(seed, n_step=80), cbs, seed)
+
+
+def scaled(
+    model: nn.Module, opt: Optimizer, seed: int, cbs: Callbacks, clip: float, *, unscales: bool = False
+) -> Run:
+    """Mixed precision with a GradScaler, as on a GPU; gradients are clipped to a norm."""
+    scaler = torch.amp.GradScaler("cpu", growth_interval=30)
+    with watch(model, opt, *cbs, scaler=scaler) as w:
+        run = Run(w, [], model=model)
+        for x, y in digit_batches(seed, n_step=60):
+            opt.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.cross_entropy(model(x), y)
+            run.losses.append(w.report_loss(loss).item())
+            scaler.scale(loss).backward()
+            if unscales:
+                scaler.unscale_(opt)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(opt)
+            scaler.update()
+    return run
+
+
+@fault(FACTS_FLAGS_FAULTS, "clipping before unscale_, SGD", codes=["clip.scaled"])
+def clipped_scaled(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    return scaled(model, SGD(model.parameters(), lr=0.1), seed, cbs, 1.0)
+
+
+@fault(FACTS_FLAGS_FAULTS, "clipping before unscale_, AdamW and batch norm", codes=["clip.scaled"])
+def clipped_scaled_adam(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.Tanh, depth=3, norm=True)
+    return scaled(model, AdamW(model.parameters(), lr=2e-3), seed, cbs, 0.5)
+
+
+@control(FACTS_FLAGS_CONTROLS, "clipping after unscale_", target=1.0)
+def clipped_unscaled(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    return scaled(model, SGD(model.parameters(), lr=0.3), seed, cbs, 0.5, unscales=True)
