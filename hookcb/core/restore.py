@@ -1,6 +1,7 @@
 """Context managers that restore state after a `with` block, one for each kind of state."""
 
 import copy
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from hookcb.core.torch_private import buffers_of, unsaved_buffer_names, version_
 
 SMALL = 65_536  # elements; smaller buffers are copied at each batch, larger ones only if they have changed
 COUNTS = (bool, int, float, str)  # types of the counters that modules keep in plain attributes
+OF_MODULE = frozenset(vars(nn.Module()))  # attributes that each module has
 Place = tuple[dict[str, Tensor | None], str, Tensor]  # the buffers of a module, a name in them, the buffer
 
 
@@ -150,6 +152,27 @@ def preserve_counts(model: nn.Module) -> Iterator[None]:
     finally:
         for m, counts in before:
             vars(m).update(counts)
+
+
+@contextmanager
+def preserve_own_attributes(model: nn.Module) -> Iterator[None]:
+    """Restores the attributes that the modules of the user's classes add to those of `nn.Module`.
+
+    Of lists, dicts, sets and deques the contents are restored too, but not those of what is in them.
+    """
+    before = [(vars(m), {k: x for k, x in vars(m).items() if k not in OF_MODULE}) for m in model.modules()]
+    values = [x for _, own in before for x in own.values() if isinstance(x, list | dict | set | deque)]
+    contents = [(x, copy.copy(x)) for x in {id(x): x for x in values}.values()]
+    try:
+        yield
+    finally:
+        for attributes, own in before:
+            for name in [name for name in attributes if name not in OF_MODULE and name not in own]:
+                del attributes[name]
+            attributes.update(own)
+        for x, content in contents:
+            x.clear()
+            (x.extend if isinstance(x, list | deque) else x.update)(content)
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:

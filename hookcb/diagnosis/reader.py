@@ -8,6 +8,7 @@ Way = Literal["learner", "watch", "lightning", "transformers", "command"]
 
 SHORT_RUNS = "Find a learning rate: short runs with a tenth of it and with ten times as much"
 TORCH_CLIPS = "Clip the norm of the gradients: torch.nn.utils.clip_grad_norm_(parameters, 1.0)"
+TRACE = "Run hookcb diagnose --trace-nan, which runs the script a second time and names the line"
 MACHINE = "look at that machine: other processes, clock rates, disk"
 ADVICE: Mapping[str, Mapping[Way, str]] = {  # what to do, by how the reader runs hookcb
     "rate": {
@@ -26,9 +27,16 @@ ADVICE: Mapping[str, Mapping[Way, str]] = {  # what to do, by how the reader run
         "watch": "Watch the loop with cbs=DetectAnomaly(), which names the operation",
         "lightning": "Train with Trainer(detect_anomaly=True), which names the operation",
         "transformers": "Train with HookcbCallback(DetectAnomaly()), which names the operation",
-        "command": "Begin the script with torch.autograd.set_detect_anomaly(True), in Lightning with "
-        "detect_anomaly=True, which names the operation",
+        "command": TRACE,
     },
+    "NaN found": {  # but not its line, in a batch that was run again
+        "learner": "Train with cbs=DetectAnomaly(), which names the operation",
+        "watch": "Watch the loop with cbs=DetectAnomaly(), which names the operation",
+        "lightning": "Train with Trainer(detect_anomaly=True), which names the operation",
+        "transformers": "Train with HookcbCallback(DetectAnomaly()), which names the operation",
+        "command": TRACE,
+    },
+    "line": {"command": "hookcb diagnose --trace-nan names its line"},
     "straggler": {
         "learner": f"Print learn.step_timer.report(), and {MACHINE}",
         "watch": f"Print w.step_timer.report(), and {MACHINE}",

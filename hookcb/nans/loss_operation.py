@@ -11,6 +11,8 @@ from hookcb.nans.nonfinite import kinds
 
 OF_ONE_INPUT = "acos", "asin", "atanh", "log", "log10", "log1p", "log2"  # and their nodes save that
 
+MASKABLE = ("LogSoftmax",)  # gives -inf of a score that is masked by -inf
+
 
 def operation_in_loss(node: Any, outputs: Any) -> str:
     """Name of the operation, such as `log`, that gives NaN or infinity from finite inputs; "" if unknown.
@@ -30,7 +32,8 @@ def operation_in_loss(node: Any, outputs: Any) -> str:
 def _gives_nonfinite(node: Any) -> bool:
     try:
         with torch.no_grad():
-            return not kinds(_result(node)).clean
+            made = kinds(_result(node))
+            return made.bad or (made.minus_inf and graph.name(node) not in MASKABLE)
     except RuntimeError:  # what it has saved was freed, or changed in place
         return False
 

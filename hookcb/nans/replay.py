@@ -1,11 +1,13 @@
 """The state at the beginning of a batch, and a context manager that replays the batch from it."""
 
 import ctypes
+import dis
 import random
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +15,15 @@ from torch import Tensor, nn
 
 from hookcb.core.batch import parts
 from hookcb.core.randomness import set_random_state
-from hookcb.core.restore import BufferCopies, preserve_attribute, preserve_counts, preserve_random
-from hookcb.core.torch_private import is_dynamo_imported, tensor_hooks, version_of
+from hookcb.core.restore import (
+    BufferCopies,
+    preserve_attribute,
+    preserve_contents,
+    preserve_own_attributes,
+    preserve_random,
+)
+from hookcb.core.torch_private import forward_hooks, is_dynamo_imported, tensor_hooks, version_of
+from hookcb.core.whose import is_of_program
 from hookcb.hooks.modules import unwrapped
 from hookcb.hooks.taps import Tap, taps_on
 
@@ -106,11 +115,16 @@ def versions_of(learn: Any) -> list[int]:
 
 
 @contextmanager
-def as_at_start(learn: Any, start: BatchStart) -> Iterator[None]:
+def as_at_start(learn: Any, start: BatchStart, with_observers: bool = True) -> Iterator[None]:
     """Runs a `with` block in the state in which the batch of `learn` began, with the model uncompiled.
 
-    Afterwards the previous state is restored: buffers, random numbers, modes, counters of modules, and `xb`,
-    `yb`, `pred` and `loss`. Callbacks do not see the replay; the user's hooks do.
+    Afterwards the previous state is restored: buffers, random numbers, modes, attributes of modules, and
+    `xb`, `yb`, `pred` and `loss`. Callbacks do not see the replay; the user's hooks do.
+
+    Args:
+        learn: the learner, in the middle of a training batch.
+        start: state at the beginning of the batch.
+        with_observers: whether the user's forward hooks that return nothing see it too.
     """
     plain = unwrapped(learn.model)  # without DistributedDataParallel, which would wait for the other ranks
     with (
@@ -118,13 +132,55 @@ def as_at_start(learn: Any, start: BatchStart) -> Iterator[None]:
         learn.restored(),
         preserve_attribute([learn], "model", plain),
         start.buffers.swapped_in(plain),
-        preserve_counts(plain),
+        preserve_own_attributes(plain),
+        nullcontext() if with_observers else _without_observers(plain),
         preserve_attribute(_observing_taps(plain), "hook", None),
         _uncompiled(),
         torch.enable_grad(),
     ):
         set_random_state(start.random_state())
         yield
+
+
+def has_observers(learn: Any) -> bool:
+    """Whether the model has forward hooks of the user that return nothing."""
+    return any(_observers(register) for register in _hooks_of(unwrapped(learn.model)))
+
+
+@contextmanager
+def _without_observers(model: nn.Module) -> Iterator[None]:
+    registers = list(_hooks_of(model))
+    with preserve_contents(*registers):
+        for register in registers:
+            for key in _observers(register):
+                del register[key]
+        yield
+
+
+def _hooks_of(model: nn.Module) -> Iterator[dict[int, Any]]:
+    return (hooks for m in model.modules() for hooks in forward_hooks(m) if hooks)
+
+
+def _observers(register: dict[int, Any]) -> list[int]:
+    return [key for key, hook in register.items() if _is_observer(hook)]
+
+
+def _is_observer(hook: Any) -> bool:
+    """Whether a hook is a function of the user that returns nothing, so that it cannot replace an output."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+    if code is None or not is_of_program(code.co_filename):
+        return False
+    returned, before = [], None
+    for step in dis.get_instructions(code):
+        if step.opname == "RETURN_CONST":
+            returned.append(step.argval)
+        elif step.opname == "RETURN_VALUE":
+            is_constant = before is not None and before.opname == "LOAD_CONST"
+            returned.append(before.argval if is_constant and before is not None else hook)
+        before = step
+    return all(x is None for x in returned)
 
 
 def _observing_taps(model: nn.Module) -> list[Tap]:

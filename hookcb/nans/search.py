@@ -13,7 +13,7 @@ from hookcb.core.ranks import ALONE, Ranks, is_sharded
 from hookcb.core.shards import plain_class
 from hookcb.hooks.modules import unsaved_buffers
 from hookcb.nans.nonfinite import FINITE, Kinds, kinds, tensors_in
-from hookcb.nans.replay import BatchStart, as_at_start, versions_of
+from hookcb.nans.replay import BatchStart, as_at_start, has_observers, versions_of
 from hookcb.nans.report import BATCH, LOSS, MODEL, NanReport
 from hookcb.nans.tracer import Call, Tracer, line_of, run_forward, shown_line
 
@@ -29,6 +29,11 @@ class _Replay:
     loss: Kinds = FINITE
     grads: Kinds = FINITE
     error: str = ""
+
+    @property
+    def has_repeated(self) -> bool:
+        """Whether it had a nonfinite number too."""
+        return not (self.loss.clean and self.grads.clean)
 
 
 @dataclass(slots=True)
@@ -71,9 +76,14 @@ _MOVED = "the model changes the batch in place; the replay began with the change
 
 def _replayed(learn: Any, start: BatchStart, gradient: bool, last: int, ranks: Ranks) -> _Replay:
     found = None
+    if ranks.world == 1 and has_observers(learn):  # which need not see it, unless it does not repeat so
+        with suppress(Exception):
+            found = _replay(learn, start, gradient, last, ranks, operations=True, with_observers=False)
+        if found is not None and found.has_repeated:
+            return found
     with suppress(Exception):  # some operations, as of higher order, cannot be dispatched to a mode
         found = _replay(learn, start, gradient, last, ranks, operations=True)
-    is_found = found is not None and not (found.loss.clean and found.grads.clean)
+    is_found = found is not None and found.has_repeated
     if any(ranks.max([is_found])):
         return found or _Replay(Tracer(learn.model, last))
     try:  # without following operations
@@ -83,9 +93,15 @@ def _replayed(learn: Any, start: BatchStart, gradient: bool, last: int, ranks: R
 
 
 def _replay(
-    learn: Any, start: BatchStart, gradient: bool, last: int, ranks: Ranks, operations: bool
+    learn: Any,
+    start: BatchStart,
+    gradient: bool,
+    last: int,
+    ranks: Ranks,
+    operations: bool,
+    with_observers: bool = True,
 ) -> _Replay:
-    with as_at_start(learn, start):
+    with as_at_start(learn, start, with_observers):
         found, failure = _Replay(tracer := Tracer(learn.model, last)), None
         with tracer.hooked():
             try:
@@ -125,9 +141,14 @@ def _forward_cause(learn: Any, found: _Replay) -> _Cause:
     from_minus_inf = (
         found.pred.minus_inf if call is None else call.given.minus_inf and not _takes_minus_inf(call)
     )
+    op = tracer.operation_of(call)
     if from_minus_inf and tracer.minus_inf is not None:
         call = tracer.minus_inf
-    op = tracer.operation_of(call)
+        op = tracer.operation_of(call)
+    elif from_minus_inf and (made := tracer.last_minus_inf()) is not None:
+        op, call = made, made.calls[-1] if made.calls else call
+    if learn.loss_func is None and op is None and not found.pred.bad:  # -inf by a mask, and an unknown loss
+        return _Cause(LOSS)
     name, line = (op.name, op.line) if op else ("", call.line if call else "")
     if call is not None:
         return _Cause(

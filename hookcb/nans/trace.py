@@ -35,8 +35,9 @@ class NanTrace(Callback):
     origin. Each rank replays its own batch: alone if it has the whole model, else all of them together.
 
     An fp16 `learn.scaler` may overflow: the batch is replayed without the scale, and reported only if that
-    fails too. A compiled model runs uncompiled in the replay. Your own hooks and counters see one more
-    forward. `TerminateOnNaN` is not needed beside it, but does no harm.
+    fails too. A compiled model runs uncompiled in the replay. Hooks of yours that return something see
+    one more forward; those that return nothing only if the replay is finite without them. `TerminateOnNaN` is
+    not needed beside it, but does no harm.
 
     Costs of each batch: a sum of each gradient, which waits for the device once; about 10 µs for the random
     numbers, 40 if NumPy has drawn some; copies of the buffers of up to 65,536 elements, and of larger ones

@@ -146,6 +146,7 @@ class Tracer:
         self._open: list[Call] = []
         self._n_calls: Counter[str] = Counter()
         self._operations: list[Operation] = []
+        self._n_before = 0  # operations before the end of the culprit
         self._looking = self._in_backward = False
         self._handles: list[Any] = []
 
@@ -202,7 +203,7 @@ class Tracer:
             if self.culprit is None:
                 self._rows.append((call, "", measured(call.module, tensors_in(output))))
         if self.culprit is None and call.made.bad and not call.given.bad:
-            self.culprit = call
+            self.culprit, self._n_before = call, len(self._operations)
         if self.minus_inf is None and call.made.minus_inf and call.given.clean:
             self.minus_inf = call
         outputs = [(path, x) for path, x in parts(output) if isinstance(x, Tensor) and x.grad_fn]
@@ -241,6 +242,11 @@ class Tracer:
         of_call = [op for op in self._operations if call in op.calls]
         fitting = [op for op in of_call if op.made.bad or not call.made.bad]
         return min(fitting, key=lambda op: op.calls[-1] is not call, default=None)
+
+    def last_minus_inf(self) -> Operation | None:
+        """The last operation before the end of the culprit that made -inf, and nothing else, from numbers."""
+        before = self._operations[: self._n_before] if self.culprit else self._operations
+        return next((op for op in reversed(before) if not op.made.bad), None)
 
     # ---- the backward
 

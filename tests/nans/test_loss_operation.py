@@ -54,3 +54,9 @@ def test_what_was_changed_in_place_is_left_out():
     loss = squared.log().mean()
     squared.detach().fill_(1.0)
     assert operation_in_loss(loss.grad_fn, {pred.grad_fn}) == ""
+
+
+def test_a_masked_score_is_not_to_blame():
+    pred = torch.tensor([[1.0, -torch.inf]], requires_grad=True) * 1.0
+    loss = pred.log_softmax(1)[:, 0].mean().log().sqrt()
+    assert operation_in_loss(loss.grad_fn, {pred.grad_fn}) == "log"

@@ -372,6 +372,34 @@ def test_minus_inf_that_is_no_mask_is_followed_to_where_it_was_made():
     assert (report.where, report.noticed) == ("2", "loss is -inf")
 
 
+def test_minus_inf_that_the_model_makes_between_its_layers_is_named_by_its_operation():
+    class LogBetween(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.head = nn.Linear(2, 3), nn.Linear(3, 1)
+
+        def forward(self, x):
+            masked = self.first(x).relu() * 0
+            return self.head(masked.log())  # the head makes NaN of -inf
+
+    report = report_of(LogBetween())
+    assert (report.where, report.op) == ("the model itself", "log")
+    assert report.code.startswith("return self.head(masked.log())")
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_hook_that_returns_nothing_is_left_out_of_the_replay_if_that_is_enough(changes):
+    calls, model = [], third(nn.Identity() if changes else Log())
+
+    def hook(m, args, output):
+        calls.append(m)
+        output.detach().fill_(math.nan if changes else 1.0)
+
+    model[3].register_forward_hook(hook)
+    assert report_of(model).where == ("3" if changes else "2")
+    assert len(calls) == (2 if changes else 1)
+
+
 def test_weights_that_were_spoilt_before_are_mentioned():
     model = third(nn.ReLU())
     with torch.no_grad():

@@ -16,15 +16,16 @@ from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.plain_run import ExternalBatch
 from hookcb.diagnosis.measurements.steps import Steps
-from hookcb.diagnosis.reader import ADVICE, way_of
+from hookcb.diagnosis.reader import ADVICE, Way, also, way_of
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.modules import named_modules
 from hookcb.nans.loss_operation import operation_in_loss
-from hookcb.nans.nonfinite import tensors_in
+from hookcb.nans.nonfinite import kinds, tensors_in
 from hookcb.nans.replay import Autocast, BatchStarts
 from hookcb.nans.report import BATCH, LOSS, MODEL, NanReport
 from hookcb.nans.search import search
 
+LOOK = "Print the smallest and largest number of its inputs at that place"
 MAX_OUTPUT = 65_536  # elements of an output that is checked in each batch
 FROM_WEIGHTS = "a gradient that was not finite, or a step that was too large"
 
@@ -62,7 +63,8 @@ class Origin(Measurement):
         if run.loop.is_external and self._n_losses < max(1, run.n_batches):  # which may never tell its loss
             outputs = [x for _, x in parts(run.loop.pred) if isinstance(x, Tensor) and x.is_floating_point()]
             at_hand = [x.detach() for x in outputs if x.is_cpu and x.numel() <= MAX_OUTPUT]
-            if not all(bool(x.isfinite().all()) for x in at_hand):
+            # -inf alone is how scores are masked
+            if not all(bool(x.isfinite().all()) for x in at_hand) and kinds(at_hand).bad:
                 return self._seek(run, "The model's output is not finite")
         return False
 
@@ -107,7 +109,8 @@ def find_origin(
     The message begins with what was `noticed`, say, of a `gradient`.
     """
     is_external = isinstance(learn, ExternalBatch)
-    advice = ADVICE["NaN"][way_of(learn.way if is_external else "learner")]
+    way = way_of(learn.way if is_external else "learner")
+    advice = ADVICE["NaN"][way]
     layers = [
         name
         for name, m in named_modules(learn.model).items()
@@ -129,24 +132,32 @@ def find_origin(
         return Found(n_inputs=sum(int(x.isfinite().logical_not().sum()) for _, x in tensors_in(learn.xb)))
     if is_external and not (report.repeated and report.where != LOSS):
         report = replace(report, op=operation_in_loss(loss_node, graph.roots(learn.pred)))
-    return _from_report(report, is_external, noticed, step, advice)
+    output = "has no NaN" if is_external and kinds(learn.pred).minus_inf else "is finite"
+    return _from_report(report, output if is_external else "", noticed, step, way)
 
 
-def _from_report(report: NanReport, is_external: bool, noticed: str, step: int, advice: str) -> Found:
+def _from_report(report: NanReport, output: str, noticed: str, step: int, way: Way) -> Found:
+    """Result of a search; the `output` of the model "is finite" if the loss function is unknown, else ""."""
+    advice = ADVICE["NaN found"][way]
     is_layer = report.where not in ("", MODEL, LOSS)
     layer = report.where.partition("#")[0].partition("[")[0] if is_layer else ""
     by = f"{report.op} in " if report.op else ""
     line = f", at {report.line}: {report.code}" if report.line and report.code else ""
-    if report.repeated and not (report.where == LOSS and is_external):
+    is_known = report.repeated and not (report.where == LOSS and output)
+    if is_known:
         kind = f" ({report.type})" if report.type else ""
         origin = f"{by}the {report.direction} of {as_layer(report.where)}{kind}"
         how = f"The first NaN or infinity comes from {origin}, with finite inputs{line}"
-    elif is_external and report.op:
-        how = f"The model's output is finite; the first NaN or infinity comes from {report.op} in the loss"
-    elif is_external:
-        how = "The model's output is finite, so it comes from the loss, or from code between the two"
+    elif output and report.op:
+        how = f"The model's output {output}; the first NaN or infinity comes from {report.op} in the loss"
+    elif output:
+        how = f"The model's output {output}, so it comes from the loss, or from code between the two"
     else:
         how = "It did not repeat when the batch was run again"
     hint = report.hint.partition(": ")
     causes = (hint[0],) if hint[0] else ()
-    return Found(f"{noticed} at step {step}. {how}.", layer, causes=causes, next_steps=(hint[2] or advice,))
+    if is_known:
+        advice = hint[2] or LOOK
+    elif hint[2]:
+        advice = f"{hint[2]}{also('line', way)}"
+    return Found(f"{noticed} at step {step}. {how}.", layer, causes=causes, next_steps=(advice,))

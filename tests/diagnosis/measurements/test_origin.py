@@ -110,3 +110,58 @@ def test_in_a_loop_whose_loss_is_reported_the_operation_of_the_loss_is_named(spo
     assert (finding.code, finding.step) == ("nonfinite.first", 0)
     assert text in finding.message
     assert advice in finding.next_steps[0]
+
+
+class Masked(nn.Module):
+    """Its scores of forbidden classes are -inf."""
+
+    def __init__(self, mask=float("-inf")):
+        super().__init__()
+        self.layer, self.mask = nn.Linear(4, 3), mask
+
+    def forward(self, x):
+        return self.layer(x).masked_fill(torch.tensor([False, False, True]), self.mask)
+
+
+def of_loop(model, spoil=lambda x: x, cbs="ignore"):
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watch(model, opt, Diagnose(cbs, show=False)) as w:
+        for x, y in data(30):
+            w.report_loss(loss := spoil(nn.functional.cross_entropy(model(x), (y[:, 0] > 0).long())))
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+    return w.diagnose()
+
+
+def test_scores_that_are_masked_by_minus_inf_are_no_alarm():
+    torch.manual_seed(0)
+    assert not [x for x in of_loop(Masked()).findings if x.code == "nonfinite.first"]
+
+
+def test_masked_scores_are_not_blamed_for_what_the_loss_does():
+    torch.manual_seed(0)
+    finding = of_loop(Masked(), lambda loss: (loss - loss).log()).primary
+    assert finding.layer == ""
+    assert "The model's output has no NaN; the first NaN or infinity comes from log in the loss" in (
+        finding.message
+    )
+
+
+def test_plus_inf_in_the_output_is_an_alarm_at_once():
+    torch.manual_seed(0)
+    finding = of_loop(Masked(float("inf"))).primary
+    assert "The model's output is not finite at step 0" in finding.message
+
+
+def test_what_is_known_is_not_advised_again():
+    torch.manual_seed(0)
+    finding = found(net(Log()))
+    assert finding.next_steps == ("clamp its input, x.clamp(min=1e-8)",)
+    steps = found(net(Times())).next_steps
+    assert steps == ("Print the smallest and largest number of its inputs at that place",)
+
+
+class Times(nn.Module):
+    def forward(self, x):
+        return torch.atanh(x.abs() + 2)
