@@ -14,6 +14,7 @@ from data import (
     recall_batches,
     text_batches,
 )
+from facts_weights import FACTS_WEIGHTS_CONTROLS
 from nets import Cnn, Encoded, Gpt, Mlp, Recurrent, ResNet, stack, token_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,7 +23,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from hookcb import GradientAccumulation, GradientClip, Schedule
 
-CONTROLS: list[Case] = []
+CONTROLS: list[Case] = [
+    *FACTS_WEIGHTS_CONTROLS,
+]
 
 
 @control(CONTROLS, "ReLU MLP, Adam", target=0.8)

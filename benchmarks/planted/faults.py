@@ -4,6 +4,7 @@ from case import Case
 from facts_data import FACTS_DATA_FAULTS
 from facts_grads import FACTS_GRADS_FAULTS
 from facts_flags import FACTS_FLAGS_FAULTS
+from facts_weights import FACTS_WEIGHTS_FAULTS
 from faults_data import DATA_FAULTS
 from faults_language import LANGUAGE_FAULTS
 from faults_layers import LAYER_FAULTS
@@ -23,4 +24,5 @@ FAULTS: list[Case] = [
     *TIME_FAULTS,
     *RARE_FAULTS,
     *FACTS_GRADS_FAULTS,
+    *FACTS_WEIGHTS_FAULTS,
 ]
