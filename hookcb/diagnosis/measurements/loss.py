@@ -154,6 +154,7 @@ def guess_of(graph: LossGraph, pred: Any, yb: Any) -> float:
     if graph.kind == "cross-entropy":
         n = None if targets is None else n_classes_of(scores, targets)
         n = n or (scores.shape[-1] if scores.ndim == 2 else None)
+        n = n or (graph.n_classes if scores.ndim == 0 else None)  # the model returns its loss alone
         return graph.scale * math.log(n) if n else math.nan
     if graph.kind == "binary cross-entropy":
         if not graph.has_weights:
