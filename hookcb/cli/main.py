@@ -45,7 +45,7 @@ def _diagnose(args: argparse.Namespace, parser: Parser, given: list[str]) -> int
     if args.is_module and not has_module(args.script):
         parser.error(f"there is no module {args.script!r} to be had from {Path.cwd()}")
     limits = args.steps, args.minutes, args.strict, tuple(args.ignore)
-    options = Options(args.html, args.json, args.coverage, args.is_module, *limits)
+    options = Options(args.html, args.json, args.coverage, args.is_module, *limits, args.trace_nan)
     return run_script(args.script, given[start:], options)
 
 

@@ -31,6 +31,7 @@ from hookcb.cli.ownership import (
 from hookcb.cli.tracked_model import ScriptWatch, TrackedModel, kind_of, say_sick
 from hookcb.cli.unseen import WITHOUT_GRAD, how_called, why_unseen
 from hookcb.core.call_hook import CallHook, Observer
+from hookcb.core.callback import Callback
 from hookcb.core.callback_list import listed
 from hookcb.core.restore import preserve_attribute
 from hookcb.core.torch_private import in_backward
@@ -45,7 +46,7 @@ from hookcb.hooks.optimizer_steps import StepHook
 from hookcb.loops.learner import Learner
 from hookcb.loops.lr_find import LRFinder
 from hookcb.loops.preflight import NAME as PREFLIGHT
-from hookcb.report.collect import collect
+from hookcb.report.collect import collect, with_series
 from hookcb.report.data import PageData
 
 N_ANEW = 2  # batches of a model whose outermost module turns out to be made anew for each step
@@ -96,6 +97,17 @@ class ModelTracker:
         """Whether a verdict counts; not on a model whose training the script might begin after its limit."""
         is_unseen = model.verdict is not None and model.verdict.status == "unknown"
         return model.counts and not (is_unseen and self.limit.is_over)
+
+    def explain(self, explain: Callable[[Verdict, str], Verdict]) -> None:
+        """Replaces the first verdict for which `explain` has another one, given the class of the model."""
+        for m in self._all:
+            if m.is_part_of_result and m.verdict is not None:
+                told = explain(m.verdict, m.kind)
+                if told is not m.verdict:
+                    m.verdict = told
+                    if m.page is not None:
+                        m.page.headline, m.page.verdict = told.headline, with_series(told, m.page)
+                    return
 
     def pages(self) -> list[tuple[str, PageData]]:
         """Heading and page of each model that has a verdict."""
@@ -198,10 +210,10 @@ class ModelTracker:
             except TypeError:
                 return real(learn, *args, **kwargs)  # which says what is wrong
             cbs = given.arguments["cbs"] = listed(given.arguments.get("cbs"))
-            attached = [cb for cb in [*learn.cbs, *cbs] if _is_diagnose(cb)]
+            attached = [cb for cb in [*learn.cbs, *cbs] if self._observes(cb)]
             diagnose = attached[0] if attached else None
             if diagnose is None and not any(isinstance(cb, LRFinder) for cb in cbs):
-                diagnose = Diagnose(self._say_sick, show=False, name="script_diagnosis")
+                diagnose = self._observer("script_diagnosis")
                 cbs.append(diagnose)
             is_training = getattr(diagnose, "name", "") != PREFLIGHT and diagnose is not None
             if self.limit and is_training:
@@ -239,6 +251,14 @@ class ModelTracker:
         hidden = [*self._ignored, *(["train.unfinished"] if reached else ())]
         remarks = [reached, f"ignored: {', '.join(self._ignored)}" if self._ignored else ""]
         return replace(without(verdict, hidden), remarks=tuple(filter(None, remarks)))
+
+    def _observer(self, name: str | None = None) -> Callback:
+        """A callback that watches a training."""
+        return Diagnose(self._say_sick, show=False, name=name)
+
+    def _observes(self, cb: Any) -> bool:
+        """Whether a callback, or a class that makes one, watches a training as `_observer` does."""
+        return isinstance(cb, Diagnose) or (isinstance(cb, type) and issubclass(cb, Diagnose))
 
     def _say_sick(self, verdict: Verdict) -> None:
         say_sick(without(verdict, self._ignored))
@@ -350,7 +370,7 @@ class ModelTracker:
             self._model_of[part] = model
         try:
             opts = [] if model.is_trainable else self._optimizers.without_trained()
-            model.watch = ScriptWatch(root, opts, [Diagnose(self._say_sick, show=False)], None)
+            model.watch = ScriptWatch(root, opts, [self._observer()], None)
         except Exception as error:
             self.notes.append(f"{model.title} could not be watched: {error!r}")
             return model
@@ -450,8 +470,3 @@ class ModelTracker:
         note = describe_failure("a part of hookcb", error)
         if note not in self.notes:
             self.notes.append(note)
-
-
-def _is_diagnose(cb: Any) -> bool:
-    """Whether a callback is a `Diagnose`, or a class that makes one."""
-    return isinstance(cb, Diagnose) or (isinstance(cb, type) and issubclass(cb, Diagnose))

@@ -98,6 +98,12 @@ def make_parser() -> Parser:
         "--coverage", action="store_true", help="list what was seen, and what was not and why"
     )
     script.add_argument(
+        "--trace-nan",
+        action="store_true",
+        help="if the script makes a NaN and its line is unknown, run it a second time, with all that it "
+        "writes, and name the line; for one process",
+    )
+    script.add_argument(
         "-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for python -m"
     )
     script.add_argument("script", help="the script; it does not have to import hookcb")

@@ -19,6 +19,7 @@ from hookcb.cli import INTERRUPTED
 from hookcb.cli.limits import Limit
 from hookcb.cli.model_tracker import ModelTracker
 from hookcb.cli.ranks import own_rank
+from hookcb.cli.second_run import SecondRun
 from hookcb.core.console import safe_console, show, show_error
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.distributed.process_group import n_processes
@@ -47,6 +48,7 @@ class Options:
         minutes: minutes of training after which to end it.
         strict: whether the exit code is 1 for any warning and error.
         ignored: codes of findings to leave out, as `fnmatch` patterns.
+        trace_nan: whether to run the script a second time to find the line that makes a NaN.
     """
 
     html: Path | None = None
@@ -57,6 +59,7 @@ class Options:
     minutes: float | None = None
     strict: bool = False
     ignored: tuple[str, ...] = ()
+    trace_nan: bool = False
 
 
 NO_OPTIONS = Options()
@@ -86,7 +89,13 @@ def run_script(path: str | Path, args: Sequence[str] = (), options: Options = NO
     start, makes_pages = Path.cwd(), options.html is not None and not own_rank()
     tracker = ModelTracker(makes_pages, Limit(options.steps, options.minutes), options.ignored)
 
+    again = SecondRun(os.fspath(path), args, options.is_module, options.json) if options.trace_nan else None
+
     def tell(code: int, has_failed: bool) -> int:
+        if again is not None and n_processes() > 1:
+            tracker.notes.append("--trace-nan was left out, as it runs one process only")
+        elif again is not None:
+            tracker.explain(again.explain)
         file = _from(start, options.html)  # the script may have changed the folder
         return _tell(tracker, code, has_failed, path, replace(options, html=file))
 
@@ -94,7 +103,7 @@ def run_script(path: str | Path, args: Sequence[str] = (), options: Options = NO
         if options.json:
             stack.enter_context(_stdout_as_stderr())
         tracker.limit.give_up = lambda: _exit(tracker, stack, tell)
-        code, has_failed = _run(os.fspath(path), list(args), tracker, options.is_module)
+        code, has_failed = run_watched(os.fspath(path), list(args), tracker, options.is_module)
         if tracker.limit.is_over:
             tracker.notes += ["what the script raised after its limit does not count"] * has_failed
             code, has_failed = 0, False
@@ -242,7 +251,7 @@ def has_module(name: str) -> bool:
             return False
 
 
-def _run(path: str, args: list[str], tracker: ModelTracker, is_module: bool) -> tuple[int, bool]:
+def run_watched(path: str, args: list[str], tracker: ModelTracker, is_module: bool) -> tuple[int, bool]:
     """Runs the script to its end; returns the exit code Python would give, and whether the script raised."""
     try:
         if is_module:

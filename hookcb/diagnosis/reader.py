@@ -8,7 +8,8 @@ Way = Literal["learner", "watch", "lightning", "transformers", "command"]
 
 SHORT_RUNS = "Find a learning rate: short runs with a tenth of it and with ten times as much"
 TORCH_CLIPS = "Clip the norm of the gradients: torch.nn.utils.clip_grad_norm_(parameters, 1.0)"
-TRACE = "Run hookcb diagnose --trace-nan, which runs the script a second time and names the line"
+OPTION = "--trace-nan"
+TRACE = f"Run hookcb diagnose {OPTION}, which runs the script a second time and names the line"
 MACHINE = "look at that machine: other processes, clock rates, disk"
 ADVICE: Mapping[str, Mapping[Way, str]] = {  # what to do, by how the reader runs hookcb
     "rate": {
@@ -36,7 +37,7 @@ ADVICE: Mapping[str, Mapping[Way, str]] = {  # what to do, by how the reader run
         "transformers": "Train with HookcbCallback(DetectAnomaly()), which names the operation",
         "command": TRACE,
     },
-    "line": {"command": "hookcb diagnose --trace-nan names its line"},
+    "line": {"command": f"hookcb diagnose {OPTION} names its line"},
     "straggler": {
         "learner": f"Print learn.step_timer.report(), and {MACHINE}",
         "watch": f"Print w.step_timer.report(), and {MACHINE}",

@@ -58,6 +58,11 @@ HINTS = {
 }
 
 
+def hint_for(op: str) -> str:
+    """Likely cause and remedy for an operation, or the node of a graph; "" if unknown."""
+    return HINTS.get(re.sub(r"(?<=Backward)\d+$|_$", "", op), "")
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
     """A call of a module in the replay: statistics of its output, or of the gradient of its output.
@@ -146,7 +151,7 @@ class NanReport(Printed):
     @property
     def hint(self) -> str:
         """Likely cause and remedy for the operation; "" if unknown."""
-        return HINTS.get(re.sub(r"(?<=Backward)\d+$|_$", "", self.op), "")
+        return hint_for(self.op)
 
     @property
     def _cause(self) -> str:
