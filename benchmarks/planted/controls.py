@@ -15,6 +15,7 @@ from data import (
     text_batches,
 )
 from facts_weights import FACTS_WEIGHTS_CONTROLS
+from facts_loads import FACTS_LOADS_CONTROLS
 from nets import Cnn, Encoded, Gpt, Mlp, Recurrent, ResNet, stack, token_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -197,3 +198,6 @@ def smoothed_loss(pred: Tensor, y: Tensor) -> Tensor:
 def label_smoothing(seed: int, cbs: Callbacks) -> Run:
     model = Cnn()
     return fit(model, smoothed_loss, Adam(model.parameters(), lr=3e-3), image_batches(seed), cbs, seed)
+
+
+CONTROLS += FACTS_LOADS_CONTROLS

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.heard import Ear, heard
+from hookcb.diagnosis.measurements.parameters import Parameters
 from hookcb.diagnosis.measurements.state_dicts import (
     dicts_in,
     entry_with,
@@ -25,9 +26,11 @@ from hookcb.diagnosis.measurements.state_dicts import (
     tensors,
 )
 from hookcb.diagnosis.run import Run
+from hookcb.gradients.stats import sketch_copy
 
 MAX_CALLS = 1_000  # that are kept
 N_KNOWN = 4  # first and last tensors of a state dict, by which it is known again
+MIN_STEPS = 20  # after which all weights of a training have changed
 Observer = Generator[None, Any, None]
 Shapes = dict[str, tuple[int, ...]]
 Clock = dict[int, int]  # steps that were made by each run, by the id of its `LoadClock`
@@ -78,14 +81,14 @@ class File:
         path: absolute path, "" if it is no path.
         n_states: number of parameters with a state of an optimizer, in each.
         groups: first group of each optimizer in it, numbers only.
-        epoch: largest `last_epoch` of the schedulers in it; -1 if there is none.
+        rates: numbers of each scheduler in it, such as `last_epoch` and `T_max`.
         n_optimizers, n_schedulers: number of loads of each that were heard before.
     """
 
     path: str
     n_states: tuple[int, ...]
     groups: tuple[dict[str, float], ...]
-    epoch: int
+    rates: tuple[dict[str, float], ...]
     n_optimizers: int
     n_schedulers: int
 
@@ -116,6 +119,7 @@ class Save:
         dicts: dicts with tensors in it, other than the states of optimizers.
         optimizers: for each optimizer in it the number of its parameters.
         is_opaque: whether it has objects that are not read, such as a module.
+        begun: ids of the `LoadClock` of runs whose weights are in it as they were before their first step.
         clock: the clock at the call.
     """
 
@@ -123,6 +127,7 @@ class Save:
     dicts: tuple[Dict, ...]
     optimizers: tuple[int, ...]
     is_opaque: bool
+    begun: tuple[int, ...]
     clock: Clock
 
 
@@ -158,7 +163,10 @@ class Loads(Ear):
         self._read: dict[int, tuple[ReferenceType[Tensor], int]] = {}  # tensors of files, with their index
 
     def was_loaded(self, param: nn.Parameter) -> bool:
-        """Whether `load_state_dict` has given values to a parameter, also by `assign=True`."""
+        """Whether `load_state_dict` has given values to a parameter, also by `assign=True`.
+
+        False for those that were given the parameter's own memory, which changes nothing.
+        """
         found = self._loaded.get(id(param))
         return found is not None and found() is param
 
@@ -170,18 +178,18 @@ class Loads(Ear):
     def observe_load(self, m: nn.Module, /, state_dict: Any = (), *args: Any, **kwargs: Any) -> Observer:
         given = tensors(state_dict) if isinstance(state_dict, dict) else {}
         before = {name: p.data_ptr() for name, p in params(m) if is_plain(p)}
-        n_same = sum(before.get(name, 0) == x.data_ptr() != 0 for name, x in given.items() if is_plain(x))
+        same = {name for name, x in given.items() if is_plain(x) and before.get(name, 0) == x.data_ptr() != 0}
         sources = [read[1] for x in given.values() if (read := self._read.get(id(x))) and read[0]() is x]
         taken = next((clock for x in given.values() if (clock := self.taken_at(x)) is not None), None)
         result = yield
-        if not hasattr(result, "missing_keys") or len(self.loads) >= MAX_CALLS:
+        if not hasattr(result, "missing_keys"):
             return
         own, shapes = dict(params(m)), {name: tuple(x.shape) for name, x in given.items()}
         missing = tuple(name for name in result.missing_keys if name in own)
-        for name in own.keys() - set(missing):
+        for name in own.keys() - set(missing) - same:
             self._loaded[id(own[name])] = ref(own[name])
-        if not isinstance(state_dict, dict):
-            return  # a mapping that may read a file
+        if not isinstance(state_dict, dict) or len(self.loads) >= MAX_CALLS:
+            return  # other mappings may read a file
         self.loads.append(
             Load(
                 type(m).__name__,
@@ -191,7 +199,7 @@ class Loads(Ear):
                 missing,
                 tuple(result.unexpected_keys),
                 entry_with(state_dict, own),
-                n_same,
+                len(same),
                 taken,
                 dict(self.clock),
                 Counter(sources).most_common(1)[0][0] if sources else None,
@@ -225,7 +233,6 @@ class Loads(Ear):
         read = yield
         found = [(key, state) for key, state, _ in dicts_in(read)]
         opts = [state for _, state in found if is_optimizer(state)]
-        epochs = [state["last_epoch"] for _, state in found if is_scheduler(state)]
         values = [x for _, state in found for x in tensors(state).values()]
         if not values or len(self.files) >= MAX_CALLS:
             return
@@ -235,8 +242,8 @@ class Loads(Ear):
             File(
                 path_of(f),
                 tuple(len(state["state"]) for state in opts),
-                tuple(numbers(state["param_groups"]) for state in opts),
-                max((x for x in epochs if isinstance(x, int)), default=-1),
+                tuple(numbers(state["param_groups"][0]) for state in opts if state["param_groups"]),
+                tuple(numbers(state) for _, state in found if is_scheduler(state)),
                 self.n_optimizers,
                 self.n_schedulers,
             )
@@ -251,17 +258,24 @@ class Saves(Ear):
 
     def __init__(self) -> None:
         self.saves: list[Save] = []
+        self.clocks: list[WeakMethod[Any]] = []  # `LoadClock.is_as_begun` of each run
 
     def observe_save(self, obj: Any = None, f: Any = None, *args: Any, **kwargs: Any) -> Observer:
         loads, found = heard(Loads), list(dicts_in(obj))
         dicts = [_dict_of(key, tensors(state), loads) for key, state, _ in found if not is_optimizer(state)]
         counts = [n_params(state["param_groups"]) for _, state, _ in found if is_optimizer(state)]
         is_opaque = not found or any(is_opaque for *_, is_opaque in found)
+        asked = [is_as_begun for clock in self.clocks if (is_as_begun := clock()) is not None]
+        begun = [
+            is_as_begun.__self__.key
+            for is_as_begun in asked
+            if any(is_as_begun(tensors(state)) for _, state, _ in found if not is_optimizer(state))
+        ]
         yield
         kept = tuple(x for x in dicts if x.shapes)
         if kept and len(self.saves) < MAX_CALLS:
             path = path_of(kwargs.get("f", f))
-            self.saves.append(Save(path, kept, tuple(counts), is_opaque, dict(loads.clock)))
+            self.saves.append(Save(path, kept, tuple(counts), is_opaque, tuple(begun), dict(loads.clock)))
 
 
 class LoadClock(Measurement):
@@ -269,30 +283,58 @@ class LoadClock(Measurement):
 
     cadence = EVERY
     hears = (Loads, Saves)
+    uses = (Parameters,)
 
     def __init__(self) -> None:
-        self._ear: Loads | None = None
+        self.key = id(self)
         self.has_heard_start = False
+        self._ear: Loads | None = None
+        self._model: ReferenceType[nn.Module] | None = None
+        self._begins: dict[str, tuple[nn.Parameter, Tensor]] = {}
 
     def on_model(self, run: Run) -> None:
-        self._ear = heard(Loads)
-        self._ear.clock[id(self)] = 0
+        self._ear, self._model = heard(Loads), ref(run.loop.model)
+        self._ear.clock[self.key] = 0
         self.has_heard_start = self._ear.from_start
+        self._begins = run.measured(Parameters).begins
+        heard(Saves).clocks.append(WeakMethod(self.is_as_begun))
 
     def on_between(self, run: Run) -> None:
         if self._ear is not None:
-            self._ear.clock[id(self)] = run.n_steps
+            self._ear.clock[self.key] = run.n_steps
 
     def steps(self, clock: Clock) -> int:
         """Steps of this training at a call."""
-        return clock.get(id(self), 0)
+        return clock.get(self.key, 0)
+
+    def params(self) -> dict[str, nn.Parameter]:
+        """Parameters of the model, by name; none if it is gone."""
+        model = self._model() if self._model is not None else None
+        return {} if model is None else dict(model.named_parameters())
+
+    def is_as_begun(self, named: dict[str, Tensor]) -> bool:
+        """Whether tensors are a copy of the weights before the first step, which have all changed since."""
+        if self._ear is None or self.steps(self._ear.clock) < MIN_STEPS:
+            return False
+        pairs = [(p, x, named[name]) for name, (p, x) in self._begins.items() if name in named]
+        trained = [(p, x, y) for p, x, y in pairs if p.requires_grad and p.ndim > 1 and p.shape == y.shape]
+        n_all = sum(p.requires_grad and p.ndim > 1 for p, _ in self._begins.values())
+        return len(trained) == n_all > 0 and all(
+            is_plain(y) and y.dtype == p.dtype and is_same(x, y) and not is_same(x, p) for p, x, y in trained
+        )
 
     def close(self, run: Run) -> None:
         if self._ear is not None:
-            self._ear.clock.pop(id(self), None)
+            self._ear.clock.pop(self.key, None)
 
     def freeze(self) -> None:
-        self._ear = None
+        self._ear, self._model, self._begins = None, None, {}
+
+
+def is_same(sample: Tensor, x: Tensor) -> bool:
+    """Whether a tensor has the elements of a sample of `sketch_copy`; waits for the device."""
+    mine = sketch_copy(x)
+    return sample.shape == mine.shape and torch.equal(sample.to(mine.device), mine)
 
 
 def _dict_of(key: str, named: dict[str, Tensor], loads: Loads) -> Dict:

@@ -111,10 +111,9 @@ def n_params(groups: list[dict[str, Any]]) -> int:
     return sum(len(group.get("params", ())) for group in groups)
 
 
-def numbers(groups: list[dict[str, Any]]) -> dict[str, float]:
-    """Numbers in the first group of an optimizer's state, such as its learning rate."""
-    first = groups[0] if groups else {}
-    return {name: float(x) for name, x in first.items() if type(x) in (int, float)}
+def numbers(state: dict[str, Any]) -> dict[str, float]:
+    """Numbers in a group or in the state of a scheduler, such as a learning rate."""
+    return {name: float(x) for name, x in state.items() if type(x) in (int, float)}
 
 
 def entry_with(state: Any, own: Mapping[str, Any]) -> str:

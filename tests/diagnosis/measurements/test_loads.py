@@ -120,7 +120,7 @@ def test_what_a_file_has_of_optimizers_and_schedulers_is_known(tmp_path):
     assert not save.is_opaque
     read = torch.load(path)
     (file,) = heard(Loads).files
-    assert (file.path, file.n_states, file.epoch) == (os.fspath(path), (6,), 1)
+    assert (file.path, file.n_states, file.rates[0]["last_epoch"]) == (os.fspath(path), (6,), 1)
     assert file.groups[0]["initial_lr"] == 0.5
     model.load_state_dict(read["nets"][0]["model"])
     assert heard(Loads).loads[-1].file == 0
