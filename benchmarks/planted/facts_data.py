@@ -2,8 +2,8 @@
 
 import torch
 from case import Callbacks, Case, Run, control, fault, fit, follow
-from data import Batch, batched, digits, generator, images, raw_digits
-from nets import Cnn, Mlp
+from data import Batch, batched, digits, generator, images, raw_digits, text_batches
+from nets import Cnn, Gpt, Mlp, token_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam
@@ -99,3 +99,45 @@ def balanced_batches(seed: int, cbs: Callbacks) -> Run:
         batches.append((x[rows], y[rows]))
     model = Mlp(nn.ReLU)
     return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), batches, cbs, seed)
+
+
+class _Clamped(nn.Embedding):
+    """Positions beyond the table get its last row."""
+
+    def forward(self, places: Tensor) -> Tensor:
+        return super().forward(places.clamp(max=self.num_embeddings - 1))
+
+
+class _Tagger(nn.Module):
+    """A recurrent layer over tokens with positions."""
+
+    def __init__(self, n_rows: int) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(16, 32), _Clamped(n_rows, 32)
+        self.rnn, self.head = nn.GRU(32, 32, batch_first=True), nn.Linear(32, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1]))
+        return self.head(self.rnn(x)[0])
+
+
+@fault(FACTS_DATA_FAULTS, "a GPT with clamped positions", codes=["embed.clamped"], layers=["position"])
+def clamped_positions(seed: int, cbs: Callbacks) -> Run:
+    model = Gpt()
+    model.position = _Clamped(10, 32)
+    opt = Adam(model.parameters(), lr=3e-3)
+    return fit(model, token_loss, opt, text_batches(seed, n_step=60), cbs, seed)
+
+
+@fault(FACTS_DATA_FAULTS, "a tagger with clamped positions", codes=["embed.clamped"], layers=["position"])
+def clamped_tagger(seed: int, cbs: Callbacks) -> Run:
+    model = _Tagger(8)
+    batches = text_batches(seed, n_step=60)
+    return follow(model, token_loss, Adam(model.parameters(), lr=5e-3), batches, cbs, seed)
+
+
+@control(FACTS_DATA_CONTROLS, "as many positions as tokens", target=1.5)
+def enough_positions(seed: int, cbs: Callbacks) -> Run:
+    model = _Tagger(16)
+    batches = text_batches(seed, n_step=120)
+    return follow(model, token_loss, Adam(model.parameters(), lr=1e-2), batches, cbs, seed)
