@@ -1,5 +1,8 @@
 """Flags, modes, dtypes and schedules that contradict each other, and right trainings near them."""
 
+import warnings
+from collections.abc import Callable
+
 import torch
 from case import Callbacks, Case, Run, control, fault, fit, follow
 from data import digit_batches, image_batches
@@ -7,6 +10,14 @@ from nets import Cnn, Mlp, ResNet
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    SequentialLR,
+)
 
 from hookcb import watch
 
@@ -107,3 +118,70 @@ def clipped_scaled_adam(seed: int, cbs: Callbacks) -> Run:
 def clipped_unscaled(seed: int, cbs: Callbacks) -> Run:
     model = Mlp(nn.ReLU)
     return scaled(model, SGD(model.parameters(), lr=0.3), seed, cbs, 0.5, unscales=True)
+
+
+def per_epoch(schedule: LRScheduler, n_each: int) -> Callable[[int], None]:
+    """Steps a scheduler after each `n_each` steps."""
+
+    def after_step(step: int) -> None:
+        if (step + 1) % n_each == 0:
+            schedule.step()
+
+    return after_step
+
+
+@fault(FACTS_FLAGS_FAULTS, "one cycle stepped once per epoch", codes=["lr.schedule"])
+def one_cycle_per_epoch(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU, depth=3)
+    opt, batches = Adam(model.parameters(), lr=1e-3), digit_batches(seed, n_step=112)
+    schedule = per_epoch(OneCycleLR(opt, 1e-2, total_steps=112), 28)
+    return follow(model, F.cross_entropy, opt, batches, cbs, seed, after_step=schedule)
+
+
+@fault(FACTS_FLAGS_FAULTS, "cosine over epochs stepped per batch", codes=["lr.schedule"])
+def cosine_per_batch(seed: int, cbs: Callbacks) -> Run:
+    model = Cnn()
+    opt, batches = SGD(model.parameters(), lr=0.1), image_batches(seed, n_step=100)
+    return follow(model, F.cross_entropy, opt, batches, cbs, seed, schedule=CosineAnnealingLR(opt, T_max=5))
+
+
+@fault(FACTS_FLAGS_FAULTS, "milestones of epochs stepped per batch", codes=["lr.schedule"])
+def milestones_per_batch(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    opt, batches = Adam(model.parameters(), lr=1e-2), digit_batches(seed)
+    schedule = MultiStepLR(opt, [10, 15, 20])
+    return follow(model, F.cross_entropy, opt, batches, cbs, seed, schedule=schedule)
+
+
+@fault(FACTS_FLAGS_FAULTS, "scheduler of an earlier optimizer", codes=["lr.schedule"])
+def schedule_of_earlier(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.Tanh, depth=3)
+    schedule = CosineAnnealingLR(SGD(model.parameters(), lr=0.1), T_max=100)
+    opt, batches = SGD(model.parameters(), lr=0.1), digit_batches(seed, n_step=100)
+    with warnings.catch_warnings(action="ignore"):  # of torch, that its optimizer makes no step
+        return follow(model, F.cross_entropy, opt, batches, cbs, seed, schedule=schedule)
+
+
+@control(FACTS_FLAGS_CONTROLS, "one cycle that is stopped early", target=1.0)
+def one_cycle_cut(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    opt, batches = Adam(model.parameters(), lr=1e-3), digit_batches(seed, n_step=100)
+    schedule = OneCycleLR(opt, 1e-2, total_steps=400)
+    return follow(model, F.cross_entropy, opt, batches, cbs, seed, schedule=schedule)
+
+
+@control(FACTS_FLAGS_CONTROLS, "warmup and cosine in sequence", target=1.0)
+def warmup_cosine(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    opt, batches = Adam(model.parameters(), lr=1e-2), digit_batches(seed, n_step=100)
+    parts = [LinearLR(opt, 0.1, total_iters=10), CosineAnnealingLR(opt, 90)]
+    schedule = SequentialLR(opt, parts, [10])
+    return follow(model, F.cross_entropy, opt, batches, cbs, seed, schedule=schedule)
+
+
+@control(FACTS_FLAGS_CONTROLS, "milestones stepped once per epoch", target=1.0)
+def milestones_per_epoch(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    opt, batches = Adam(model.parameters(), lr=1e-2), digit_batches(seed, n_step=112)
+    schedule = per_epoch(MultiStepLR(opt, [2, 3]), 28)
+    return follow(model, F.cross_entropy, opt, batches, cbs, seed, after_step=schedule)
