@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 from case import Callbacks, Case, Run, control, fault, fit, follow
 from data import digit_batches, image_batches
-from nets import Cnn, Mlp, ResNet
-from torch import nn
+from nets import Cnn, Encoded, Mlp, ResNet
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import (
@@ -185,3 +185,98 @@ def milestones_per_epoch(seed: int, cbs: Callbacks) -> Run:
     opt, batches = Adam(model.parameters(), lr=1e-2), digit_batches(seed, n_step=112)
     schedule = per_epoch(MultiStepLR(opt, [2, 3]), 28)
     return follow(model, F.cross_entropy, opt, batches, cbs, seed, after_step=schedule)
+
+
+@fault(FACTS_FLAGS_FAULTS, "random trunk frozen", codes=["param.frozen_random"], note_suffices=True)
+def random_trunk(seed: int, cbs: Callbacks) -> Run:
+    """Pretrained weights that were forgotten; a note, as a Learner does not hear what was loaded before."""
+    model = Mlp(nn.ReLU, depth=3)
+    model.blocks.requires_grad_(False)
+    opt = Adam(model.head.parameters(), lr=1e-2)
+    return fit(model, F.cross_entropy, opt, digit_batches(seed, n_step=60), cbs, seed)
+
+
+@fault(FACTS_FLAGS_FAULTS, "random head frozen", codes=["param.frozen_random"], note_suffices=True)
+def random_head(seed: int, cbs: Callbacks) -> Run:
+    model = Cnn()
+    model.head.requires_grad_(False)
+    opt = Adam((p for p in model.parameters() if p.requires_grad), lr=5e-3)
+    return follow(model, F.cross_entropy, opt, image_batches(seed, n_step=60), cbs, seed)
+
+
+@fault(
+    FACTS_FLAGS_FAULTS, "optimizer of a part that was frozen late", codes=["param.frozen_late"], planted_at=20
+)
+def frozen_late(seed: int, cbs: Callbacks) -> Run:
+    """One part is frozen for another's steps, and never unfrozen, as with a discriminator."""
+    model = Mlp(nn.ReLU, depth=3)
+    opts = [SGD(part.parameters(), lr=0.05) for part in (model.blocks, model.head)]
+    with watch(model, opts, *cbs) as w:
+        run = Run(w, [], model=model)
+        for step, (x, y) in enumerate(digit_batches(seed, n_step=100)):
+            model.blocks.requires_grad_(step < 20)
+            loss = w.report_loss(F.cross_entropy(model(x), y))
+            run.losses.append(loss.item())
+            loss.backward()
+            for opt in opts:
+                opt.step()
+                opt.zero_grad()
+    return run
+
+
+class Adapted(nn.Module):
+    """A trained layer with a low-rank adapter, and a new head."""
+
+    def __init__(self, n_out: int = 10) -> None:
+        super().__init__()
+        self.body = nn.Linear(64, 64)
+        self.lora_A = nn.Linear(64, 4, bias=False)
+        self.lora_B = nn.Linear(4, 64, bias=False)
+        nn.init.zeros_(self.lora_B.weight)
+        self.head = nn.Linear(64, n_out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.body(x) + self.lora_B(self.lora_A(x))).relu())
+
+
+@fault(FACTS_FLAGS_FAULTS, "adapters loaded frozen", codes=["param.frozen_adapters"])
+def frozen_adapters(seed: int, cbs: Callbacks) -> Run:
+    model = Adapted()
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    opt = Adam(model.head.parameters(), lr=1e-2)
+    return follow(model, F.cross_entropy, opt, digit_batches(seed, n_step=60), cbs, seed)
+
+
+@fault(FACTS_FLAGS_FAULTS, "adapters in the optimizer and frozen", codes=["param.frozen_adapters"])
+def held_adapters(seed: int, cbs: Callbacks) -> Run:
+    model = Encoded(Adapted(n_out=32), nn.Sequential(nn.ReLU(), nn.Linear(32, 10)))
+    model.trunk.requires_grad_(False)
+    return fit(
+        model, F.cross_entropy, Adam(model.parameters(), lr=1e-2), digit_batches(seed, n_step=60), cbs, seed
+    )
+
+
+@control(FACTS_FLAGS_CONTROLS, "low-rank adapters on a trained net", target=1.0)
+def adapters(seed: int, cbs: Callbacks) -> Run:
+    model = Adapted()
+    opt = Adam(model.parameters(), lr=5e-3)
+    follow(model, F.cross_entropy, opt, digit_batches(seed, n_step=60), [], seed)
+    model.body.requires_grad_(False)
+    opt = Adam((p for p in model.parameters() if p.requires_grad), lr=5e-3)
+    return follow(model, F.cross_entropy, opt, digit_batches(seed + 1, n_step=60), cbs, seed)
+
+
+@control(FACTS_FLAGS_CONTROLS, "gradual unfreezing of a trained net", target=1.0)
+def unfreezing(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU, depth=3)
+    opt = Adam(model.parameters(), lr=5e-3)
+    follow(model, F.cross_entropy, opt, digit_batches(seed, n_step=60), [], seed)
+    model.blocks.requires_grad_(False)
+
+    def unfreeze(step: int) -> None:
+        for i, block in enumerate(model.blocks):
+            block.requires_grad_(step >= 60 - 20 * i)
+
+    batches = digit_batches(seed + 1, n_step=100)
+    return follow(model, F.cross_entropy, opt, batches, cbs, seed, after_step=unfreeze)
