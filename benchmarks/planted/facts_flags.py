@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 from case import Callbacks, Case, Run, control, fault, fit, follow
-from data import digit_batches, image_batches
+from data import Batch, digit_batches, image_batches
 from nets import Cnn, Encoded, Mlp, ResNet
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -280,3 +280,53 @@ def unfreezing(seed: int, cbs: Callbacks) -> Run:
 
     batches = digit_batches(seed + 1, n_step=100)
     return follow(model, F.cross_entropy, opt, batches, cbs, seed, after_step=unfreeze)
+
+
+def in_bfloat16(
+    model: nn.Module, seed: int, cbs: Callbacks, batches: list[Batch], *, is_model_in: bool = True
+) -> Run:
+    opt = Adam(model.parameters(), lr=5e-3)
+    with watch(model, opt, *cbs) as w:
+        run = Run(w, [], model=model)
+        for x, y in batches:
+            opt.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_model_in):
+                pred = model(x)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.cross_entropy(pred, y)
+            run.losses.append(w.report_loss(loss).item())
+            loss.backward()
+            opt.step()
+    return run
+
+
+class InFloat32(nn.Module):
+    """A part that is called outside of autocast."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.inner(x.float())
+
+
+@fault(FACTS_FLAGS_FAULTS, "autocast around the loss only", codes=["amp.outside"])
+def loss_in_autocast(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU, norm=True)
+    return in_bfloat16(model, seed, cbs, digit_batches(seed, n_step=60), is_model_in=False)
+
+
+@fault(FACTS_FLAGS_FAULTS, "convolutions outside of autocast", codes=["amp.outside"])
+def convolutions_outside(seed: int, cbs: Callbacks) -> Run:
+    model = Cnn()
+    model.conv2 = InFloat32(model.conv2)
+    return in_bfloat16(model, seed, cbs, image_batches(seed, n_step=60))
+
+
+@control(FACTS_FLAGS_CONTROLS, "autocast with norms and a head in float32", target=1.0)
+def head_in_float32(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU, depth=3, norm=True)
+    model.head = InFloat32(model.head)
+    return in_bfloat16(model, seed, cbs, digit_batches(seed, n_step=80))
