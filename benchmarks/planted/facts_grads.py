@@ -283,3 +283,49 @@ def contrastive(seed: int, cbs: Callbacks) -> Run:
     for x, _ in digit_batches(seed, size=16):
         data.append((torch.cat([x, x + 0.1 * torch.randn_like(x)]), torch.arange(32) % 16))
     return fit(model, loss_func, Adam(model.parameters(), 5e-3), data, cbs, seed)
+
+
+@fault(FACTS_GRADS_FAULTS, "a batch that has not arrived", codes=["input.zero"])
+def lost_batch(seed: int, cbs: Callbacks) -> Run:
+    model = Cnn()
+    data = [(x * (i % 40 != 21), y) for i, (x, y) in enumerate(image_batches(seed))]
+    return fit(model, F.cross_entropy, Adam(model.parameters(), 3e-3), data, cbs, seed)
+
+
+@fault(FACTS_GRADS_FAULTS, "gradients that are cleared in every fifteenth step", codes=["grad.zero"])
+def lost_gradients(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp()
+    opt = SGD(model.parameters(), lr=0.1)
+    with watch(model, opt, *cbs) as w:
+        run = Run(w, [], model=model)
+        for i, (x, y) in enumerate(digit_batches(seed)):
+            loss = w.report_loss(F.cross_entropy(model(x), y))
+            run.losses.append(loss.item())
+            loss.backward()
+            if i % 15 == 10:
+                opt.zero_grad()
+            opt.step()
+            opt.zero_grad()
+    return run
+
+
+class Depth(Mlp):
+    """Leaves out a layer at random."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.blocks
+        x = first(x)
+        return self.head(x + second(x) if torch.rand(()) > 0.2 else x)
+
+
+@control(FACTS_GRADS_CONTROLS, "stochastic depth, in a batch as a whole", target=0.7)
+def stochastic_depth(seed: int, cbs: Callbacks) -> Run:
+    model = Depth()
+    return fit(model, F.cross_entropy, Adam(model.parameters(), 2e-3), digit_batches(seed), cbs, seed)
+
+
+@control(FACTS_GRADS_CONTROLS, "a third of the batches without their condition", target=1.0)
+def without_condition(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp()
+    data = [(x * (i % 3 > 0), y) for i, (x, y) in enumerate(digit_batches(seed))]
+    return fit(model, F.cross_entropy, Adam(model.parameters(), 2e-3), data, cbs, seed)
