@@ -40,7 +40,10 @@ class _Zeros(Fault):
         tensors = [x for _, x in self._largest if isinstance(x, Tensor)]
         read = iter(torch.stack([x.float() for x in tensors]).tolist() if tensors else [])
         self._largest = [(step, next(read) if isinstance(x, Tensor) else x) for step, x in self._largest]
-        return {step: float(x) for step, x in self._largest}
+        found = dict[int, float]()
+        for step, x in self._largest:  # a second step in a batch may have nothing to do
+            found[step] = max(float(x), found.get(step, 0.0))
+        return found
 
     def tell(self, run: Run) -> None:
         self._numbers()
@@ -162,5 +165,6 @@ class ZeroGradients(_Zeros):
 
 
 def _batches(steps: Sequence[Any]) -> str:
-    more = f" and {len(steps) - 3} others" if len(steps) > 3 else ""
+    n = len(steps) - 3
+    more = f" and {n} other{'s' * (n > 1)}" if n > 0 else ""
     return f"batch{'es' * (len(steps) > 1)} {', '.join(map(str, steps[:3]))}{more}"

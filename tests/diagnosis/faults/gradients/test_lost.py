@@ -86,6 +86,19 @@ def test_sparse_inputs_single_samples_and_dead_units_are_left_alone():
     assert found(x_of=lambda i: torch.randn(1, 20), model=dead) == {}
 
 
+def test_a_second_step_with_nothing_left_to_do_is_no_finding():
+    model = nn.Linear(20, 3)
+    opt = torch.optim.SGD(model.parameters(), 0.05)
+    with watch(model, opt, Diagnose("ignore", show=False)) as w:
+        for i in range(40):
+            w.report_loss(F.cross_entropy(model(torch.randn(8, 20)), torch.arange(8) % 3)).backward()
+            opt.step()
+            opt.zero_grad()
+            if i % 10 == 9:
+                opt.step()  # of a rest that was accumulated, if there is one
+    assert not [x for x in w.diagnose().findings if x.code in CODES]
+
+
 class Skips(nn.Module):
     """Leaves out a block at random, as in stochastic depth."""
 
