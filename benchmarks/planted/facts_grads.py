@@ -210,3 +210,122 @@ def state_with_graph(seed: int, cbs: Callbacks) -> Run:
 def state_without_graph(seed: int, cbs: Callbacks) -> Run:
     model = Carried(detaches=True)
     return fit(model, F.cross_entropy, Adam(model.parameters(), 5e-3), digit_batches(seed), cbs, seed)
+
+
+class Pooled(nn.Module):
+    """Rows of a digit as steps, pooled by attention."""
+
+    def __init__(self, over: int) -> None:
+        super().__init__()
+        self.body, self.score, self.head = nn.Linear(8, 32), nn.Linear(32, 1), nn.Linear(32, 10)
+        self.over = over
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.body(x.view(-1, 8, 8)))
+        weights = torch.softmax(self.score(h), self.over)
+        return self.head((weights * h).sum(1))
+
+
+def rows_of_digits(seed: int, n_step: int = 150) -> list[tuple[Tensor, Tensor]]:
+    return [(x.view(-1, 8, 8), y) for x, y in digit_batches(seed, size=30, n_step=n_step)]
+
+
+@fault(FACTS_GRADS_FAULTS, "attention over the samples of the batch", codes=["samples.mixed"])
+def pooled_over_samples(seed: int, cbs: Callbacks) -> Run:
+    model = Pooled(over=0)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), 5e-3), rows_of_digits(seed), cbs, seed)
+
+
+@control(FACTS_GRADS_CONTROLS, "attention over the rows of a digit", target=1.2)
+def pooled_over_rows(seed: int, cbs: Callbacks) -> Run:
+    model = Pooled(over=1)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), 1e-2), rows_of_digits(seed), cbs, seed)
+
+
+class Rows(nn.Module):
+    """An LSTM over the rows of a digit, with the steps first, whose outputs are all read."""
+
+    def __init__(self, moves: bool) -> None:
+        super().__init__()
+        self.rnn, self.head, self.moves = nn.LSTM(8, 24), nn.Linear(8 * 24, 10), moves
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, _ = self.rnn(x.transpose(0, 1))
+        return self.head((h.transpose(0, 1) if self.moves else h).reshape(len(x), -1))
+
+
+@fault(FACTS_GRADS_FAULTS, "outputs with the steps first are reshaped to samples", codes=["samples.mixed"])
+def reshaped_across(seed: int, cbs: Callbacks) -> Run:
+    model = Rows(moves=False)
+    opt = Adam(model.parameters(), 5e-3)
+    return fit(model, F.cross_entropy, opt, rows_of_digits(seed, 60), cbs, seed)
+
+
+@control(FACTS_GRADS_CONTROLS, "outputs with the steps first are transposed to samples", target=0.9)
+def transposed(seed: int, cbs: Callbacks) -> Run:
+    model = Rows(moves=True)
+    opt = Adam(model.parameters(), 1e-2)
+    return fit(model, F.cross_entropy, opt, rows_of_digits(seed, 80), cbs, seed)
+
+
+@control(FACTS_GRADS_CONTROLS, "pairs of a batch are told apart by a softmax over both", target=0.7)
+def contrastive(seed: int, cbs: Callbacks) -> Run:
+    """Noisy copies find each other, by scores of all pairs whose softmax runs over rows and columns."""
+    model = Mlp(n_out=16)
+
+    def loss_func(z: Tensor, y: Tensor) -> Tensor:
+        a, b = F.normalize(z, dim=1).view(2, -1, 16)
+        scores = 8 * a @ b.T
+        at = torch.arange(len(a))
+        return (F.nll_loss(scores.log_softmax(0), at) + F.cross_entropy(scores, at)) / 2
+
+    data = []
+    for x, _ in digit_batches(seed, size=16):
+        data.append((torch.cat([x, x + 0.1 * torch.randn_like(x)]), torch.arange(32) % 16))
+    return fit(model, loss_func, Adam(model.parameters(), 5e-3), data, cbs, seed)
+
+
+@fault(FACTS_GRADS_FAULTS, "a batch that has not arrived", codes=["input.zero"])
+def lost_batch(seed: int, cbs: Callbacks) -> Run:
+    model = Cnn()
+    data = [(x * (i % 40 != 21), y) for i, (x, y) in enumerate(image_batches(seed))]
+    return fit(model, F.cross_entropy, Adam(model.parameters(), 3e-3), data, cbs, seed)
+
+
+@fault(FACTS_GRADS_FAULTS, "gradients that are cleared in every fifteenth step", codes=["grad.zero"])
+def lost_gradients(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp()
+    opt = SGD(model.parameters(), lr=0.1)
+    with watch(model, opt, *cbs) as w:
+        run = Run(w, [], model=model)
+        for i, (x, y) in enumerate(digit_batches(seed)):
+            loss = w.report_loss(F.cross_entropy(model(x), y))
+            run.losses.append(loss.item())
+            loss.backward()
+            if i % 15 == 10:
+                opt.zero_grad()
+            opt.step()
+            opt.zero_grad()
+    return run
+
+
+class Depth(Mlp):
+    """Leaves out a layer at random."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.blocks
+        x = first(x)
+        return self.head(x + second(x) if torch.rand(()) > 0.2 else x)
+
+
+@control(FACTS_GRADS_CONTROLS, "stochastic depth, in a batch as a whole", target=0.7)
+def stochastic_depth(seed: int, cbs: Callbacks) -> Run:
+    model = Depth()
+    return fit(model, F.cross_entropy, Adam(model.parameters(), 2e-3), digit_batches(seed), cbs, seed)
+
+
+@control(FACTS_GRADS_CONTROLS, "a third of the batches without their condition", target=1.0)
+def without_condition(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp()
+    data = [(x * (i % 3 > 0), y) for i, (x, y) in enumerate(digit_batches(seed))]
+    return fit(model, F.cross_entropy, Adam(model.parameters(), 2e-3), data, cbs, seed)
