@@ -96,6 +96,7 @@ def run_script(path: str | Path, args: Sequence[str] = (), options: Options = NO
             tracker.notes.append("--trace-nan was left out, as it runs one process only")
         elif again is not None:
             tracker.explain(again.explain)
+            tracker.notes += again.notes
         file = _from(start, options.html)  # the script may have changed the folder
         return _tell(tracker, code, has_failed, path, replace(options, html=file))
 

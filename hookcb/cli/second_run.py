@@ -86,12 +86,16 @@ class SecondRun:
         args: its arguments.
         is_module: whether it is a module.
         keeps_stdout: whether stdout is for something else than what the script writes.
+
+    Attributes:
+        notes: sentences on what it has found that is not in the text of the verdict.
     """
 
     def __init__(self, script: str, args: Sequence[str], is_module: bool, keeps_stdout: bool) -> None:
         self._command, self._is_module, self._keeps_stdout = [script, *args], is_module, keeps_stdout
         self._folder, self._environment = os.getcwd(), dict(os.environ)
         self._random = random_state()
+        self.notes: list[str] = []
         self._stdin: int | None = None
         with suppress(OSError):
             self._stdin = os.lseek(0, 0, os.SEEK_CUR)
@@ -107,6 +111,8 @@ class SecondRun:
         if asking is None:
             return verdict
         told = _with_result(asking, self._result(kind, asking.step or 0))
+        if verdict.primary != asking:  # the text of the verdict names it only
+            self.notes.append(f"{told.code}: {told.message}")
         findings = tuple(told if f is asking else f for f in verdict.findings)
         return replace(
             verdict, findings=findings, primary=told if verdict.primary == asking else verdict.primary

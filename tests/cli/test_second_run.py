@@ -125,6 +125,16 @@ def test_a_second_run_that_cannot_start_is_told(monkeypatch):
     assert told.next_steps == (ANOMALY,)
 
 
+def test_a_line_whose_finding_is_a_consequence_is_told_below_the_verdict(monkeypatch):
+    again = SecondRun("train.py", [], False, False)
+    monkeypatch.setattr(again, "_result", lambda *_: {"line": FOUND})
+    cause = Finding("update.too_large", "error", step=1, message="A step is too large.")
+    told = again.explain(verdict_of(cause, finding(consequence_of=cause.code)), "Net")
+    assert told.primary is cause
+    assert told.findings[1].message.endswith("at train.py:7: return x.log().")
+    assert again.notes == [f"nonfinite.first: {told.findings[1].message}"]
+
+
 # ---- what is told
 
 
