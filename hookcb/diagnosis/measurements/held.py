@@ -16,16 +16,17 @@ from hookcb.core.shards import local_part
 from hookcb.core.torch_private import held_versions, is_flattened
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.outside import OutsideParameters
-from hookcb.diagnosis.measurements.samples import COLUMNS, Group, Range, differ, written
+from hookcb.diagnosis.measurements.samples import COLUMNS, Group, Range, differ, flat, spread, written
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run, Series
 from hookcb.gradients.hand_steps import StepByHand
-from hookcb.gradients.stats import is_readable, sketch_copy
+from hookcb.gradients.stats import is_readable
 from hookcb.hooks.params import find_params
 
 N_WIDE = 64  # steps at the beginning with wide samples
 MAX_WRITES = 200  # tables of writes that are kept; a loop that writes this often means to
 TINY = 1e-3  # of the rate: a step of an optimizer whose rule is unknown is at least that large
+NOT_JUDGED = (StepByHand, LBFGS)
 OF_UPDATE = ("n_changed", "n_visible", "n_since")  # columns of the table of a look
 
 
@@ -133,7 +134,7 @@ class _Held:
 class HeldWeights(Measurement):
     """Follows what each step changes in the weights, and what is changed before the next forward.
 
-    Version counters are read in each step, and up to eight elements of each weight are copied after it; if a
+    Version counters are read in each step, and up to 32 elements of each matrix are copied after it; if a
     counter has changed by the next forward, these are compared. In the first 64 steps, inspected ones and
     those after them up to 1,024 elements are compared, as some writes have no version. Left out are weights
     without a gradient, and loops without an optimizer or with LBFGS.
@@ -155,6 +156,7 @@ class HeldWeights(Measurement):
         self.shared: dict[str, int] = {}
         self._names: dict[int, tuple[ReferenceType[nn.Parameter], str]] = {}
         self._held: dict[int, _Held] = {}  # by id of the optimizer
+        self._now: _Held | None = None  # that of the latest step
         self._pending: list[_Held] = []  # those that have stepped, until the next forward
         self._written: list[_Raw] = []
         self._open: list[_Raw] = []  # of these, those after which there was no step yet
@@ -178,8 +180,8 @@ class HeldWeights(Measurement):
         n = held.n_same
         is_look = run.looking or (n > 0 and not n & (n - 1))  # after 1, 2, 4, 8 … steps
         held.before = held.sample(wide=True) if is_look else None
-        held.n_backward = run.measured(Steps).n_backward
         if len(self._held) > 1 and (run.looking or run.n_steps < N_WIDE):
+            held.n_backward = run.measured(Steps).n_backward
             held.marks = {id(p): mark_of(p.grad) for p in held.params()}
             self._note_shared(held)
 
@@ -197,8 +199,8 @@ class HeldWeights(Measurement):
             held.add_to_ranges()
         if held.before is not None:
             self._look(run, held, opt)
-        self._pending = [x for x in self._pending if x is not held and _are_apart(x, held)]
-        self._pending.append(held)
+        others = [x for x in self._pending if x is not held and _are_apart(x, held)]
+        self._pending = [*others, held]
         self._is_after_look = run.looking
 
     def on_cancel(self, run: Run, level: str) -> None:
@@ -215,12 +217,15 @@ class HeldWeights(Measurement):
                     self._compare(held, opt)
 
     def _of(self, run: Run) -> _Held | None:
-        opt = run.loop.opt
-        if not isinstance(opt, Optimizer) or isinstance(opt, StepByHand | LBFGS):
+        opt, held = run.loop.opt, self._now
+        if held is not None and held.opt() is opt:
+            return held
+        if not isinstance(opt, Optimizer) or isinstance(opt, NOT_JUDGED):
             return None
         held = self._held.get(id(opt))
         if held is None or held.opt() is not opt:
             self._held[id(opt)] = held = _Held(ref(opt))
+        self._now = held
         return held
 
     def _arrange(self, held: _Held, opt: Optimizer) -> None:
@@ -290,7 +295,7 @@ class HeldWeights(Measurement):
             own = [params[place] for place in group.places]
             sizes = [_update(p, opt, settings[id(p)], is_scaled) for p in own]
             eps = torch.finfo(own[0].dtype)
-            visible = group.joined(sizes) > eps.eps * x.abs() + eps.smallest_normal
+            visible = torch.cat(sizes) > eps.eps * x.abs() + eps.smallest_normal
             since = torch.ones_like(visible) if held.last is None else differ(held.last[i], x)
             tables.append(group.sums(x, [differ(x, y), visible, since]))
         is_usual = held.longest > 0 and held.n_same <= 2 * held.longest
@@ -348,7 +353,7 @@ class HeldWeights(Measurement):
         return found
 
     def freeze(self) -> None:
-        self._names, self._held, self._pending = {}, {}, []
+        self._names, self._held, self._pending, self._now = {}, {}, [], None
         self._written, self._open, self._looks = [], [], []
 
 
@@ -377,25 +382,24 @@ def _update(p: Tensor, opt: Optimizer, settings: dict[str, Any], is_scaled: bool
     By the rule of Adam and of SGD; other optimizers are taken to make at least a thousandth of the step of
     SGD with gradients below 1.
     """
-    nothing = torch.zeros_like(sketch_copy(p))
-    g = None if p.grad is None or p.grad.layout is not torch.strided else sketch_copy(_placed(p.grad, p))
-    if g is None or g.shape != nothing.shape:
-        return nothing
-    state, rate, size = opt.state.get(p, {}), settings.get("lr", math.nan), g.abs()
+    like = spread(flat(p))
+    if p.grad is None or p.grad.layout is not torch.strided:
+        return torch.zeros_like(like)
+    state, rate = opt.state.get(p, {}), settings.get("lr", math.nan)
+    size = _placed(p.grad, p).abs()
     mean, square = state.get("exp_avg"), state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
     if isinstance(opt, Adam | AdamW | NAdam) and mean is not None and square is not None:
-        root = sketch_copy(_placed(square, p)).abs().sqrt()
-        update = sketch_copy(_placed(mean, p)).abs() / (root + settings.get("eps", 1e-8))
+        update = _placed(mean, p).abs() / (_placed(square, p).abs().sqrt() + settings.get("eps", 1e-8))
     elif is_scaled:  # its gradients are still multiplied by the scale
-        return nothing
+        return torch.zeros_like(like)
     elif isinstance(opt, SGD):
         update = size * (1 - settings.get("dampening", 0))
     else:
         update = TINY * size / (1 + size)
-    return torch.where((size > 0) & (size < math.inf), rate * update, 0.0).to(nothing.dtype)
+    return torch.where((size > 0) & (size < math.inf), rate * update, 0.0).to(like.dtype)
 
 
 def _placed(x: Tensor, p: Tensor) -> Tensor:
-    """A tensor with the elements of `x` in the order in memory that `p` has, as a sample goes by that."""
+    """A sample of a tensor at the places at which `p` is sampled, which depend on its order in memory."""
     x, like = local_part(x.detach()), local_part(p.detach())
-    return x if x.stride() == like.stride() else torch.empty_like(like, dtype=x.dtype).copy_(x)
+    return spread(flat(x if x.stride() == like.stride() else torch.empty_like(like, dtype=x.dtype).copy_(x)))

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from hookcb.core.shards import local_part
-from hookcb.core.torch_private import flattened
-from hookcb.gradients.stats import sketch_copy
+from hookcb.gradients.stats import SKETCH
 
-N_NARROW = 8  # elements of each parameter that are copied in every step
+N_NARROW = 32  # elements of each matrix that are copied in every step
 WILD = 10.0  # times the largest element of the parameter; a written element that is larger is corrupt
 PAD = 0.25  # of the range of an element's earlier values, by which it is widened on both sides
 # columns of a table: how many elements have changed, sums over these, and how many of them have a new value
@@ -23,7 +22,7 @@ COLUMNS = (
 class Group:
     """Parameters on one device and of one dtype, of which samples are taken together.
 
-    It holds small views of them, and no parameter.
+    It holds views of some elements of each, so that a sample is one operation, and no parameter.
 
     Args:
         params: the parameters.
@@ -35,43 +34,44 @@ class Group:
 
     def __init__(self, params: Sequence[Tensor], places: Sequence[int]) -> None:
         self.places = list(places)
-        self._views = [_few(p) for p in params]
-        self._tables: dict[int, tuple[Tensor, int]] = {}
-
-    def narrow(self) -> Tensor:
-        """Copies few elements of each parameter: one kernel."""
-        return torch.cat(self._views)
-
-    def wide(self, xs: Sequence[Tensor]) -> Tensor:
-        """Copies up to 1,024 elements of each of these tensors, as many as there are parameters."""
-        return self.joined([sketch_copy(x) for x in xs])
-
-    def joined(self, samples: Sequence[Tensor]) -> Tensor:
-        """Wide samples of all parameters as one."""
-        self._sizes = [len(x) for x in samples]
-        return flattened(list(samples))
+        self._tables: dict[int, Tensor] = {}
+        self.renew(params)
 
     def renew(self, params: Sequence[Tensor]) -> None:
         """Takes new views of the same parameters, whose data may have been replaced."""
-        self._views = [_few(p) for p in params]
+        parts = [flat(p) for p in params]
+        self._wide = [spread(x) for x in parts]
+        are_vectors = all(p.ndim < 2 for p in params)
+        self._n_narrow = [N_NARROW * (p.ndim > 1 or are_vectors) for p in params]
+        some = zip(parts, self._n_narrow, strict=True)
+        self._narrow = [x[len(x) // 2 :][:n] for x, n in some if n]
+        self._addresses = [local_part(p).data_ptr() for p in params]
 
-    def owners(self, x: Tensor) -> tuple[Tensor, int]:
-        """Index of the parameter that each element of a sample is of, and the number of parameters."""
+    def narrow(self) -> Tensor:
+        """Copies up to 32 elements of each matrix; of each parameter if there are only vectors."""
+        return torch.cat(self._narrow)
+
+    def wide(self, params: Sequence[Tensor]) -> Tensor:
+        """Copies up to 1,024 elements of each parameter."""
+        if [local_part(p).data_ptr() for p in params] != self._addresses:
+            self.renew(params)
+        return torch.cat(self._wide)
+
+    def owners(self, x: Tensor) -> Tensor:
+        """Index of the parameter that each element of a sample is of."""
         if len(x) not in self._tables:
-            narrow = [len(view) for view in self._views]
-            sizes = narrow if sum(narrow) == len(x) else self._sizes
-            index = torch.repeat_interleave(
-                torch.arange(len(sizes), device="cpu"), torch.tensor(sizes, device="cpu")
-            )
-            self._tables[len(x)] = index.to(x.device, non_blocking=True), len(sizes)
+            wide, few = [len(view) for view in self._wide], iter(self._narrow)
+            narrow = [len(next(few)) if n else 0 for n in self._n_narrow]
+            sizes = torch.tensor(wide if sum(wide) == len(x) else narrow, device="cpu")
+            index = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), sizes)
+            self._tables[len(x)] = index.to(x.device, non_blocking=True)
         return self._tables[len(x)]
 
     def sums(self, x: Tensor, columns: Sequence[Tensor]) -> Tensor:
         """Sums of columns over the elements of each parameter, `(n_params, n_columns)`."""
-        index, n = self.owners(x)
         dtype = torch.promote_types(x.dtype, torch.float32)
         table = torch.stack([column.to(dtype) for column in columns], 1)
-        return table.new_zeros(n, len(columns)).index_add_(0, index, table)
+        return table.new_zeros(len(self.places), len(columns)).index_add_(0, self.owners(x), table)
 
 
 class Range:
@@ -85,13 +85,19 @@ class Range:
         torch.maximum(self.high, x, out=self.high)
 
 
-def _few(p: Tensor) -> Tensor:
-    """A flat view of up to eight elements in the middle of a parameter."""
-    x = local_part(p.detach())
+def flat(x: Tensor) -> Tensor:
+    """All elements of this rank's part, in their order in memory; a view, if they are adjacent there."""
+    x = local_part(x.detach())
     x = torch.view_as_real(x) if x.is_complex() else x
-    while x.ndim > 1:
-        x = x[len(x) // 2]
-    return x.view(-1)[:N_NARROW] if x.ndim else x.view(1)
+    if not x.is_contiguous():
+        x = x.permute(sorted(range(x.ndim), key=x.stride, reverse=True))
+    return x.reshape(-1)
+
+
+def spread(x: Tensor) -> Tensor:
+    """A view of up to 1,024 elements of a flat tensor, at equal distances."""
+    step = -(-len(x) // SKETCH)
+    return x[(len(x) - 1) % step // 2 :: step]
 
 
 def differ(x: Tensor, y: Tensor) -> Tensor:
@@ -101,7 +107,9 @@ def differ(x: Tensor, y: Tensor) -> Tensor:
 
 def written(group: Group, before: Tensor, after: Tensor, seen: Range) -> Tensor:
     """Numbers of what has changed in each parameter, `(n_params, len(COLUMNS))`."""
-    index, n = group.owners(before)
+    index, n = group.owners(before), len(group.places)
+    dtype = torch.promote_types(before.dtype, torch.float32)
+    before, after = before.to(dtype), after.to(dtype)
     changed = differ(before, after)
     size = before.abs()
     largest = size.new_zeros(n).scatter_reduce_(0, index, size, "amax")[index]

@@ -43,8 +43,8 @@ class Overwritten(Fault):
 
     Exact: a sampled element differs from what the step has left, and the same optimizer goes on with the same
     state and a similar rate. Up to 1,024 elements of each weight are compared in the first 64 steps, in
-    inspected ones and in those after them, and eight in any other step after which a version counter has
-    changed; a write through `.data` there is not seen.
+    inspected ones and in those after them, and 32 of each matrix in any other step after which a version
+    counter has changed; a write through `.data` there is not seen.
 
     Limit: half of the elements of a matrix, with a cosine of old and new values below 0.5, or back to what
     they were at the beginning, or all zero; or any element ten times as large as the largest was, or not
