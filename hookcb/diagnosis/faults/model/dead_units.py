@@ -36,10 +36,10 @@ class UnitsWithoutGradient(Fault):
     512 examples; positions of an image or sequence are examples, too, but at most 8 of each, so 64 images
     suffice, from a share of 0.8 on. Without `Diagnose` the number of examples is unknown: then it is the
     smallest share of zero rows in 8 records, from 0.99 on, and dead units are never ruled out. Or no weight
-    of the model has a gradient at all, in five records or after one backward. Limit: 0.6, and 0.8 for an error; healthy ReLU
-    networks reach 0.44 in narrow layers. A layer is not dead if one of its weights gets gradients, such as an
-    LSTM that gets sequences of one element. If whole layers are dead, those before them get no gradient
-    either; the finding then names the layer at which the activations become zero.
+    of the model has a gradient at all, in five records or after one backward. Limit: 0.6, and 0.8 for an
+    error; healthy ReLU networks reach 0.44 in narrow layers. A layer is not dead if one of its weights gets
+    gradients, such as an LSTM that gets sequences of one element. If whole layers are dead, those before
+    them get no gradient either; the finding then names the layer at which the activations become zero.
 
     Source: Lu et al., "Dying ReLU and Initialization", 2019.
     """
