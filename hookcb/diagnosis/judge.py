@@ -34,7 +34,7 @@ def judge(
     evidence._kept = {}  # of a verdict before: ranks have shared their losses since then
     results = [(check, result) for check in FAULTS.values() for result in _run(check, evidence)]
     found = [result for _, result in results if isinstance(result, Finding)]
-    passed = [(check, result.text) for check, result in results if isinstance(result, Passed)]
+    passed = [(check, result) for check, result in results if isinstance(result, Passed)]
     skipped: dict[str, list[str]] = {}  # codes by reason
     for check, result in results:
         if isinstance(result, Skipped):
@@ -43,7 +43,7 @@ def judge(
     if ranks.world > 1:
         found, gaps = findings_of_all([*found, *own], gaps, ranks)
         unsure = {finding.code for finding in found} | {code for gap in gaps for code in gap.codes}
-        passed = [(check, text) for check, text in passed if check.code not in unsure]
+        passed = [(check, result) for check, result in passed if check.code not in unsure]
     found = _with_past(found, told, evidence)
     reason = evidence.why_nothing_seen()
     if reason:
@@ -181,12 +181,16 @@ def status_of(findings: Sequence[Finding], why_unseen: str) -> Status:
     return "sick" if "error" in severities else "suspect"
 
 
-def _in_order(passed: Sequence[tuple[type[Fault], str]], primary: Finding | None) -> tuple[str, ...]:
-    """Texts of passed checks; first those that could have led to the primary finding."""
+def _in_order(passed: Sequence[tuple[type[Fault], Passed]], primary: Finding | None) -> tuple[str, ...]:
+    """Texts of passed checks; first those that could have led to the primary finding.
+
+    Beside a finding, a check whose number is near its limit is not called ruled out.
+    """
     if primary is None:
-        return tuple(text for _, text in passed)
+        return tuple(result.text for _, result in passed)
     could = [check for check, _ in passed if any(fnmatchcase(primary.code, x) for x in check.leads_to)]
-    return tuple(text for _, text in sorted(passed, key=lambda pair: pair[0] not in could))
+    clear = [(check, result.text) for check, result in passed if not result.is_near]
+    return tuple(text for _, text in sorted(clear, key=lambda pair: pair[0] not in could))
 
 
 def _looked(evidence: Run) -> tuple[str, ...]:

@@ -31,11 +31,11 @@ class CopiedInput(Fault):
     Exact: all targets of a cross-entropy, in three batches, at least 64; each call of an embedding is
     compared. A note, as they are in an autoencoder. A warning if a layer with self-attention lets no position
     see later ones, as in a model that predicts the next token, and no other call has these tokens, as an
-    encoder that is to be copied has; an error if it has an encoder as well, whose layers see all
-    positions or whose sequences have another length: the decoder gets its targets, not the tokens before. An error, too, if one call has the tokens before the
-    targets and another the targets themselves, all layers with attention hide later positions, and the loss
-    has fallen below a twentieth, as it does if the answer is in the input; not with recurrent or
-    convolutional layers, by which an autoencoder may read its input.
+    encoder that is to be copied has. An error if there is an encoder as well, whose layers see all positions
+    or whose sequences have another length: the decoder gets its targets, not the tokens before. An error,
+    too, if one call has the tokens before the targets and another the targets themselves, all layers with
+    attention hide later positions, and the loss has fallen below a twentieth, as it does if the answer is in
+    the input; not with recurrent or convolutional layers, by which an autoencoder may read its input.
     """
 
     headline = "The targets are the input tokens"
