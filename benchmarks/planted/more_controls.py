@@ -1,6 +1,7 @@
 """Further kinds of healthy training runs, some of which a diagnosis might misread."""
 
 from case import Case
+from facts_valid import FACTS_VALID_CONTROLS
 from language_controls import LANGUAGE_CONTROLS
 from more_controls_losses import LOSS_CONTROLS
 from more_controls_nets import NET_CONTROLS
@@ -17,4 +18,5 @@ MORE_CONTROLS: list[Case] = [
     *STRANGER_CONTROLS,
     *LANGUAGE_CONTROLS,
     *TIME_CONTROLS,
+    *FACTS_VALID_CONTROLS,
 ]
