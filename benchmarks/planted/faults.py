@@ -7,6 +7,7 @@ from facts_flags import FACTS_FLAGS_FAULTS
 from facts_weights import FACTS_WEIGHTS_FAULTS
 from facts_left import FACTS_LEFT_FAULTS
 from facts_loads import FACTS_LOADS_FAULTS
+from facts_valid import FACTS_VALID_FAULTS
 from faults_data import DATA_FAULTS
 from faults_language import LANGUAGE_FAULTS
 from faults_layers import LAYER_FAULTS
@@ -29,4 +30,5 @@ FAULTS: list[Case] = [
     *FACTS_WEIGHTS_FAULTS,
     *FACTS_LEFT_FAULTS,
     *FACTS_LOADS_FAULTS,
+    *FACTS_VALID_FAULTS,
 ]

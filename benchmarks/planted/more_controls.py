@@ -5,6 +5,7 @@ from facts_data import FACTS_DATA_CONTROLS
 from facts_grads import FACTS_GRADS_CONTROLS
 from facts_flags import FACTS_FLAGS_CONTROLS
 from facts_left import FACTS_LEFT_CONTROLS
+from facts_valid import FACTS_VALID_CONTROLS
 from language_controls import LANGUAGE_CONTROLS
 from more_controls_losses import LOSS_CONTROLS
 from more_controls_nets import NET_CONTROLS
@@ -25,4 +26,5 @@ MORE_CONTROLS: list[Case] = [
     *TIME_CONTROLS,
     *FACTS_GRADS_CONTROLS,
     *FACTS_LEFT_CONTROLS,
+    *FACTS_VALID_CONTROLS,
 ]

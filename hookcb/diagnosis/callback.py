@@ -37,7 +37,7 @@ from hookcb.training.progress import Progress
 
 OnSick = Literal["warn", "stop", "ignore"] | Callable[[Verdict], object]
 FIRST_CHECK, CHECK_GROWTH = 20, 10  # check after batch 20, then after ten times as many
-N_EVAL = 4  # batches of each validation that are shown
+N_EVAL = 4  # batches of each validation whose inputs and outputs are shown
 SHOWN_OF_EVAL = (Event.BEFORE_BATCH, Event.AFTER_PRED, Event.AFTER_LOSS)
 
 
@@ -179,7 +179,7 @@ class Diagnose(Callback):
         if self._dispatcher is None:
             return
         if not self.learn.training:
-            return self._show_eval("on_eval_loss")
+            return self._emit("on_eval_loss")
         self._dispatcher.show_loss()
 
     def before_backward(self) -> None:

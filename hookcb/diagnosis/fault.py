@@ -18,7 +18,7 @@ Unknown = str | Skipped | Absent  # why a fault is not ruled out; a string is th
 When = Span | Series | int | tuple[int | None, int | None]
 
 # what a fault at the beginning of a training may lead to
-EVERYTHING = "act.* attn.* grad.* loss.* nonfinite.* unit.* update.* amp.* head.*"
+EVERYTHING = "act.* attn.* grad.* loss.* nonfinite.* unit.* update.* amp.* head.* valid.*"
 
 EVERY = math.inf  # cadence: each batch
 LOOKS = 0  # inspected batches only; a number n: also all batches until n steps were made
@@ -36,7 +36,7 @@ HANDLERS = (
     "on_between",  # a step has ended; also one that was cancelled
     "on_batch_end",  # a batch has ended
     "on_validation",  # a validation begins
-    # one of the first batches of a validation begins, has an output, or has a loss, if that is seen
+    # one of the first batches of a validation begins, or has an output; any has a loss, if that is seen
     *("on_eval_batch", "on_eval_prediction", "on_eval_loss"),
     "on_epoch",  # the training of an epoch has ended
     "on_cancel",  # a level was cancelled: (run, "batch", "backward" or "step")

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 import hookcb.diagnosis.faults  # noqa: F401  # likewise
 from hookcb.core.ranks import ALONE, Ranks
 from hookcb.diagnosis.failures import describe_failure
-from hookcb.diagnosis.fault import FAULTS, Fault, Result, key_of, parts_for
+from hookcb.diagnosis.fault import FAULTS, Fault, Result, Site, key_of, parts_for
 from hookcb.diagnosis.ranks import findings_of_all
 from hookcb.diagnosis.reader import why_unseen
 from hookcb.diagnosis.run import Absent, Partial, Passed, Run, Skipped
@@ -16,6 +16,8 @@ from hookcb.diagnosis.schedule import Schedule
 from hookcb.diagnosis.verdict import UNFINISHED, Finding, Gap, Status, Verdict
 
 RANK = {"error": 0, "warning": 1, "info": 2}
+OUTCOMES = ("loss.trivial", "valid.")  # of a training as a whole, which any exact cause explains
+LAST = (*OUTCOMES, "loss.flat")  # what all others can have led to, whatever their steps
 
 
 def judge(
@@ -91,9 +93,16 @@ def _recovered_by(finding: Finding, evidence: Run) -> int:
 
 
 def _without_idle_advice(findings: Sequence[Finding], is_unknown: bool) -> list[Finding]:
-    """Findings without the note that a training could go on, if it does not learn or was not seen."""
+    """Findings without the note that a training could go on.
+
+    It stays only beside what is harmless, or could end if the training went on: not if the validation loss
+    rises, even if that is a note.
+    """
     harmless = ("time.", "memory.", "loss.flat", "loss.trivial")
-    is_faulty = any(f.severity != "info" and not f.code.startswith(harmless) for f in findings)
+    is_faulty = any(
+        (f.severity != "info" and not f.code.startswith(harmless)) or f.code.startswith("valid.")
+        for f in findings
+    )
     return [f for f in findings if not ((is_faulty or is_unknown) and f.code == UNFINISHED)]
 
 
@@ -127,16 +136,24 @@ def explained(findings: Iterable[Finding], evidence: Run) -> list[Finding]:
     """Findings with `consequence_of` set, causes first.
 
     A finding follows from another one if that code can lead to it and comes before it in the order of step,
-    then site in the training step, then position of the layer.
+    then site in the training step, then position of the layer. That a model is no better than a constant, and
+    what its validation shows, follows from any exact cause, whatever that says it leads to.
     """
-    in_order = sorted(findings, key=lambda finding: _key(finding, evidence))
+    in_order = sorted(findings, key=lambda f: (f.code.startswith(LAST), *_key(f, evidence)))
     linked: list[Finding] = []
     depths: dict[Finding, int] = {}  # number of causes before it
     for finding in in_order:
         cause = next((other for other in linked if _leads_to(other, finding)), None)
+        if cause is None and finding.code.startswith(OUTCOMES):
+            cause = next(filter(_is_exact_cause, linked), None)
         linked.append(finding if cause is None else replace(finding, consequence_of=cause.code))
         depths[linked[-1]] = 0 if cause is None else depths[cause] + 1
     return sorted(linked, key=lambda f: (f.code == UNFINISHED, depths[f], *_weight(f), *_key(f, evidence)))
+
+
+def _is_exact_cause(finding: Finding) -> bool:
+    check = FAULTS[finding.code]
+    return finding.severity != "info" and check.exact and check.site < Site.RUN
 
 
 def _with_raised_severity(findings: Sequence[Finding]) -> Iterator[Finding]:

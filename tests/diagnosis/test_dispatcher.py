@@ -200,7 +200,7 @@ def test_faults_are_shown_the_first_batches_of_each_validation(evaluations):
     diagnose, seen = evaluations
     fit(make_learner(3, 6, lr=0.01), 2, cbs=diagnose)
     of_batch = [("batch", 4), ("prediction", 4), ("loss", 0)]
-    of_each = [(what, n) for _ in range(4) for what, n in of_batch]
+    of_each = [(what, n) for _ in range(4) for what, n in of_batch] + [("loss", 0)] * 2
     assert seen() == [(what, step, False, n) for step in (3, 6) for what, n in of_each]
 
 

@@ -51,7 +51,6 @@ class Loss(Measurement):
         self.constant = math.nan  # of the best constant prediction for the targets: their entropy or variance
         self.perfect = 0.0  # of a perfect prediction, above 0 for soft or smoothed targets
         self.noise, self.n_targets = 0.0, 1  # deviation of `constant` over so many batches of targets
-        self.validation = math.nan  # loss of the last validation
         self.penalty, self._penalty = Series(), Curve()  # on parameters, in inspected and every eighth batch
         self._penalty_due = 0
         self.of_ranks: list[Series] = []  # some of the losses of each rank, if there are no more than 64
