@@ -14,8 +14,8 @@ from data import (
     recall_batches,
     text_batches,
 )
-from facts_weights import FACTS_WEIGHTS_CONTROLS
 from facts_loads import FACTS_LOADS_CONTROLS
+from facts_weights import FACTS_WEIGHTS_CONTROLS
 from nets import Cnn, Encoded, Gpt, Mlp, Recurrent, ResNet, stack, token_loss
 from torch import Tensor, nn
 from torch.nn import functional as F

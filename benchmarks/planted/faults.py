@@ -2,12 +2,12 @@
 
 from case import Case
 from facts_data import FACTS_DATA_FAULTS
-from facts_grads import FACTS_GRADS_FAULTS
 from facts_flags import FACTS_FLAGS_FAULTS
-from facts_weights import FACTS_WEIGHTS_FAULTS
+from facts_grads import FACTS_GRADS_FAULTS
 from facts_left import FACTS_LEFT_FAULTS
 from facts_loads import FACTS_LOADS_FAULTS
 from facts_valid import FACTS_VALID_FAULTS
+from facts_weights import FACTS_WEIGHTS_FAULTS
 from faults_data import DATA_FAULTS
 from faults_language import LANGUAGE_FAULTS
 from faults_layers import LAYER_FAULTS

@@ -2,8 +2,8 @@
 
 from case import Case
 from facts_data import FACTS_DATA_CONTROLS
-from facts_grads import FACTS_GRADS_CONTROLS
 from facts_flags import FACTS_FLAGS_CONTROLS
+from facts_grads import FACTS_GRADS_CONTROLS
 from facts_left import FACTS_LEFT_CONTROLS
 from facts_valid import FACTS_VALID_CONTROLS
 from language_controls import LANGUAGE_CONTROLS
