@@ -4,6 +4,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
@@ -40,6 +41,8 @@ HIDING = {
     "CheckpointFunction": "a checkpointed region with use_reentrant=True",
     "DifferentiableGraph": "TorchScript",
 }
+# code of the functions that run a backward, with the name of the argument that holds the losses
+BACKWARDS = {torch.autograd.backward.__code__: "tensors", torch.autograd.grad.__code__: "outputs"}
 FREED = object()  # stands for a saved tensor that the backward has freed
 
 

@@ -14,9 +14,6 @@ from hookcb.core import graph
 from hookcb.core.batch import parts
 from hookcb.core.torch_private import has_scaled, saved
 
-# code of the functions that run a backward, with the name of the argument that holds the losses
-BACKWARDS = {torch.autograd.backward.__code__: "tensors", torch.autograd.grad.__code__: "outputs"}
-
 
 class FoundLoss(NamedTuple):
     """The loss that a backward was called on.
@@ -54,7 +51,7 @@ def find_loss(thread: int, params: Iterable[nn.Parameter]) -> FoundLoss | None:
     if frame is None:
         return None
     given = frame.f_locals
-    found = [x for _, x in parts(given[BACKWARDS[frame.f_code]])]
+    found = [x for _, x in parts(given[graph.BACKWARDS[frame.f_code]])]
     roots = [x for x in found if isinstance(x, Tensor) and x.numel() == 1]
     weights = given.get("grad_tensors", given.get("grad_outputs"))
     is_sum = len(roots) == 1 or (len(roots) > 1 and weights is None)
@@ -66,7 +63,7 @@ def find_loss(thread: int, params: Iterable[nn.Parameter]) -> FoundLoss | None:
 def _outermost_backward(thread: int) -> FrameType | None:
     frame, found = sys._current_frames().get(thread), None
     while frame is not None:
-        if frame.f_code in BACKWARDS:
+        if frame.f_code in graph.BACKWARDS:
             found = frame
         frame = frame.f_back
     return found

@@ -13,7 +13,6 @@ from hookcb.diagnosis.fault import Fault, Site, fault
 from hookcb.diagnosis.measurements.attributes import with_graph
 from hookcb.diagnosis.measurements.outside import TWICE
 from hookcb.diagnosis.run import Run
-from hookcb.loops.loss_found import BACKWARDS
 
 WRITTEN = "one of the variables needed for gradient computation has been modified by an inplace operation"
 
@@ -86,7 +85,7 @@ def _roots(traceback: TracebackType | None) -> list[Any]:
     """Nodes of the losses whose backward has raised an error."""
     while traceback is not None:
         frame = traceback.tb_frame
-        if frame.f_code in BACKWARDS:
-            return graph.roots(frame.f_locals[BACKWARDS[frame.f_code]])
+        if frame.f_code in graph.BACKWARDS:
+            return graph.roots(frame.f_locals[graph.BACKWARDS[frame.f_code]])
         traceback = traceback.tb_next
     return []
