@@ -60,9 +60,14 @@ class Dispatcher:
 
     def begin(self) -> None:
         """Shows the model, before the first batch; a part with nothing to see there is called no more."""
-        self._end_listening = listen(ear for part in self._parts for ear in part.hears)
+        self._listen()
         self.emit("on_model")
         self._arrange()
+
+    def _listen(self) -> None:
+        """Listens to what parts hear that are not done."""
+        end, self._end_listening = self._end_listening, listen(x for part in self._parts for x in part.hears)
+        end()
 
     def emit(self, event: str, *args: Any) -> None:
         """Calls the handlers of an event."""
@@ -109,6 +114,7 @@ class Dispatcher:
         self.emit("on_batch_end")
         if self._is_outdated or self.run.n_steps >= self._changes_at:
             self._arrange()
+            self._listen()
 
     def doubt(self, told: Run, findings: tuple[Finding, ...]) -> bool:
         """Lets parts spend a few steps on what findings leave open; True if one has found more."""

@@ -83,3 +83,23 @@ def test_a_fit_costs_the_faults_that_read_it_if_it_fails(kind: Any) -> None:
     assert isinstance(dispatcher.run.reasons["Reads"], Partial)
     dispatcher.close()
     assert nn.Module.load_state_dict is REAL
+
+
+def test_nothing_is_heard_for_parts_that_are_done(kind: Any) -> None:
+    from hookcb.diagnosis.dispatcher import Dispatcher
+    from hookcb.diagnosis.fault import Measurement
+    from hookcb.diagnosis.run import Run
+
+    class Brief(Measurement):
+        hears = (kind,)
+
+        def on_batch_end(self, run: Run) -> None:
+            self.done = run.n_batches > 1
+
+    dispatcher = Dispatcher(Run(looking=True), [Brief], 0.0)
+    dispatcher.begin()
+    dispatcher.end_batch()
+    assert nn.Module.load_state_dict is not REAL
+    dispatcher.end_batch()
+    assert nn.Module.load_state_dict is REAL
+    dispatcher.close()
