@@ -14,7 +14,7 @@ MIN_SHARE = 2 / 3  # of the steps: a skipped step is an exception, and the last 
     "grad.discarded",
     Site.GRADIENTS,
     needs="batches steps",
-    leads_to="loss.flat loss.trivial loss.unfinished train.unfinished update.too_small",
+    leads_to="loss.flat loss.trivial train.unfinished update.too_small",
     exact=True,
 )
 class DiscardedGradients(Fault):

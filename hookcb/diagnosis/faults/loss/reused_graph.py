@@ -30,9 +30,10 @@ class ReusedGraph(Fault):
     Source: torch.Tensor.backward, `retain_graph`; torch.Tensor.detach.
     """
 
-    headline = "The loss goes back into the graph of an earlier batch"
+    headline = "The loss reaches into an earlier batch's graph"
     cadence = N_DENSE
     passed = "losses that go back into the graphs of earlier batches"
+    unless = "too little was seen of the graph of the loss"
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class ReusedGraph(Fault):
 
     def on_loss(self, run: Run) -> None:
         if (node := run.loop.loss_node) is not None:
-            self._last = sequence_nr(node)
+            self._last, self.unless = sequence_nr(node), ""
 
     def on_error(self, run: Run, error: BaseException) -> None:
         text = str(error)

@@ -128,7 +128,7 @@ class TrivialValidation(Fault):
     labels that are memorized; the limits are choices.
     """
 
-    headline = "The model is no better than a constant in validation"
+    headline = "Validation is no better than a constant"
     uses = (Curves, Loss, Validations)
 
     def findings(self, run: Run) -> Iterator[Result]:

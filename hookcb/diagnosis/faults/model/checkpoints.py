@@ -14,7 +14,14 @@ NOTHING = "nothing was saved by torch.save, or loaded, that has weights of the m
 UNSEEN = "no file with weights of the model was saved while the training was watched"
 
 
-@fault("checkpoint.no_copy", Site.RUN, leads_to="train.unfinished", subject="checkpoints", exact=True)
+@fault(
+    "checkpoint.no_copy",
+    Site.RUN,
+    needs="batches",
+    leads_to="train.unfinished",
+    subject="checkpoints",
+    exact=True,
+)
 class KeptWithoutCopy(Fault):
     """A state_dict that is kept without a copy, and saved or loaded after further steps.
 
@@ -26,7 +33,7 @@ class KeptWithoutCopy(Fault):
     weights, "otherwise your best best_model_state will keep getting updated".
     """
 
-    headline = "The weights that were kept are those of the last step"
+    headline = "The weights kept are those of the last step"
     severity = "warning"
     uses = (LoadClock,)
     passed = "weights that are kept without a copy"
@@ -66,7 +73,7 @@ class KeptWithoutCopy(Fault):
         )
 
 
-@fault("checkpoint.untrained", Site.RUN, subject="checkpoints", exact=True)
+@fault("checkpoint.untrained", Site.RUN, needs="batches", subject="checkpoints", exact=True)
 class UntrainedCheckpoint(Fault):
     """A file with the weights of before the training, and none with those of afterwards.
 

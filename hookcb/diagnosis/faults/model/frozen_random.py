@@ -35,7 +35,7 @@ class FrozenRandom(Fault):
     Source: the distribution of the sizes of rows of random numbers; torch.nn.init.
     """
 
-    headline = "A large part of the model is frozen at random"
+    headline = "A large part of the model is frozen untrained"
     uses = (Flags,)
     severity = "info"
 

@@ -19,7 +19,7 @@ from hookcb.diagnosis.run import Absent, Run
 MAX_HEAD = 0.1  # share of the trained weights; more may be of use by itself, as a decoder
 
 
-@fault("checkpoint.incomplete", Site.RUN, subject="checkpoints", exact=True)
+@fault("checkpoint.incomplete", Site.RUN, needs="batches", subject="checkpoints", exact=True)
 class IncompleteCheckpoint(Fault):
     """A file from which the training cannot be resumed, or the model not be used.
 

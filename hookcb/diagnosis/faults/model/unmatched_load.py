@@ -21,6 +21,7 @@ UNHEARD = "loads before the training were not heard; hookcb diagnose script.py h
 @fault(
     "load.unmatched",
     Site.INPUT,
+    needs="batches",
     leads_to="loss.flat loss.trivial train.unfinished unit.* update.*",
     subject="loads",
     exact=True,
@@ -37,7 +38,7 @@ class UnmatchedLoad(Fault):
     Source: torch.nn.Module.load_state_dict, "missing_keys" and "unexpected_keys".
     """
 
-    headline = "Pretrained weights were not loaded, as their names do not match"
+    headline = "Pretrained weights do not match by name"
     uses = (LoadClock,)
     passed = "names that do not match in load_state_dict"
     unless: Unknown = UNHEARD

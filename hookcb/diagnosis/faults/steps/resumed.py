@@ -17,6 +17,7 @@ PROGRESS = ("last_epoch", "_step_count", "verbose")  # numbers of a scheduler th
 @fault(
     "load.not_resumed",
     Site.OPTIMIZER,
+    needs="batches",
     leads_to="loss.spike loss.diverging update.* train.unfinished",
     subject="resumed trainings",
     exact=True,
@@ -34,7 +35,7 @@ class NotResumed(Fault):
     optimizer's state_dict".
     """
 
-    headline = "The training is resumed without a part of its state"
+    headline = "The training resumes without part of its state"
     severity = "warning"
     cadence = EVERY
     uses = (LoadClock,)

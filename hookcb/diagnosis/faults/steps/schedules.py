@@ -32,7 +32,7 @@ PER_EPOCH = "a scheduler that is stepped in each batch, but whose length is in e
 class WrongSchedule(Fault):
     """A scheduler that counts batches but is stepped once per epoch, or the reverse; or of no use at all.
 
-    Exact, by its length (`total_steps`, `T_max`, the last of `milestones`, `total_iters`) and the number of
+    Exact: by its length (`total_steps`, `T_max`, the last of `milestones`, `total_iters`) and the number of
     its steps: it is as long as the training has batches, to 2 %, but half of it or less was stepped; it ended
     in the first quarter of the training with a thousandth of the rate; a cosine was stepped beyond its end,
     where it rises again, to a tenth of the rate or more at the end of training, or up and down ten times in
@@ -44,7 +44,7 @@ class WrongSchedule(Fault):
     Source: torch.optim.lr_scheduler, whose `step` counts its calls: of batches, or of epochs.
     """
 
-    headline = "The schedule of the learning rate does not fit the training"
+    headline = "The learning-rate schedule does not fit the training"
     uses = (Schedules, Steps)
     severity = "warning"
     passed = "schedules that do not fit the training"
