@@ -30,7 +30,7 @@ WITH_ITERS = lr_scheduler.LinearLR, lr_scheduler.ConstantLR, lr_scheduler.Polyno
 
 @dataclass(slots=True)
 class Scheduler:
-    """What is known of a scheduler, in numbers.
+    """Length and steps of a scheduler.
 
     Attributes:
         kind: its class.

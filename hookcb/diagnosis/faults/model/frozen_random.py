@@ -19,7 +19,7 @@ ADAPTER = re.compile(r"(^|\.)(lora_|ia3_|hada_|adapters?\b|prompt_embeddings)")
     "param.frozen_random",
     Site.MODULES,
     needs="gradients activations batches",
-    leads_to="loss.* train.unfinished unit.* valid.*",
+    leads_to="loss.* train.unfinished unit.*",
     exact=True,
 )
 class FrozenRandom(Fault):
@@ -35,7 +35,7 @@ class FrozenRandom(Fault):
     Source: the distribution of the sizes of rows of random numbers; torch.nn.init.
     """
 
-    headline = "A large part of the model is frozen untrained"
+    headline = "A frozen part is still random"
     uses = (Flags,)
     severity = "info"
 

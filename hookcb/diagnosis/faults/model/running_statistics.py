@@ -55,7 +55,7 @@ class RunningStatistics(Fault):
     Source: torch.nn.BatchNorm2d: running = (1 - momentum) · running + momentum · batch.
     """
 
-    headline = "Batch-norm statistics do not follow the batches"
+    headline = "Running statistics do not follow the batches"
     passed = "running statistics that do not follow the batches"
 
     def __init__(self) -> None:

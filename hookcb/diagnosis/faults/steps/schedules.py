@@ -32,19 +32,19 @@ PER_EPOCH = "a scheduler that is stepped in each batch, but whose length is in e
 class WrongSchedule(Fault):
     """A scheduler that counts batches but is stepped once per epoch, or the reverse; or of no use at all.
 
-    Exact: by its length (`total_steps`, `T_max`, the last of `milestones`, `total_iters`) and the number of
-    its steps: it is as long as the training has batches, to 2 %, but half of it or less was stepped; it ended
-    in the first quarter of the training with a thousandth of the rate; a cosine was stepped beyond its end,
-    where it rises again, to a tenth of the rate or more at the end of training, or up and down ten times in
-    200 batches each. Or its optimizer has parameters of the model, but makes no step, while the rate of the
-    one that does stays the same; or it is never stepped in two epochs or more. A note if a cosine rises and
-    falls several times, as that may be meant, or if the first step of the schedule comes before that of the
-    optimizer. A schedule that is cut short otherwise is not told.
+    Exact: its length (`total_steps`, `T_max`, the last of `milestones`, `total_iters`) and the number of its
+    steps contradict each other. It is as long as the training has batches, to 2 %, but half of it or less was
+    stepped; or it ended in the first quarter of the training, with a thousandth of the rate; or a cosine was
+    stepped beyond its end, where it rises again, to a tenth of the rate or more at the end of training, or up
+    and down ten times in 200 batches each. Or its optimizer has parameters of the model, but makes no step,
+    while the rate of the one that does stays the same; or it is never stepped in two epochs or more. A note
+    if a cosine rises and falls several times, as that may be meant, or if the first step of the schedule
+    comes before that of the optimizer. A schedule that is cut short otherwise is not told.
 
     Source: torch.optim.lr_scheduler, whose `step` counts its calls: of batches, or of epochs.
     """
 
-    headline = "The learning-rate schedule does not fit the training"
+    headline = "The learning rate schedule does not fit"
     uses = (Schedules, Steps)
     severity = "warning"
     passed = "schedules that do not fit the training"
