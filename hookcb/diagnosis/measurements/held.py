@@ -14,7 +14,7 @@ from hookcb.core.optim import mark_of
 from hookcb.core.restore import same_bits
 from hookcb.core.shards import local_part
 from hookcb.core.torch_private import held_versions, is_flattened
-from hookcb.diagnosis.fault import EVERY, Measurement, key_of
+from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.outside import OutsideParameters
 from hookcb.diagnosis.measurements.samples import COLUMNS, Group, Range, differ, flat, spread, written
 from hookcb.diagnosis.measurements.steps import Steps
@@ -227,7 +227,8 @@ class HeldWeights(Measurement):
         if held is None or held.opt() is not opt:
             self._held = {key: x for key, x in self._held.items() if x.opt() is not None}
             if len(self._held) >= MAX_OPTIMIZERS:  # as if each weight had one, which steps in the backward
-                run.lack(Partial(f"more than {MAX_OPTIMIZERS} optimizers make steps"), key_of(type(self)))
+                why = Partial(f"more than {MAX_OPTIMIZERS} optimizers make steps")
+                run.lack(why, "param.overwritten", "param.duplicated")
                 self.done = True
                 return None
             self._held[id(opt)] = held = _Held(ref(opt))
