@@ -18,13 +18,14 @@ from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.outside import OutsideParameters
 from hookcb.diagnosis.measurements.samples import COLUMNS, Group, Range, differ, flat, spread, written
 from hookcb.diagnosis.measurements.steps import Steps
-from hookcb.diagnosis.run import Run, Series
+from hookcb.diagnosis.run import Partial, Run, Series
 from hookcb.gradients.hand_steps import StepByHand
 from hookcb.gradients.stats import is_readable
 from hookcb.hooks.params import find_params
 
 N_WIDE = 64  # steps at the beginning with wide samples
 MAX_WRITES = 200  # tables of writes that are kept; a loop that writes this often means to
+MAX_OPTIMIZERS = 16  # at a time
 TINY = 1e-3  # of the rate: a step of an optimizer whose rule is unknown is at least that large
 NOT_JUDGED = (StepByHand, LBFGS)
 OF_UPDATE = ("n_changed", "n_visible", "n_since")  # columns of the table of a look
@@ -224,6 +225,12 @@ class HeldWeights(Measurement):
             return None
         held = self._held.get(id(opt))
         if held is None or held.opt() is not opt:
+            self._held = {key: x for key, x in self._held.items() if x.opt() is not None}
+            if len(self._held) >= MAX_OPTIMIZERS:  # as if each weight had one, which steps in the backward
+                why = Partial(f"more than {MAX_OPTIMIZERS} optimizers make steps")
+                run.lack(why, "param.overwritten", "param.duplicated")
+                self.done = True
+                return None
             self._held[id(opt)] = held = _Held(ref(opt))
         self._now = held
         return held

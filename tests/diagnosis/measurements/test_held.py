@@ -121,3 +121,17 @@ def test_nothing_of_the_user_is_kept_after_a_fit():
     gc.collect()
     assert not any(x() is not None for x in refs)
     assert w.diagnose() is not None
+
+
+def test_an_optimizer_for_each_weight_is_not_followed_and_that_is_said():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(10)])
+    each = [torch.optim.SGD([p], 1e-2) for p in model.parameters()]
+    with watch(model, each, Diagnose(show=False, on_sick="ignore")) as w:
+        for _ in range(8):
+            model.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            for opt in each:
+                opt.step()
+    (gap,) = [gap for gap in w.diagnose().gaps if "param.overwritten" in gap.codes]
+    assert gap.reason == "more than 16 optimizers make steps"

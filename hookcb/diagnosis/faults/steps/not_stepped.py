@@ -142,6 +142,13 @@ class NotStepped(Fault):
         (param, span), *others = unmoved
         are = "parameters are" if len(others) > 1 else "parameter is"
         more = f"; {len(others)} more {are}, too" if others else ""
+        causes = "the optimizer has a copy of it, or is never stepped", "something puts the old value back"
+        advice = "Create the optimizer after the model is moved or changed, and call its step()"
+        if span.first > 0:
+            causes = "a step() that returns early, or works on copies of the weights", causes[1]
+            advice = (
+                f"Find out what has changed at step {span.first}: what step() calls, and which weights it has"
+            )
         return self.finding(
             f"Parameter {param.name} has gradients and a learning rate, but is bit-identical after each of "
             f"the last {span.n} inspected steps that should have changed it{more}.",
@@ -149,11 +156,8 @@ class NotStepped(Fault):
             when=span,
             value=0.0,
             limit=0.0,
-            causes=(
-                "the optimizer has a copy of it, or is never stepped",
-                "something puts the old value back",
-            ),
-            next_steps=("Create the optimizer after the model is moved or changed, and call its step()",),
+            causes=causes,
+            next_steps=(advice,),
         )
 
     def _no_rate(self, run: Run, span: Span) -> Finding:
