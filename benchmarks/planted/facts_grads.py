@@ -329,3 +329,59 @@ def without_condition(seed: int, cbs: Callbacks) -> Run:
     model = Mlp()
     data = [(x * (i % 3 > 0), y) for i, (x, y) in enumerate(digit_batches(seed))]
     return fit(model, F.cross_entropy, Adam(model.parameters(), 2e-3), data, cbs, seed)
+
+
+def decay(seed: int, cbs: Callbacks, keeps_graph: bool, width: int = 24) -> Run:
+    """Solves u' = -2 u with u(0) = 1, by its residual at random points."""
+    model = nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Linear(width, 1))
+    opt = Adam(model.parameters(), 1e-2)
+    with watch(model, opt, *cbs) as w:
+        run = Run(w, [], model=model)
+        for _ in range(120):
+            t = torch.rand(64, 1, requires_grad=True)
+            u = model(t)
+            (slope,) = torch.autograd.grad(u.sum(), t, retain_graph=True, create_graph=keeps_graph)
+            loss = (slope + 2 * u).square().mean() + (model(torch.zeros(1, 1)) - 1).square().mean()
+            opt.zero_grad()
+            w.report_loss(loss).backward()
+            opt.step()
+            run.losses.append(loss.item())
+    return run
+
+
+@fault(FACTS_GRADS_FAULTS, "a residual whose derivative is a constant", codes=["loss.constant_derivative"])
+def constant_residual(seed: int, cbs: Callbacks) -> Run:
+    return decay(seed, cbs, keeps_graph=False)
+
+
+@control(FACTS_GRADS_CONTROLS, "a residual with its derivative's graph", target=0.2)
+def residual(seed: int, cbs: Callbacks) -> Run:
+    return decay(seed, cbs, keeps_graph=True)
+
+
+@fault(FACTS_GRADS_FAULTS, "a smoothness penalty without its graph", codes=["loss.constant_derivative"])
+def constant_penalty(seed: int, cbs: Callbacks) -> Run:
+    return smoothed(seed, cbs, keeps_graph=False)
+
+
+@control(FACTS_GRADS_CONTROLS, "a smoothness penalty with its graph", target=0.9)
+def smooth(seed: int, cbs: Callbacks) -> Run:
+    return smoothed(seed, cbs, keeps_graph=True)
+
+
+def smoothed(seed: int, cbs: Callbacks, keeps_graph: bool) -> Run:
+    """Digits, with a penalty on the gradients by the inputs."""
+    model = Mlp(nn.Tanh)
+    opt = Adam(model.parameters(), 3e-3)
+    with watch(model, opt, *cbs) as w:
+        run = Run(w, [], model=model)
+        for given, y in digit_batches(seed, n_step=120):
+            x = given.clone().requires_grad_()
+            loss = F.cross_entropy(model(x), y)
+            (slope,) = torch.autograd.grad(loss, x, retain_graph=True, create_graph=keeps_graph)
+            total = loss + 0.1 * slope.square().sum()
+            opt.zero_grad()
+            w.report_loss(total).backward()
+            opt.step()
+            run.losses.append(loss.item())
+    return run

@@ -36,7 +36,7 @@ def test_a_batch_of_zeros_between_others_is_found():
     one = found(lose=[23])["input.zero"]
     assert (one.severity, one.step, one.value) == ("warning", 23, 1.0)
     assert "All inputs of batch 23 are zero" in one.message
-    assert "batches 7, 9, 23 and 1 others" in found(lose=[7, 9, 23, 31])["input.zero"].message
+    assert "batches 7, 9, 23 and 1 other are" in found(lose=[7, 9, 23, 31])["input.zero"].message
 
 
 @pytest.mark.parametrize("step", [17, 18])
