@@ -1,6 +1,7 @@
 """Training runs with one planted fault each."""
 
 from case import Case
+from facts_nan import FACTS_NAN_FAULTS
 from faults_data import DATA_FAULTS
 from faults_language import LANGUAGE_FAULTS
 from faults_layers import LAYER_FAULTS
@@ -17,4 +18,5 @@ FAULTS: list[Case] = [
     *LANGUAGE_FAULTS,
     *TIME_FAULTS,
     *RARE_FAULTS,
+    *FACTS_NAN_FAULTS,
 ]

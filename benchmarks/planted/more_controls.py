@@ -1,6 +1,7 @@
 """Further kinds of healthy training runs, some of which a diagnosis might misread."""
 
 from case import Case
+from facts_nan import FACTS_NAN_CONTROLS
 from language_controls import LANGUAGE_CONTROLS
 from more_controls_losses import LOSS_CONTROLS
 from more_controls_nets import NET_CONTROLS
@@ -10,6 +11,7 @@ from stranger_controls import STRANGER_CONTROLS
 from time_controls import TIME_CONTROLS
 
 MORE_CONTROLS: list[Case] = [
+    *FACTS_NAN_CONTROLS,
     *NET_CONTROLS,
     *LOSS_CONTROLS,
     *STEP_CONTROLS,
