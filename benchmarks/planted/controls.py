@@ -14,6 +14,8 @@ from data import (
     recall_batches,
     text_batches,
 )
+from facts_loads import FACTS_LOADS_CONTROLS
+from facts_weights import FACTS_WEIGHTS_CONTROLS
 from nets import Cnn, Encoded, Gpt, Mlp, Recurrent, ResNet, stack, token_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,7 +24,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from hookcb import GradientAccumulation, GradientClip, Schedule
 
-CONTROLS: list[Case] = []
+CONTROLS: list[Case] = [
+    *FACTS_WEIGHTS_CONTROLS,
+]
 
 
 @control(CONTROLS, "ReLU MLP, Adam", target=0.8)
@@ -194,3 +198,6 @@ def smoothed_loss(pred: Tensor, y: Tensor) -> Tensor:
 def label_smoothing(seed: int, cbs: Callbacks) -> Run:
     model = Cnn()
     return fit(model, smoothed_loss, Adam(model.parameters(), lr=3e-3), image_batches(seed), cbs, seed)
+
+
+CONTROLS += FACTS_LOADS_CONTROLS

@@ -1,7 +1,12 @@
 """Further kinds of healthy training runs, some of which a diagnosis might misread."""
 
 from case import Case
+from facts_data import FACTS_DATA_CONTROLS
+from facts_flags import FACTS_FLAGS_CONTROLS
+from facts_grads import FACTS_GRADS_CONTROLS
+from facts_left import FACTS_LEFT_CONTROLS
 from facts_nan import FACTS_NAN_CONTROLS
+from facts_valid import FACTS_VALID_CONTROLS
 from language_controls import LANGUAGE_CONTROLS
 from more_controls_losses import LOSS_CONTROLS
 from more_controls_nets import NET_CONTROLS
@@ -12,6 +17,8 @@ from time_controls import TIME_CONTROLS
 
 MORE_CONTROLS: list[Case] = [
     *FACTS_NAN_CONTROLS,
+    *FACTS_DATA_CONTROLS,
+    *FACTS_FLAGS_CONTROLS,
     *NET_CONTROLS,
     *LOSS_CONTROLS,
     *STEP_CONTROLS,
@@ -19,4 +26,7 @@ MORE_CONTROLS: list[Case] = [
     *STRANGER_CONTROLS,
     *LANGUAGE_CONTROLS,
     *TIME_CONTROLS,
+    *FACTS_GRADS_CONTROLS,
+    *FACTS_LEFT_CONTROLS,
+    *FACTS_VALID_CONTROLS,
 ]

@@ -156,7 +156,7 @@ class ModelTracker:
 
     # ---- calls of torch and hookcb
 
-    def _follow(self, stack: ExitStack, owner: type, name: str, method: Any, **options: bool) -> None:
+    def _follow(self, stack: ExitStack, owner: type, name: str, method: Any, **options: Any) -> None:
         hook = CallHook(owner, name, method, self._note_failure, in_forks=True, **options)
         stack.callback(hook.remove)
 

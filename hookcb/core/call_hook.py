@@ -34,6 +34,7 @@ class CallHook:
         nested: whether to observe calls inside of an observed one.
         all_threads: whether to observe calls in all threads, not only in the current one.
         in_forks: whether to go on in processes that are forked from this one.
+        gate: a call is observed only if this is true, which costs less than an observer that does nothing.
 
     Raises:
         AttributeError: If `holder` has no such attribute.
@@ -50,7 +51,9 @@ class CallHook:
         nested: bool = True,
         all_threads: bool = False,
         in_forks: bool = False,
+        gate: Callable[[], bool] | None = None,
     ) -> None:
+        self.gate = gate
         self.nested, self.thread = nested, None if all_threads else get_ident()
         self.inside: set[int] = set()  # threads that are in an observed call
         with locked():
@@ -71,6 +74,11 @@ class CallHook:
             # if other code has replaced it since, ours is called by theirs and stays
             while (there := _wrapper_at(wrapper.holder, wrapper.name)) is not None and not there.hooks:
                 there.undo()
+
+    def is_due(self, thread: int) -> bool:
+        """Whether to observe a call in a thread that begins now."""
+        is_here = self.thread in (None, thread) and (self.nested or thread not in self.inside)
+        return is_here and (self.gate is None or self.gate())
 
     def observe(self, args: Any, kwargs: Any) -> Observer:
         """The observer of a call, which does nothing if its object is gone."""
@@ -133,7 +141,7 @@ def _observed(wrapper: _Wrapper, real: Callable[..., Any]) -> Callable[..., Any]
         if torch.compiler.is_compiling():
             return real(*args, **kwargs)
         here = get_ident()
-        due = [x for x in wrapper.hooks if x.thread in (None, here) and (x.nested or here not in x.inside)]
+        due = [x for x in wrapper.hooks if x.is_due(here)]
         if not due:
             return real(*args, **kwargs)
         begin, end = (_begin_untraced, _end_untraced) if is_dynamo_imported() else (_begin, _end)

@@ -192,6 +192,11 @@ def version_of(x: Tensor) -> int:
     return x._version
 
 
+def held_versions(opt: Optimizer) -> list[int]:
+    """`version_of` each parameter of an optimizer, in one comprehension, as it is needed in every step."""
+    return [p._version for group in opt.param_groups for p in group["params"]]
+
+
 def is_view(x: Tensor) -> bool:
     """Whether autograd treats a tensor as a view of another."""
     return x._is_view()

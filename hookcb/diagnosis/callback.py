@@ -37,6 +37,8 @@ from hookcb.training.progress import Progress
 
 OnSick = Literal["warn", "stop", "ignore"] | Callable[[Verdict], object]
 FIRST_CHECK, CHECK_GROWTH = 20, 10  # check after batch 20, then after ten times as many
+N_EVAL = 4  # batches of each validation whose inputs and outputs are shown
+SHOWN_OF_EVAL = (Event.BEFORE_BATCH, Event.AFTER_PRED, Event.AFTER_LOSS)
 
 
 @runtime_checkable
@@ -114,11 +116,15 @@ class Diagnose(Callback):
 
     # ---- events
 
+    def acts(self, event: str, training: bool) -> bool:
+        """Whether it acts at an event: in a validation only where a batch is shown, see `N_EVAL`."""
+        return super().acts(event, training) or (self.run and event in SHOWN_OF_EVAL)
+
     def before_fit(self) -> None:
         self.verdict = self.reason = self._final = None
         self._told = {}
         self._next_check, self._has_reacted = FIRST_CHECK, False
-        self._is_new_step, self.is_wanted = True, False
+        self._is_new_step, self.is_wanted, self._n_eval = True, False, 0
         self._dispatcher = dispatcher = Dispatcher(Run(loop=self.learn), FAULTS.values(), self.budget)
         self._of_rank = name_own_rank()  # the group may be gone at the end
         self._frame = dispatcher.guarded("frame", Frame.of, self.model, []) or Frame()
@@ -151,17 +157,30 @@ class Diagnose(Callback):
     def before_batch(self) -> None:
         if (dispatcher := self._dispatcher) is None:
             return
+        if not self.learn.training:
+            self._n_eval += 1
+            return self._show_eval("on_eval_batch")
         if self._is_new_step or not dispatcher.run.n_steps:  # decided once for all batches of a step
             self._is_new_step, self.is_wanted = False, dispatcher.schedule.is_due()
         dispatcher.run.looking = self.is_wanted
         dispatcher.emit("on_batch")
 
+    def _show_eval(self, event: str) -> None:
+        """Shows a batch of the validation, if it is one of the first."""
+        if self._n_eval <= N_EVAL:
+            self._emit(event)
+
     def after_pred(self) -> None:
+        if not self.learn.training:
+            return self._show_eval("on_eval_prediction")
         self._emit("on_prediction")
 
     def after_loss(self) -> None:
-        if self._dispatcher is not None:
-            self._dispatcher.show_loss()
+        if self._dispatcher is None:
+            return
+        if not self.learn.training:
+            return self._emit("on_eval_loss")
+        self._dispatcher.show_loss()
 
     def before_backward(self) -> None:
         self._emit("on_backward")
@@ -199,6 +218,7 @@ class Diagnose(Callback):
         self._emit("on_epoch")
 
     def before_validate(self) -> None:
+        self._n_eval = 0
         self._emit("on_validation")
 
     def _emit(self, event: str, *args: Any) -> None:

@@ -18,7 +18,7 @@ Unknown = str | Skipped | Absent  # why a fault is not ruled out; a string is th
 When = Span | Series | int | tuple[int | None, int | None]
 
 # what a fault at the beginning of a training may lead to
-EVERYTHING = "act.* attn.* grad.* loss.* nonfinite.* unit.* update.* amp.* head.*"
+EVERYTHING = "act.* attn.* grad.* loss.* nonfinite.* unit.* update.* amp.* head.* valid.*"
 
 EVERY = math.inf  # cadence: each batch
 LOOKS = 0  # inspected batches only; a number n: also all batches until n steps were made
@@ -36,6 +36,8 @@ HANDLERS = (
     "on_between",  # a step has ended; also one that was cancelled
     "on_batch_end",  # a batch has ended
     "on_validation",  # a validation begins
+    # one of the first batches of a validation begins, or has an output; any has a loss, if that is seen
+    *("on_eval_batch", "on_eval_prediction", "on_eval_loss"),
     "on_epoch",  # the training of an epoch has ended
     "on_cancel",  # a level was cancelled: (run, "batch", "backward" or "step")
     "on_error",  # an error ends the training: (run, error)
@@ -44,7 +46,7 @@ HANDLERS = (
 )
 RARE = (  # those at which the cadence does not matter
     *("on_model", "on_first_graph", "on_validation", "on_epoch", "on_cancel", "on_error", "on_end"),
-    "on_doubt",
+    *("on_eval_batch", "on_eval_prediction", "on_eval_loss", "on_doubt"),
 )
 
 

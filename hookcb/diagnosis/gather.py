@@ -13,8 +13,8 @@ from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.dispatcher import Dispatcher
 from hookcb.diagnosis.faults.ranks.straggler import SlowRank
 from hookcb.diagnosis.frame import Frame
-from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.steps import Steps
+from hookcb.diagnosis.measurements.validations import Validation, Validations
 from hookcb.diagnosis.reader import way_of
 from hookcb.diagnosis.run import Absent, Layer, Run, Series, Skipped
 from hookcb.gradients.callback import GradientHealth
@@ -56,7 +56,7 @@ def gather(cbs: Iterable[Callback], frame: Frame, evidence: Run, dispatcher: Dis
     if health := found.get(GradientHealth):
         guarded("gradients", lambda: _add_gradients(evidence, health.records))
     if recorder := found.get(Recorder):
-        guarded("loss.trivial", _add_validation, evidence, recorder)
+        guarded("Validations", _add_validations, evidence, recorder)
         if not len(evidence.loss):
             guarded("curves", _add_losses, evidence, recorder)
     if evidence.is_by_closure:
@@ -66,10 +66,16 @@ def gather(cbs: Iterable[Callback], frame: Frame, evidence: Run, dispatcher: Dis
     evidence.add_failures(dispatcher.run)
 
 
-def _add_validation(evidence: Run, recorder: Recorder) -> None:
-    validations = [float(row["valid_loss"]) for row in recorder.rows if "valid_loss" in row]
-    if validations:
-        evidence.measured(Loss).validation = validations[-1]
+def _add_validations(evidence: Run, recorder: Recorder) -> None:
+    known = evidence.measured(Validations)
+    if known.found:
+        return
+    known.is_seen = known.is_one_scale = any("valid_loss" in row for row in recorder.rows)
+    known.found = [
+        Validation(end, float(row["valid_loss"]), float(row.get("train_loss", math.nan)))
+        for row, end in zip(recorder.rows, recorder.ends, strict=False)
+        if "valid_loss" in row
+    ]
 
 
 def _add_ranks(evidence: Run, timer: StepTimer | None) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from traceback import clear_frames
 from types import ModuleType
-from typing import ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from hookcb.core.call_hook import CallHook
 
@@ -30,7 +30,7 @@ class Ear:
     """
 
     calls: ClassVar[tuple[Call, ...]] = ()
-    options: ClassVar[dict[str, bool]] = {}
+    options: ClassVar[dict[str, Any]] = {}
     from_start = False
     failure: Exception | None = None
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 import hookcb.diagnosis.faults  # noqa: F401  # likewise
 from hookcb.core.ranks import ALONE, Ranks
 from hookcb.diagnosis.failures import describe_failure
-from hookcb.diagnosis.fault import FAULTS, Fault, Result, key_of, parts_for
+from hookcb.diagnosis.fault import FAULTS, Fault, Result, Site, key_of, parts_for
 from hookcb.diagnosis.ranks import findings_of_all
 from hookcb.diagnosis.reader import why_unseen
 from hookcb.diagnosis.run import Absent, Partial, Passed, Run, Skipped
@@ -16,6 +16,8 @@ from hookcb.diagnosis.schedule import Schedule
 from hookcb.diagnosis.verdict import UNFINISHED, Finding, Gap, Status, Verdict
 
 RANK = {"error": 0, "warning": 1, "info": 2}
+OUTCOMES = ("loss.trivial", "valid.")  # of a training as a whole, which any exact cause explains
+LAST = (*OUTCOMES, "loss.flat")  # what all others can have led to, whatever their steps
 
 
 def judge(
@@ -34,7 +36,7 @@ def judge(
     evidence._kept = {}  # of a verdict before: ranks have shared their losses since then
     results = [(check, result) for check in FAULTS.values() for result in _run(check, evidence)]
     found = [result for _, result in results if isinstance(result, Finding)]
-    passed = [(check, result.text) for check, result in results if isinstance(result, Passed)]
+    passed = [(check, result) for check, result in results if isinstance(result, Passed)]
     skipped: dict[str, list[str]] = {}  # codes by reason
     for check, result in results:
         if isinstance(result, Skipped):
@@ -43,7 +45,7 @@ def judge(
     if ranks.world > 1:
         found, gaps = findings_of_all([*found, *own], gaps, ranks)
         unsure = {finding.code for finding in found} | {code for gap in gaps for code in gap.codes}
-        passed = [(check, text) for check, text in passed if check.code not in unsure]
+        passed = [(check, result) for check, result in passed if check.code not in unsure]
     found = _with_past(found, told, evidence)
     reason = evidence.why_nothing_seen()
     if reason:
@@ -91,9 +93,16 @@ def _recovered_by(finding: Finding, evidence: Run) -> int:
 
 
 def _without_idle_advice(findings: Sequence[Finding], is_unknown: bool) -> list[Finding]:
-    """Findings without the note that a training could go on, if it does not learn or was not seen."""
+    """Findings without the note that a training could go on.
+
+    It stays only beside what is harmless, or could end if the training went on: not if the validation loss
+    rises, even if that is a note.
+    """
     harmless = ("time.", "memory.", "loss.flat", "loss.trivial")
-    is_faulty = any(f.severity != "info" and not f.code.startswith(harmless) for f in findings)
+    is_faulty = any(
+        (f.severity != "info" and not f.code.startswith(harmless)) or f.code.startswith("valid.")
+        for f in findings
+    )
     return [f for f in findings if not ((is_faulty or is_unknown) and f.code == UNFINISHED)]
 
 
@@ -127,16 +136,24 @@ def explained(findings: Iterable[Finding], evidence: Run) -> list[Finding]:
     """Findings with `consequence_of` set, causes first.
 
     A finding follows from another one if that code can lead to it and comes before it in the order of step,
-    then site in the training step, then position of the layer.
+    then site in the training step, then position of the layer. That a model is no better than a constant, and
+    what its validation shows, follows from any exact cause, whatever that says it leads to.
     """
-    in_order = sorted(findings, key=lambda finding: _key(finding, evidence))
+    in_order = sorted(findings, key=lambda f: (f.code.startswith(LAST), *_key(f, evidence)))
     linked: list[Finding] = []
     depths: dict[Finding, int] = {}  # number of causes before it
     for finding in in_order:
         cause = next((other for other in linked if _leads_to(other, finding)), None)
+        if cause is None and finding.code.startswith(OUTCOMES):
+            cause = next(filter(_is_exact_cause, linked), None)
         linked.append(finding if cause is None else replace(finding, consequence_of=cause.code))
         depths[linked[-1]] = 0 if cause is None else depths[cause] + 1
     return sorted(linked, key=lambda f: (f.code == UNFINISHED, depths[f], *_weight(f), *_key(f, evidence)))
+
+
+def _is_exact_cause(finding: Finding) -> bool:
+    check = FAULTS[finding.code]
+    return finding.severity != "info" and check.exact and check.site < Site.RUN
 
 
 def _with_raised_severity(findings: Sequence[Finding]) -> Iterator[Finding]:
@@ -181,12 +198,16 @@ def status_of(findings: Sequence[Finding], why_unseen: str) -> Status:
     return "sick" if "error" in severities else "suspect"
 
 
-def _in_order(passed: Sequence[tuple[type[Fault], str]], primary: Finding | None) -> tuple[str, ...]:
-    """Texts of passed checks; first those that could have led to the primary finding."""
+def _in_order(passed: Sequence[tuple[type[Fault], Passed]], primary: Finding | None) -> tuple[str, ...]:
+    """Texts of passed checks; first those that could have led to the primary finding.
+
+    Beside a finding, a check whose number is near its limit is not called ruled out.
+    """
     if primary is None:
-        return tuple(text for _, text in passed)
+        return tuple(result.text for _, result in passed)
     could = [check for check, _ in passed if any(fnmatchcase(primary.code, x) for x in check.leads_to)]
-    return tuple(text for _, text in sorted(passed, key=lambda pair: pair[0] not in could))
+    clear = [(check, result.text) for check, result in passed if not result.is_near]
+    return tuple(text for _, text in sorted(clear, key=lambda pair: pair[0] not in could))
 
 
 def _looked(evidence: Run) -> tuple[str, ...]:

@@ -100,7 +100,6 @@ def _inspect(evidence: Run, learn: Any) -> None:
     evidence.sources |= found.sources
     for what, reason in found.reasons.items():
         evidence.lack(reason, what)
-    found.measured(Loss).validation = evidence.measured(Loss).validation
     evidence.parts |= found.parts
     evidence.notes.append("one more batch after the training")
 

@@ -52,6 +52,13 @@ ADVICE: Mapping[str, Mapping[Way, str]] = {  # what to do, by how the reader run
         "transformers": "diagnose().coverage of the HookcbCallback",
         "command": "--coverage",
     },
+    "validation": {
+        "learner": "give the Learner two loaders, (train, valid)",
+        "watch": "call the model in eval mode on new data, and report the loss with w.report_loss(loss)",
+        "lightning": "return the loss from validation_step",
+        "transformers": "give Trainer(eval_dataset=…), and TrainingArguments(eval_strategy='epoch')",
+        "command": "evaluate the model on new data in eval mode, with a loss of torch.nn.functional",
+    },
     # what not every reader can do
     "record": {
         "learner": "cbs={}() records them",

@@ -122,6 +122,11 @@ class Passed:
     value: float = math.nan
     limit: float = math.nan
 
+    @property
+    def is_near(self) -> bool:
+        """Whether the number is within a factor of two of its limit."""
+        return self.limit > 0 and self.limit / 2 < self.value < 2 * self.limit
+
 
 @dataclass(frozen=True, slots=True)
 class Skipped:

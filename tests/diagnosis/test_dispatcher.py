@@ -18,6 +18,7 @@ from hookcb import (
     Learner,
     watch,
 )
+from hookcb.diagnosis.fault import FAULTS, Fault, Measurement
 from hookcb.diagnosis.measurements.dead_units import DeadUnits
 from hookcb.diagnosis.schedule import Schedule
 from hookcb.testing import assert_no_hooks
@@ -165,3 +166,70 @@ def test_the_validation_of_a_long_epoch_is_inspected():
     assert stats.n_batches + stats.n_skipped == n
     assert stats.n_batches == len(stats.stats)
     assert_no_hooks(model)
+
+
+class Evaluations(Measurement):
+    """What it is shown of validations."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_eval_batch(self, run):
+        (x,) = run.loop.xb
+        self.seen.append(("batch", run.step, run.loop.training, len(x)))
+
+    def on_eval_prediction(self, run):
+        self.seen.append(("prediction", run.step, run.loop.training, len(run.loop.pred)))
+
+    def on_eval_loss(self, run):
+        self.seen.append(("loss", run.step, run.loop.training, run.loop.loss.ndim))
+
+
+class OfEvaluations(Fault):
+    code, uses = "test.evaluations", (Evaluations,)
+
+
+@pytest.fixture
+def evaluations(monkeypatch):
+    monkeypatch.setitem(FAULTS, OfEvaluations.code, OfEvaluations)
+    diagnose = Diagnose(show=False)
+    return diagnose, lambda: diagnose.evidence().measured(Evaluations).seen
+
+
+def test_faults_are_shown_the_first_batches_of_each_validation(evaluations):
+    diagnose, seen = evaluations
+    fit(make_learner(3, 6, lr=0.01), 2, cbs=diagnose)
+    of_batch = [("batch", 4), ("prediction", 4), ("loss", 0)]
+    of_each = [(what, n) for _ in range(4) for what, n in of_batch] + [("loss", 0)] * 2
+    assert seen() == [(what, step, False, n) for step in (3, 6) for what, n in of_each]
+
+
+def test_faults_are_shown_batches_of_a_validation_that_a_watch_sees(evaluations):
+    diagnose, seen = evaluations
+    model = make_model()
+    opt = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watch(model, opt, diagnose):
+        for _ in range(2):
+            model.train()
+            for x, y in make_batches(3):
+                opt.zero_grad()
+                F.mse_loss(model(x), y).backward()
+                opt.step()
+            model.eval()
+            with torch.no_grad():
+                for x, _ in make_batches(6):
+                    model(x)
+    of_each = [("batch", 4), ("prediction", 4)] * 4
+    assert seen() == [(what, step, False, n) for step in (3, 6) for what, n in of_each]
+
+
+def test_an_error_in_a_fault_ends_no_validation(evaluations, monkeypatch):
+    diagnose, _ = evaluations
+
+    def fails(part, run):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Evaluations, "on_eval_prediction", fails)
+    learn = fit(make_learner(3, 6, lr=0.01), 2, cbs=diagnose)
+    assert learn.train_iter == 6
+    assert any("ZeroDivisionError" in note for note in diagnose.evidence().notes)

@@ -345,13 +345,26 @@ def test_of_any_findings_all_stay_and_each_follows_from_one_that_stands_before_i
     for k, found in enumerate(out):
         if found.consequence_of:
             assert found.consequence_of in [f.code for f in out[:k]]
-            assert any(
+            cause = FAULTS[found.consequence_of]
+            follows_from_any = cause.exact and found.code.startswith(("loss.trivial", "valid."))
+            assert follows_from_any or any(
                 found.code == to or (to.endswith("*") and found.code.startswith(to[:-1]))
-                for to in FAULTS[found.consequence_of].leads_to
+                for to in cause.leads_to
             )
     assert not out[0].consequence_of
     shuffled = rng.sample(given, len(given))
     assert sorted(map(repr, explained(shuffled, Run()))) == sorted(map(repr, out))
+
+
+@pytest.mark.parametrize("outcome", ["loss.trivial", "valid.overfit", "valid.trivial"])
+def test_an_outcome_follows_from_any_exact_cause_even_a_later_one(outcome):
+    given = [Finding(outcome, "warning", step=0), Finding("data.duplicated", "warning", step=50)]
+    cause, found = explained(given, Run())
+    assert (cause.code, found.consequence_of) == ("data.duplicated", "data.duplicated")
+    noted = explained([given[0], dataclasses.replace(given[1], severity="info")], Run())
+    assert not any(f.consequence_of for f in noted)
+    slow = explained([given[0], dataclasses.replace(given[1], code="memory.graphs_kept")], Run())
+    assert not any(f.consequence_of for f in slow)
 
 
 def test_info_is_nobodys_cause():

@@ -8,11 +8,13 @@ from torch.utils.checkpoint import checkpoint
 
 import hookcb
 from hookcb import ActivationStats, Diagnose, GradientHealth, Learner, watch
+from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.faults.model.dropout import ExtremeDropout
-from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.judge import _in_order, judge
 from hookcb.diagnosis.measurements.loss_graph import read_loss
 from hookcb.diagnosis.measurements.origin import Origin
-from hookcb.diagnosis.run import Layer, Param, Partial, Run, Series
+from hookcb.diagnosis.run import Layer, Param, Partial, Passed, Run, Series
+from hookcb.diagnosis.verdict import Finding
 from tests.support import fit
 
 HEAD = "an activation before the loss"
@@ -313,3 +315,12 @@ def test_a_part_of_a_model_can_show_a_fault_and_cannot_rule_it_out():
     assert verdict.primary.code == "dropout.extreme"
     assert not any("scale of activations" in fine for fine in verdict.ruled_out)
     assert not_checked(verdict, "act.scale") == "a part is hidden"
+
+
+def test_a_number_near_its_limit_is_not_called_ruled_out_beside_a_finding():
+    check, primary = FAULTS["unit.dead"], Finding("update.too_small", "warning", "", "", 0, 1e-6, 1e-5, "…")
+    near, clear = Passed("dead units (48%)", 0.48, 0.6), Passed("dead units (4%)", 0.04, 0.6)
+    assert _in_order([(check, near)], primary) == ()
+    assert _in_order([(check, near)], None) == ("dead units (48%)",)
+    assert _in_order([(check, clear)], primary) == ("dead units (4%)",)
+    assert _in_order([(check, Passed("a mask"))], primary) == ("a mask",)

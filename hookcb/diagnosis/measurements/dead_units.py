@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from hookcb.hooks.modules import named_modules
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 MIN_LOOKS, MIN_EXAMPLES = 8, 512  # without a gradient, both required for a dead unit
 N_DENSE, MAX_DENSE = 64, 512  # steps at the beginning that are all inspected
+MAX_PLACES = 8  # positions of a sample that count as samples, as neighbors are alike
 MAX_EXAMPLES = 4 * MIN_EXAMPLES  # of them, after which `N_DENSE` steps suffice
 
 
@@ -30,6 +31,12 @@ class Dead(NamedTuple):
     n_looked: int  # steps and examples that `lately` covers, see `MIN_LOOKS`
     n_examples: int
     n_units: int
+    n_places: int = 1  # positions of an example that count as examples, see `MAX_PLACES`
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether enough was seen to call a unit dead."""
+        return self.n_looked >= MIN_LOOKS and self.n_examples * self.n_places >= MIN_EXAMPLES
 
 
 class DeadUnits(Measurement):
@@ -38,7 +45,8 @@ class DeadUnits(Measurement):
     A unit without any gradient was active for no sample. The gradient of its bias is read first, as that is
     cheapest; if it is zero, which it also is if the loss depends on differences only, the unit's row of the
     weight's gradient is read. Steps in which no unit has a gradient are ignored: the loss is then satisfied
-    or constant.
+    or constant. A convolution sees as many examples in an image as it has positions, a linear layer as many
+    as there are tokens, of which at most 8 count.
     """
 
     cadence = MAX_DENSE
@@ -49,6 +57,8 @@ class DeadUnits(Measurement):
         # the last step in which a unit had a gradient, counted from 1; an int if it is the same for all units
         self._last: dict[str, Tensor | int] = {}
         self._n_units: dict[str, int] = {}
+        self._places: dict[str, int] = {}  # positions in a sample, in the inspected batch that had fewest
+        self._rows: dict[str, int] = {}  # positions in all samples of this batch, by layer
         self._looks: dict[str, list[tuple[int, int]]] = {}  # steps and numbers of examples
         self._in_step = self._in_batch = 0  # examples in the gradients of the next step, and in the batch
         self._is_dense, self._is_cancelled = True, False
@@ -69,6 +79,14 @@ class DeadUnits(Measurement):
             self._in_batch = 1 if n is None else n
             self._in_step += self._in_batch
 
+    def on_output(self, run: Run, name: str, m: nn.Module, output: Any) -> None:
+        is_layer = isinstance(m, nn.Linear | Convolution) and not isinstance(m, TRANSPOSED)
+        if torch.compiler.is_compiling() or not (is_layer and isinstance(output, Tensor)):
+            return
+        path = f"{name}.weight" if name else "weight"
+        if (weight := own_weight(m)) is not None:
+            self._rows[path] = self._rows.get(path, 0) + output.numel() // len(weight)
+
     def on_step(self, run: Run) -> None:
         if run.looking or self._is_dense:
             self.read_gradients(run.step, self._in_step)
@@ -88,7 +106,10 @@ class DeadUnits(Measurement):
         self._is_cancelled = False
 
     def on_batch_end(self, run: Run) -> None:
-        self._in_batch = 0
+        for path, n_rows in self._rows.items():
+            n_places = max(1, min(n_rows // max(1, self._in_batch), MAX_PLACES))
+            self._places[path] = min(n_places, self._places.get(path, MAX_PLACES))
+        self._in_batch, self._rows = 0, {}
 
     def tell(self, run: Run) -> None:
         self.of = {name: self._shares_of(name) for name in self._looks}
@@ -113,18 +134,20 @@ class DeadUnits(Measurement):
                 self._last[name] = torch.where(x, len(looks), self._last.get(name, 0))
 
     def _shares_of(self, name: str) -> Dead:
-        looks, known = self._looks[name], self._last[name]
+        looks, known, n_places = self._looks[name], self._last[name], self._places.get(name, 1)
         last = [known] * self._n_units[name] if isinstance(known, int) else known.tolist()
+        is_many = sum(size for _, size in looks) >= MIN_EXAMPLES
+        n_needed = MIN_EXAMPLES if is_many else MIN_EXAMPLES / n_places
         n, n_examples = 0, 0
         for n, (_, size) in enumerate(reversed(looks), start=1):
             n_examples += size
-            if n >= MIN_LOOKS and n_examples >= MIN_EXAMPLES:
+            if n >= MIN_LOOKS and n_examples >= n_needed:
                 break
         dead = [x for x in last if x <= len(looks) - n]
         since = int(statistics.median(dead)) if dead else 0
         never = sum(x == 0 for x in last) / len(last)
         step = looks[min(since, len(looks) - 1)][0]
-        return Dead(len(dead) / len(last), never, step, n, n_examples, len(last))
+        return Dead(len(dead) / len(last), never, step, n, n_examples, len(last), n_places)
 
 
 def _alive(weight: nn.Parameter, bias: nn.Parameter | None, is_row: bool) -> Tensor | int | None:

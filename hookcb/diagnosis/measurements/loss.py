@@ -51,7 +51,6 @@ class Loss(Measurement):
         self.constant = math.nan  # of the best constant prediction for the targets: their entropy or variance
         self.perfect = 0.0  # of a perfect prediction, above 0 for soft or smoothed targets
         self.noise, self.n_targets = 0.0, 1  # deviation of `constant` over so many batches of targets
-        self.validation = math.nan  # loss of the last validation
         self.penalty, self._penalty = Series(), Curve()  # on parameters, in inspected and every eighth batch
         self._penalty_due = 0
         self.of_ranks: list[Series] = []  # some of the losses of each rank, if there are no more than 64
@@ -154,6 +153,7 @@ def guess_of(graph: LossGraph, pred: Any, yb: Any) -> float:
     if graph.kind == "cross-entropy":
         n = None if targets is None else n_classes_of(scores, targets)
         n = n or (scores.shape[-1] if scores.ndim == 2 else None)
+        n = n or (graph.n_classes if scores.ndim == 0 else None)  # the model returns its loss alone
         return graph.scale * math.log(n) if n else math.nan
     if graph.kind == "binary cross-entropy":
         if not graph.has_weights:

@@ -1,6 +1,7 @@
-"""Targets of inspected batches: the loss of the best constant prediction, and whether they are one class."""
+"""Targets of batches: the loss of the best constant prediction, and whether they are one class."""
 
 import math
+import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from hookcb.core import graph
 from hookcb.core.batch import parts
-from hookcb.diagnosis.fault import Measurement
+from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.loss_graph import LossGraph
 from hookcb.diagnosis.measurements.loss_terms import Term, main_term, read_terms
 from hookcb.diagnosis.run import Run
@@ -32,10 +33,17 @@ class Losses(NamedTuple):
 
 
 class Targets(Measurement):
-    """Copies of targets of inspected batches, on their device until they are read."""
+    """Copies of targets of batches, on their device until they are read.
+
+    All of the first 64 batches, later a random choice of 64 from all batches, so that data in any order is
+    seen with the shares that it has.
+    """
+
+    cadence = EVERY
 
     def __init__(self) -> None:
-        self._batches: list[Tensor] = []
+        self._batches: list[Tensor] = []  # in the order of the training
+        self._n_losses, self._choice = 0, random.Random(0)  # not the generator of the user's program
         self.n_batches, self.is_known = 0, False
         self._is_only = True  # whether no batch had a second tensor among its targets
         self.is_of_output = False  # whether the loss compares the model's output itself with them
@@ -62,7 +70,12 @@ class Targets(Measurement):
 
     def on_loss(self, run: Run) -> None:
         self.are_given |= bool(len(run.loop.yb))
-        self.add_batch(self.of_batch(run))
+        self._n_losses += 1
+        place = self._choice.randrange(self._n_losses) if self._n_losses > MAX_BATCHES else MAX_BATCHES
+        if place < len(self._batches) == MAX_BATCHES:
+            del self._batches[place]
+        if len(self._batches) < MAX_BATCHES:
+            self.add_batch(self.of_batch(run))
 
     def on_batch_end(self, run: Run) -> None:
         self._of_step, self._yb = -1, ()
@@ -91,16 +104,22 @@ class Targets(Measurement):
         whose scores are similarities, the label may be 0 on purpose; so it may be in a game, where the scores
         are those of another model.
         """
-        is_of_scores = self.is_of_output and (graph.is_raw or graph.head in ("Softmax", "Sigmoid"))
         is_enough = len(self._batches) >= MIN_BATCHES and sum(map(len, self._batches)) >= MIN_SAMPLES
-        if not (is_enough and self._is_only and is_of_scores and graph.is_pure):
+        labels = self.labels(graph) if is_enough else None
+        return torch.cat(labels) if labels else None
+
+    def labels(self, graph: LossGraph) -> list[Tensor] | None:
+        """Likewise, batch by batch, however few; labels that the loss ignores are left out."""
+        is_of_scores = self.is_of_output and (graph.is_raw or graph.head in ("Softmax", "Sigmoid"))
+        if not (self._batches and self._is_only and is_of_scores and graph.is_pure):
             return None
         y = torch.cat(self._batches)
         if graph.kind == "binary cross-entropy":
-            return y if bool(((y == 0) | (y == 1)).all()) else None
-        is_of_classes = graph.kind in ("cross-entropy", "nll") and not y.is_floating_point()
-        y = y[(y >= 0) & (y != graph.ignored)] if is_of_classes else y
-        return y if is_of_classes and y.numel() else None
+            return self._batches if bool(((y == 0) | (y == 1)).all()) else None
+        if graph.kind not in ("cross-entropy", "nll") or y.is_floating_point():
+            return None
+        labels = [y[(y >= 0) & (y != graph.ignored)] for y in self._batches]
+        return labels if any(map(Tensor.numel, labels)) else None
 
     def losses(self, graph: LossGraph) -> Losses:
         """Losses of the best constant, and of a perfect prediction; NaN if unknown.

@@ -1,13 +1,15 @@
 """Tokens of a language model: those it embeds, those it attends to, and those that are its targets."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from hookcb.core.batch import parts
 from hookcb.diagnosis.fault import Measurement
+from hookcb.diagnosis.measurements.loss_terms import main_term, read_terms
 from hookcb.diagnosis.measurements.operations import Operations
 from hookcb.diagnosis.run import Absent, Run, Skipped
 from hookcb.hooks.hook import Hook
@@ -30,6 +32,7 @@ class Counts(NamedTuple):
     # token, and those that are padding after padding
     numbers: Tensor
     seeing: dict[str, Tensor]  # share of the positions with a target that attend to later ones, by layer
+    has_others: bool = False  # whether the model embeds sequences of another length too, as of an encoder
 
 
 class Relation(NamedTuple):
@@ -41,6 +44,8 @@ class Relation(NamedTuple):
     n_targets: int
     n_padding: int  # targets that are padding after padding
     seeing: dict[str, float]  # as in `Counts`, the smallest share over the batches
+    has_others: bool = False  # as in `Counts`
+    call: int = 0  # number of the embedding's call in its batch
 
 
 class Tokens(Measurement):
@@ -58,7 +63,8 @@ class Tokens(Measurement):
         # the layer, the number of tokens that attend to each other, and which places attend to later ones
         self._views: list[tuple[str, int, Tensor, Tensor]] = []
         self._counts: dict[tuple[int, int], list[Counts]] = {}  # by order of the call in its batch, and `dim`
-        self._hook: Hook | None = None  # on the scores of the current batch
+        # on the scores of the current batch, or on the node that computed them
+        self._hook: Hook | RemovableHandle | None = None
         self._ends: dict[str, list[Tensor]] = {}  # smallest and largest index of each call, by layer
         self.n_batches, self.has_embeddings = 0, False
         self.has_compared = False  # whether each token may have a target, as in a language model or a tagger
@@ -116,6 +122,17 @@ class Tokens(Measurement):
         if self._embedded and self._hook is None and scores is not None:
             self._hook = Hook(scores, lambda _, grad: self._take(grad), pre=True)
 
+    def on_loss(self, run: Run) -> None:
+        """Likewise for a model that returns its loss and no scores; the graph of the loss shows them."""
+        if self._embedded and self._hook is None:
+            main = main_term(read_terms(run.loop.loss_node))
+            if main is not None and main.given is not None:
+                self._hook = main.given.register_prehook(self._take_first)
+
+    def _take_first(self, grads: tuple[Any, ...]) -> None:
+        if isinstance(grads[0], Tensor):
+            self._take(grads[0].detach())
+
     def _take(self, grad: Tensor) -> None:
         if self.failure is None:
             try:
@@ -131,6 +148,10 @@ class Tokens(Measurement):
             for dim in (1, 0):
                 if (y := _targets_like(x, grad, dim)) is not None:
                     counts = self._count(layer, padding, x, y, dim)
+                    lengths = {
+                        at.shape[dim] for _, _, at in embedded if at.shape[1 - dim] == x.shape[1 - dim]
+                    }
+                    counts = counts._replace(has_others=len(lengths) > 1)
                     self._counts.setdefault((i, dim), []).append(counts)
                     self.has_compared = True
 
@@ -150,7 +171,11 @@ class Tokens(Measurement):
         return Counts(layer, padding, numbers, seeing)
 
     def tell(self, run: Run) -> None:
-        self.relations = [found for counts in self._counts.values() if (found := _relation(counts))]
+        self.relations = [
+            found._replace(call=call)
+            for (call, _), counts in self._counts.items()
+            if (found := _relation(counts))
+        ]
         ends = {layer: torch.stack(x) for layer, x in self._ends.items() if len(x) >= MIN_BATCHES}
         self.indices = {layer: (len(x), int(x[:, 0].min()), int(x[:, 1].max())) for layer, x in ends.items()}
         operations = run.measured(Operations)
@@ -173,7 +198,8 @@ def _relation(counts: list[Counts]) -> Relation | None:
     first, *others = counts
     layers = [name for name in first.seeing if all(name in x.seeing for x in others)]
     seeing = {name: min(float(x.seeing[name]) for x in counts) for name in layers}
-    return Relation(not n_not_next, first.layer, first.padding, n, n_padding, seeing)
+    is_next, has_others = not n_not_next, any(x.has_others for x in counts)
+    return Relation(is_next, first.layer, first.padding, n, n_padding, seeing, has_others)
 
 
 def _targets_like(x: Tensor, grad: Tensor, dim: int) -> Tensor | None:

@@ -1,13 +1,15 @@
 """Runs of made-up loops, whose handlers tests call themselves; and a small training."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb import Diagnose, Learner
+from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.fault import parts_for
+from hookcb.diagnosis.heard import EARS, listen
 from hookcb.diagnosis.run import Param, Run
 from tests.diagnosis.support import series
 from tests.support import fit
@@ -63,3 +65,27 @@ def stepped(model, params, n=5, lr=0.1, opt=torch.optim.SGD, d=8):
         opt.zero_grad()
         loss.backward()
         opt.step()
+
+
+@contextmanager
+def from_start():
+    """As under the command, which hears a program from its start."""
+    end = listen(EARS, from_start=True)
+    try:
+        yield
+    finally:
+        end()
+
+
+def found_in_loop(model, opt, code, n=30, each=lambda step: None, end=lambda: None):
+    """Severities and messages of findings of a code in a plain loop; `end` is called after its last step."""
+    with watch(model, opt, Diagnose(show=False, on_sick="ignore")) as w:
+        for step in range(n):
+            x = numbers(32, 4, seed=step)
+            loss = w.report_loss(F.mse_loss(model(x), x.sum(1, keepdim=True)))
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            each(step + 1)
+        end()
+    return [(x.severity, x.message) for x in w.diagnose().findings if x.code == code]

@@ -316,3 +316,72 @@ def test_looking_changes_no_gradient():
     before = [p.grad.clone() for p in model.parameters()]
     following(model).read_gradients(0, N)
     assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+# ---- positions of a sample
+
+
+def images(n, of=40, size=8):
+    g = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(n, 3, size, size, generator=g), torch.randint(3, (n,), generator=g)) for _ in range(of)
+    ]
+
+
+def channels(kernel=3, n_dead=14):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, kernel), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3)
+    )
+    kill(model[0], n_dead)
+    return model
+
+
+def judged_on(model, batches, loss=F.cross_entropy):
+    learn = Learner(batches, model, loss, torch.optim.SGD, lr=1e-3)
+    run = fit(learn, 1, cbs=[diagnose := Diagnose("ignore", show=False)]).diagnosis.evidence()
+    return run.measured(DeadUnits).of, {x.code: x.severity for x in diagnose.verdict.findings}
+
+
+def test_positions_of_few_images_are_examples():
+    dead, found = judged_on(channels(), images(2))
+    assert (dead["0.weight"].n_places, dead["4.weight"].n_places) == (8, 1)
+    assert (dead["0.weight"].n_examples, dead["0.weight"].n_looked) == (64, 32)
+    assert found["unit.dead"] == "error"
+    assert "unit.dead" not in judged_on(channels(), images(1))[1]  # 40 images are too few
+    assert "unit.dead" not in judged_on(channels(n_dead=0), images(2))[1]
+
+
+def test_a_share_that_healthy_layers_come_near_to_needs_more_than_a_few_images():
+    assert "unit.dead" not in judged_on(channels(n_dead=11), images(2))[1]
+    assert judged_on(channels(n_dead=11), images(32))[1]["unit.dead"] == "warning"
+
+
+def test_maps_of_one_place_have_no_more_examples_than_images():
+    dead, found = judged_on(channels(kernel=8), images(2))
+    assert dead["0.weight"].n_places == 1
+    assert "unit.dead" not in found
+
+
+def test_tokens_are_examples_of_a_linear_layer():
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.wide, self.head = nn.Linear(4, 16), nn.Linear(16, 3)
+            kill(self.wide, 14)
+
+        def forward(self, x):
+            return self.head(F.relu(self.wide(x)).mean(1))
+
+    g = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(4, 3, 4, generator=g), torch.randint(3, (4,), generator=g)) for _ in range(50)]
+    dead, found = judged_on(Tokens(), batches)
+    assert (dead["wide.weight"].n_places, found["unit.dead"]) == (3, "error")
+
+
+def test_a_compiled_model_is_followed_by_samples_alone():
+    model = channels()
+    compiled = torch.compile(model, backend="eager")
+    dead, _ = judged_on(compiled, images(2))
+    assert {x.n_places for x in dead.values()} == {1}

@@ -52,6 +52,8 @@ class ClassAxis(Fault):
         shape, axis = tuple(scores.features.shape), scores.axis
         size = "×".join(map(str, shape))
         classes = min(1, len(shape) - 1)  # of torch's losses
+        if len(shape) == 2 and shape[0] == shape[1] and axis == 0:
+            return  # scores of all pairs of samples, as of a contrastive loss, may be normalized both ways
         if scores.is_direct and axis != classes:
             text, cause, next_step = (
                 f"log_softmax runs over dimension {axis} of a {size} output, but the loss takes the "

@@ -1,13 +1,17 @@
 """label.copies_input and label.padding: targets of a language model that are its input, or its padding."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+from torch import nn
 
 from hookcb.core.text import as_layer
+from hookcb.core.torch_private import Convolution
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.loss import Loss
-from hookcb.diagnosis.measurements.tokens import Tokens
+from hookcb.diagnosis.measurements.tokens import Relation, Tokens
 from hookcb.diagnosis.rules import loss_left
 from hookcb.diagnosis.run import Run
+from hookcb.diagnosis.verdict import Severity
 
 COPIED = 0.05  # share of the first loss
 MAX_PADDING = 0.05  # share of the targets
@@ -24,32 +28,60 @@ MAX_PADDING = 0.05  # share of the targets
 class CopiedInput(Fault):
     """Targets that are the tokens which the model embeds at the same position.
 
-    Exact: all targets of a cross-entropy, in three batches, at least 64. A note, as they are in an
-    autoencoder. A warning if no position attends to later ones, as in a model that predicts the next token,
-    and the loss has fallen below a twentieth, as it does if only the input must be copied.
+    Exact: all targets of a cross-entropy, in three batches, at least 64; each call of an embedding is
+    compared. A note, as they are in an autoencoder. A warning if a layer with self-attention lets no position
+    see later ones, as in a model that predicts the next token, and no other call has these tokens, as an
+    encoder that is to be copied has. An error if there is an encoder as well, whose layers see all positions
+    or whose sequences have another length: the decoder gets its targets, not the tokens before. An error,
+    too, if one call has the tokens before the targets and another the targets themselves, all layers with
+    attention hide later positions, and the loss has fallen below a twentieth, as it does if the answer is in
+    the input; not with recurrent or convolutional layers, by which an autoencoder may read its input.
     """
 
     headline = "The targets are the input tokens"
     uses = (Tokens, Loss)
     passed = "targets that are not shifted"
+    has_encoder = False  # whether there are layers other than attention that combine positions
+
+    def on_model(self, run: Run) -> None:
+        self.has_encoder = any(isinstance(m, nn.RNNBase | Convolution) for m in run.loop.model.modules())
 
     def findings(self, run: Run) -> Iterator[Result]:
         relations, graph = run.measured(Tokens).relations, run.measured(Loss).graph_of_one
-        is_shifted = any(x.is_next for x in relations)
-        if not relations or is_shifted or graph.sure_kind != "cross-entropy":
+        copied = [x for x in relations if not x.is_next]
+        following = len(relations) > len(copied)
+        if not copied or graph.sure_kind != "cross-entropy" or (following and not self._leaks(run, copied)):
             return self.told(run, (), "" if relations else run.why_not("tokens that are targets"))
-        first = relations[0]
-        is_causal = bool(first.seeing) and not any(first.seeing.values())
+        first, severity = copied[0], self._severity(copied)
+        what, cause = "at the same position", "targets that are not shifted by one"
+        if following:
+            severity, what = "error", "beside those before them, so it sees the answer"
+            cause = "targets that are embedded, as an argument that is used twice"
+            advice = f"Embed the inputs only: look at call {first.call + 1} of an embedding in the forward"
+        else:
+            cause += ", in a model that predicts the next token"
+            advice = "Use x[:, :-1] as inputs and x[:, 1:] as targets; for an autoencoder this is fine"
         finding = self.finding(
             f"All {first.n_targets:,} targets of the inspected batches are the tokens that the model "
-            "embeds at the same position.",
-            "warning" if is_causal and loss_left(run, run.first_loss) < COPIED else "info",
+            f"embeds {what}.",
+            severity,
             at=first.layer,
             value=1.0,
-            causes=("targets that are not shifted by one, in a model that predicts the next token",),
-            next_steps=("Use x[:, :-1] as inputs and x[:, 1:] as targets; for an autoencoder this is fine",),
+            causes=(cause,),
+            next_steps=(advice,),
         )
         return self.told(run, [finding])
+
+    def _leaks(self, run: Run, copied: Sequence[Relation]) -> bool:
+        seeing = copied[0].seeing
+        is_causal = bool(seeing) and not any(seeing.values())
+        return is_causal and not self.has_encoder and loss_left(run, run.first_loss) < COPIED
+
+    def _severity(self, copied: Sequence[Relation]) -> Severity:
+        first, calls = copied[0], {x.call for x in copied}
+        if len(calls) > 1 or 0.0 not in first.seeing.values():
+            return "info"
+        return "error" if first.has_others or any(first.seeing.values()) else "warning"
 
 
 @fault("label.padding", Site.INPUT, needs="batches graph", leads_to="loss.*", subject="tokens", exact=True)

@@ -22,7 +22,7 @@ class TrivialLoss(Fault):
     after a warmup (200 if each token has a target, as language models learn the shares of tokens first); if
     the targets vary so much between batches that the standard error of the ratio is above 0.2; or if the loss
     falls so fast that as many batches again would bring it below the limit, by its slope over the last half,
-    less three standard deviations. A note if only the loss of the last validation is above the limit.
+    less three standard deviations.
 
     Source: A. Karpathy, "A Recipe for Training Neural Networks", 2019, "input-independent baseline".
     """
@@ -32,13 +32,10 @@ class TrivialLoss(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         known, (last, ratio) = run.measured(Loss), rules.loss_of_constant(run)
-        new = math.nan if len(known.penalty) else rules.ratio_to_constant(run, known.validation)
         if math.isnan(last):
             yield Skipped(f"fewer than {rules.batches_to_learn(run)} batches at the full learning rate")
         elif math.isnan(ratio):
             yield Skipped(rules.why_unknown(run, "the loss of the best constant prediction is unknown"))
-        elif ratio <= rules.MAX_OF_CONSTANT < new:
-            yield self._trivial_validation(known, last, new)
         elif ratio <= rules.MAX_OF_CONSTANT:
             text = f"no better than a constant (loss {ratio:.2g} of that)"
             yield Passed(text, ratio, rules.MAX_OF_CONSTANT)
@@ -68,20 +65,5 @@ class TrivialLoss(Fault):
             next_steps=(
                 "Try to overfit a single batch; if that fails, the model, its head or the loss is at fault",
                 "Print one batch as the model gets it: inputs scaled to a std of 1, targets beside them",
-            ),
-        )
-
-    def _trivial_validation(self, known: Loss, last: float, ratio: float) -> Finding:
-        return self.finding(
-            f"The loss is {last:.3g} in training but {known.validation:.3g} in validation; "
-            f"{known.constant_in_words()}. By its loss, the model is no better than a constant on new "
-            "data; by a metric such as accuracy it may be.",
-            "info",
-            value=ratio,
-            limit=rules.MAX_OF_CONSTANT,
-            causes=("overfitting", "inputs or targets that are prepared differently for the validation"),
-            next_steps=(
-                "Compare a batch of the validation with one of the training",
-                "Train for fewer epochs, or use more data, augmentation or weight decay",
             ),
         )

@@ -33,12 +33,13 @@ class UnitsWithoutGradient(Fault):
     """Units that no sample activates, so their weights get no gradient and never change.
 
     Formula: share of the rows of a weight with a gradient of exactly zero in each of 8 inspected steps with
-    512 examples. Without `Diagnose` the number of examples is unknown: then it is the smallest share of zero
-    rows in 8 records, from 0.99 on, and dead units are never ruled out. Or no weight of the model has a
-    gradient at all, in five records or after one backward. Limit: 0.6, and 0.8 for an error; healthy ReLU
-    networks reach 0.44 in narrow layers. A layer is not dead if one of its weights gets gradients, such as an
-    LSTM that gets sequences of one element. If whole layers are dead, those before them get no gradient
-    either; the finding then names the layer at which the activations become zero.
+    512 examples; positions of an image or sequence are examples, too, but at most 8 of each, so 64 images
+    suffice, from a share of 0.8 on. Without `Diagnose` the number of examples is unknown: then it is the
+    smallest share of zero rows in 8 records, from 0.99 on, and dead units are never ruled out. Or no weight
+    of the model has a gradient at all, in five records or after one backward. Limit: 0.6, and 0.8 for an
+    error; healthy ReLU networks reach 0.44 in narrow layers. A layer is not dead if one of its weights gets
+    gradients, such as an LSTM that gets sequences of one element. If whole layers are dead, those before
+    them get no gradient either; the finding then names the layer at which the activations become zero.
 
     Source: Lu et al., "Dying ReLU and Initialization", 2019.
     """
@@ -103,7 +104,8 @@ class UnitsWithoutGradient(Fault):
         name, n = param.layer or param.name, round(min(1.0, share) * n_units)
         looks = f"{len(rows)} records"
         if known:
-            looks = f"{known.n_looked} steps with {known.n_examples:,} examples"
+            positions = " of several positions each" if known.n_places > 1 else ""
+            looks = f"{known.n_looked} steps with {known.n_examples:,} examples{positions}"
         return self.finding(
             f"Layer {name}: {share:.0%} of its units ({n} of {n_units}) had no gradient in "
             f"{looks} (limit {MAX_DEAD:.0%}).{more}",
@@ -162,8 +164,9 @@ def _dead_share(param: Param, known: Dead | None, has_converged: bool) -> float:
     if (known.n_units if known else param.shape[0]) < MIN_UNITS or is_zero:
         return math.nan
     if known:
-        is_enough = known.n_looked >= MIN_LOOKS and known.n_examples >= MIN_EXAMPLES
-        return (known.never if has_converged else known.lately) if is_enough else math.nan
+        share = known.never if has_converged else known.lately
+        is_doubtful = known.n_examples < MIN_EXAMPLES and MAX_DEAD <= share < MAX_DEAD_WARNING
+        return share if known.is_enough and not is_doubtful else math.nan
     if len(rows := finite(param.series("zero_rows").values)) < MIN_LOOKS:
         return math.nan
     return min(rows) if min(rows) >= NO_DIAGNOSE else 0.0

@@ -115,7 +115,7 @@ def _is_constant(p: Tensor) -> bool:
     "init.zero",
     Site.MODULES,
     needs="gradients",
-    leads_to="loss.flat loss.trivial unit.dead grad.attenuated act.collapse",
+    leads_to="loss.flat loss.trivial unit.dead grad.attenuated act.collapse update.too_small",
     exact=True,
     shown_by="params.norm",
 )

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from itertools import takewhile
 
 from hookcb.core.text import join_names
-from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.fault import EVERY, Fault, Result, Site, fault
+from hookcb.diagnosis.measurements.held import HeldWeights
 from hookcb.diagnosis.measurements.parameters import Parameters
 from hookcb.diagnosis.measurements.steps import ClearedGradients, Steps
 from hookcb.diagnosis.rules import LATEST, VISIBLE_UPDATE, finite, rates, ratio
@@ -13,6 +14,7 @@ from hookcb.diagnosis.run import SPARSE_KINDS, Param, Passed, Run, Skipped, Span
 from hookcb.diagnosis.verdict import Finding
 
 MIN_BATCHES, MIN_STEPS = 20, 20  # with a backward, or steps without one; steps of the run
+MIN_IDLE = 2  # inspected steps without effect
 MAX_PEAK = 30.0  # max |gradient| / RMS, which is 5 for normally distributed numbers
 SAMPLE_SIZE = 1024  # elements of a weight from which updates are read
 MIN_RESOLVED = 8  # expected update in units of the dtype's resolution
@@ -23,23 +25,35 @@ N_NO_RATE, MIN_NO_RATE_SHARE, MIN_NO_RATE = 10, 0.1, 20  # batches with a learni
     "param.not_stepped",
     Site.OPTIMIZER,
     needs="gradients",
-    leads_to="loss.flat loss.trivial",
+    leads_to="update.* loss.* train.unfinished",
     exact=True,
     shown_by="params.update_ratio",
 )
 class NotStepped(Fault):
     """Parameters that never change: no step is made, the learning rate is 0, or steps do nothing.
 
-    Exact: no step in twenty batches with a backward, and no sampled element of any weight has changed. Or a
-    weight that is bit-identical after the last five or more steps that should have changed it, by
-    lr · ‖g‖ / ‖W‖ above 1e-6 and above eight times the resolution of its dtype; gradients with zero rows, or
-    so sparse that the sample of 1,024 elements may miss them, are left out. Or a learning rate of exactly 0
-    over the last ten batches if they are a tenth of the run, or over the last twenty, before convergence;
-    neither the very end of a decay nor the first step of a warmup is one.
+    Exact: no step in twenty batches with a backward, and no sampled element of any weight has changed; or
+    none any more in as many batches as before, with twenty or more. Or the last two or more inspected steps
+    have changed none of up to 1,024 elements of a weight, nor has anything between them, although its rate
+    and the gradient of some elements are not zero and the update of these is above the resolution of the
+    dtype, by the rule of the optimizer; steps that a GradScaler may have skipped are left out. Or a weight
+    that is bit-identical after the last five or more steps that should have changed it, by lr · ‖g‖ / ‖W‖
+    above 1e-6 and above eight times the resolution of its dtype; gradients with zero rows, or so sparse that
+    the sample of 1,024 elements may miss them, are left out. Or a learning rate of exactly 0 over the last
+    ten batches if they are a tenth of the run, or over the last twenty, before convergence; neither the very
+    end of a decay nor the first step of a warmup is one.
     """
 
     headline = "Parameters never change"
-    uses = (ClearedGradients, Parameters, Steps)
+    cadence = EVERY
+    uses = (ClearedGradients, HeldWeights, Parameters, Steps)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stepped = (0, 0)  # number of backwards before the last step, and of the batch of that step
+
+    def on_between(self, run: Run) -> None:
+        self._stepped = run.measured(Steps).n_backward, run.step
 
     def tell(self, run: Run) -> None:
         cleared, steps, self.seen = run.measured(ClearedGradients), run.measured(Steps), []
@@ -54,6 +68,20 @@ class NotStepped(Fault):
             )
         if run.measured(Parameters).is_still:
             self._see_still(run, steps)
+        before, step = self._stepped
+        if MIN_BATCHES <= before < steps.n_backward - before and not (steps.n_alone or steps.n_given):
+            self._see_end(steps.n_backward - before, step)
+
+    def _see_end(self, n: int, step: int) -> None:
+        self.see(
+            f"In {n} batches with a backward pass since step {step} no optimizer of the model has made a "
+            "step.",
+            "warning",
+            when=step,
+            value=float(n),
+            causes=("the optimizer step is in a branch that is no longer taken",),
+            next_steps=("Call optimizer.step() after each loss.backward(), as before that step",),
+        )
 
     def _see_still(self, run: Run, steps: Steps) -> None:
         n_steps, n, severity = run.n_steps - steps.n_alone, steps.n_backward, self.severity
@@ -94,15 +122,19 @@ class NotStepped(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         lr = dict(rates(run))
-        unmoved = [(p, span) for p in run.params.values() if (span := _unmoved(p, lr))]
+        held = run.measured(HeldWeights)
+        idle = {name: steps for name, steps in held.without_effect(run).items() if len(steps) >= MIN_IDLE}
+        unmoved = [
+            (p, span) for p in run.params.values() if (span := _unmoved(p, lr) or _span(idle.get(p.name)))
+        ]
         if self.seen:
             yield from self.told(run, self.seen)
         elif stop := _without_rate(run):
             yield self._no_rate(run, stop)
         elif unmoved:
             yield self._still(unmoved)
-        elif not any(len(p.series("update_ratio")) >= LATEST for p in run.params.values()):
-            yield Skipped(f"fewer than {LATEST} steps were inspected")
+        elif not any(len(p.series("update_ratio")) >= MIN_IDLE for p in run.params.values()):
+            yield Skipped(f"fewer than {MIN_IDLE} steps were inspected")
         else:
             yield Passed("parameters that do not move (0)")
 
@@ -111,8 +143,8 @@ class NotStepped(Fault):
         are = "parameters are" if len(others) > 1 else "parameter is"
         more = f"; {len(others)} more {are}, too" if others else ""
         return self.finding(
-            f"Parameter {param.name} has gradients and a learning rate, but is bit-identical after "
-            f"{span.n} steps{more}.",
+            f"Parameter {param.name} has gradients and a learning rate, but is bit-identical after each of "
+            f"the last {span.n} inspected steps that should have changed it{more}.",
             at=param,
             when=span,
             value=0.0,
@@ -163,7 +195,7 @@ class Restored(Fault):
         moving = [
             p
             for p, sizes in ratios
-            if len(sizes) >= LATEST and sizes.median() > max(VISIBLE_UPDATE, p.resolution)
+            if p.is_optimized and len(sizes) >= LATEST and sizes.median() > max(VISIBLE_UPDATE, p.resolution)
         ]
         if run.n_steps < MIN_STEPS or not moving:
             yield Skipped(f"fewer than {MIN_STEPS} steps, or no inspected step changed a weight")
@@ -185,9 +217,13 @@ class Restored(Fault):
         )
 
 
+def _span(steps: list[int] | None) -> Span | None:
+    return Span(steps[0], steps[-1], len(steps)) if steps else None
+
+
 def _unmoved(param: Param, lr: dict[int, float]) -> Span | None:
     """The last steps that should have changed the parameter and did not."""
-    if not param.is_optimized or param.kind in SPARSE_KINDS:
+    if not param.is_optimized or param.lr == 0 or param.kind in SPARSE_KINDS:
         return None
     table = {name: dict(series) for name, series in param.stats.items()}
 

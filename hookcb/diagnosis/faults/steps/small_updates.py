@@ -13,6 +13,7 @@ BARELY_LEARNED = 0.9  # share of the first loss that is left
 MIN_UPDATE, MIN_UPDATE_WARNING = 1e-5, 1e-6
 MAX_SMALL, MAX_SMALL_SUM = rules.USUAL_UPDATE / 10, 0.1  # update ratio, and all together, if the loss is flat
 TRAINED = 0.5  # of the loss of a constant; a model that begins below it was trained before
+MORE_CERTAIN = ("init.symmetric", "init.zero", "unit.dead")  # of which no learning rate is the cause
 MIN_WARM_UP = 80  # batches; a shorter warmup may still be as intended
 
 
@@ -61,6 +62,8 @@ class SmallUpdates(Fault):
         causes, advice = _why_small(run, size)
         spans = [(rules.trailing(series, lambda x: x < limit), series) for series in recent]
         first = min(span.first if span else series.steps[0] for span, series in spans)
+        known = [f.step for code in MORE_CERTAIN for f in findings_of(code, run) if f.severity != "info"]
+        first = max([first, *(step for step in known if step is not None)])  # as it follows from these
         yield self.finding(
             f"A step changes the median weight by {size:.2g} of its size (limit {limit:g}); "
             f"{rules.USUAL_UPDATE:g} is usual.",

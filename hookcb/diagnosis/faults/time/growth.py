@@ -1,18 +1,24 @@
-"""time.growing, memory.growth and memory.graphs_kept: batches and memory that grow."""
+"""time.growing, memory.growth and memory.graphs_kept: steps and memory that grow."""
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import pairwise
 from weakref import ReferenceType, ref
 
 from hookcb.diagnosis.fault import EVERY, Fault, Result, Site, fault
-from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.curves import Curve, Curves
 from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.rules import median, ratio
 from hookcb.diagnosis.run import Passed, Run, Skipped
+from hookcb.diagnosis.verdict import Finding
 from hookcb.profiling.memory.growth import fit_line
 
 MIN_GROWTH = 2.0  # of a batch and of its time, from the first third of the training to the last
 MIN_LONGER = 1e-3  # seconds; less is the noise of a machine
+N_BLOCKS, MIN_BLOCK = 6, 10  # parts of the run, and timed batches in each
+N_DENSE = 64  # first batches, of which more are inspected
+MAX_STEADY = 1.1  # growth of inputs, calls and trained parameters that explains nothing
+MAX_JUMP = 0.6  # share of the growth in one part; more is a machine that gets busy
 MIN_LOOKS, MIN_BATCHES = 9, 30  # at the size of a batch, and timed ones
 N_TRACKED = 60  # batches
 EACH = 8  # batches, of which one is tracked once there are so many: a token takes 20 µs of a small step
@@ -25,18 +31,40 @@ MAX_BYTES = 1e18  # more cannot be real
 
 @fault("time.growing", Site.RUN, needs="time")
 class GrowingBatches(Fault):
-    """Batches that grow, and steps that take longer and longer with them.
+    """Steps that take longer and longer, with batches that grow or without.
 
     Formula: median number of elements in the inputs of the last third of the inspected batches / that of the
     first third, and the same ratio of the time of a batch without its fetch, over all batches. Limit: 2, for
     both. It is a note, as a schedule may have it so.
 
-    Source: the limit is a choice; a busy machine slows down a training without growing batches.
+    Or, at inputs of the same size (a ratio of at most 1.1), as many calls of the model in a batch and as many
+    parameters that are trained: the lower quartile of the times in each sixth of the run is above that of the
+    sixth before, the last is twice the first and 1 ms more, and no sixth makes 60 % of the growth, as a
+    machine that gets busy would. Without the first 64 batches, which are inspected more, if 60 are left.
+
+    Source: the limits are choices; a busy machine slows down a training, but not steadily.
     """
 
-    headline = "Batches grow and take longer"
+    headline = "Steps take longer and longer"
     uses = (Curves, Inputs)
+    cadence = EVERY
     severity = "info"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls, self._n_calls = Curve(), 0  # of the model in each batch
+        self._trained = Curve()  # number of parameters, in inspected batches
+
+    def on_batch(self, run: Run) -> None:
+        if run.looking:
+            self._trained.add(run.step, float(sum(p.requires_grad for p in run.loop.model.parameters())))
+
+    def on_prediction(self, run: Run) -> None:
+        self._n_calls += 1
+
+    def on_batch_end(self, run: Run) -> None:
+        self._calls.add(run.step, float(self._n_calls))
+        self._n_calls = 0
 
     def findings(self, run: Run) -> Iterator[Result]:
         sizes, curves = run.measured(Inputs).sizes.values, run.measured(Curves)
@@ -51,21 +79,71 @@ class GrowingBatches(Fault):
             return
         slower = ratio(now, earlier)
         both = min(ratio(size, before), slower)
-        if not (both >= MIN_GROWTH and now - earlier >= MIN_LONGER):
+        if both >= MIN_GROWTH and now - earlier >= MIN_LONGER:
+            yield self._of_batches(run, (before, size), (earlier, now), both)
+        elif steady := self._steady_growth(sizes, seconds):
+            yield self._of_steps(curves, *steady)
+        else:
             yield Passed(f"growing batches (×{both:.1f})", both, MIN_GROWTH)
-            return
-        yield self.finding(
+
+    def _steady_growth(self, sizes: list[float], seconds: list[float]) -> tuple[float, float] | None:
+        """Times of a step at the beginning and at the end, if they grow steadily and nothing explains it."""
+        for explained in (sizes, self._calls.series().values, self._trained.series().values):
+            if len(explained) >= 3 and ratio(*_thirds(explained)) > MAX_STEADY:
+                return None
+        later = seconds[N_DENSE:] if len(seconds) >= N_DENSE + N_BLOCKS * MIN_BLOCK else seconds
+        lows, whole = _lows(later), _lows(seconds)
+        if not lows or any(x >= y for x, y in pairwise(lows)):
+            return None
+        first, last = min(whole[0], lows[0]), lows[-1]
+        jump = max(y - x for x, y in pairwise(lows))
+        is_steady = jump <= MAX_JUMP * (lows[-1] - lows[0])
+        grows = 0 < MIN_GROWTH * first <= last and last - first >= MIN_LONGER
+        return (first, last) if is_steady and grows else None
+
+    def _of_batches(
+        self, run: Run, sizes: tuple[float, float], seconds: tuple[float, float], value: float
+    ) -> Finding:
+        earlier, now = seconds
+        return self.finding(
             when=run.measured(Inputs).sizes,
-            value=both,
+            value=value,
             limit=MIN_GROWTH,
-            message=f"Batches grow, from {before:,.0f} to {size:,.0f} elements, and take {slower:.1f} times "
-            f"as long: {1e3 * now:.1f} ms instead of {1e3 * earlier:.1f} ms (limit {MIN_GROWTH:g}).",
+            message=f"Batches grow, from {sizes[0]:,.0f} to {sizes[1]:,.0f} elements, and take "
+            f"{ratio(now, earlier):.1f} times as long: {1e3 * now:.1f} ms instead of {1e3 * earlier:.1f} ms "
+            f"(limit {MIN_GROWTH:g}).",
             causes=(
                 "inputs that are appended to those of earlier batches",
                 "samples that are sorted by length",
             ),
             next_steps=("Print the shape of the inputs in each batch",),
         )
+
+    def _of_steps(self, curves: Curves, earlier: float, now: float) -> Finding:
+        return self.finding(
+            severity="warning",
+            when=curves.batches,
+            value=ratio(now, earlier),
+            limit=MIN_GROWTH,
+            message=f"At inputs of the same size, steps take longer and longer: {1e3 * now:.1f} ms at the "
+            f"end instead of {1e3 * earlier:.1f} ms at the beginning, {ratio(now, earlier):.1f} times as "
+            f"long (limit {MIN_GROWTH:g}).",
+            causes=(
+                "a list or a state that grows in each step, and is gone through again in each",
+                "hooks, losses or parameters that are added in each step and never removed",
+            ),
+            next_steps=(
+                "Look for what the loop or forward appends to, and keep .item() or .detach() of it, or the "
+                "last values only",
+            ),
+        )
+
+
+def _lows(values: list[float]) -> list[float]:
+    """Lower quartile of each sixth; empty if these are too short."""
+    n = len(values) // N_BLOCKS
+    blocks = [sorted(values[i * n : (i + 1) * n]) for i in range(N_BLOCKS)]
+    return [block[n // 4] for block in blocks] if n >= MIN_BLOCK else []
 
 
 def _thirds(values: list[float]) -> tuple[float, float]:
@@ -78,7 +156,7 @@ class _Token:
     """Lives as long as the graph node that holds it."""
 
 
-@fault("memory.graphs_kept", Site.RUN, needs="batches", leads_to="memory.growth", exact=True)
+@fault("memory.graphs_kept", Site.RUN, needs="batches", leads_to="memory.growth time.growing", exact=True)
 class GraphsKept(Fault):
     """The autograd graphs of past batches stay in memory, one more with each batch.
 

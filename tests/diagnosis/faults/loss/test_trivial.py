@@ -52,11 +52,3 @@ def test_the_loss_of_a_perfect_prediction_does_not_count():
 def test_targets_that_vary_from_batch_to_batch_are_not_compared():
     assert isinstance(check(1.2, noise=0.8, n_targets=20), Skipped)  # 0.31 of the constant
     assert check(1.2, noise=0.3, n_targets=20).code == "loss.trivial"
-
-
-def test_a_validation_that_is_no_better_than_a_constant_is_a_note():
-    found = check(0.3, validation=1.4)
-    assert (found.code, found.severity) == ("loss.trivial", "info")
-    assert "0.3 in training but 1.4 in validation" in found.message
-    assert isinstance(check(0.3, validation=0.9), Passed)
-    assert check(1.0, validation=1.4).severity == "warning"

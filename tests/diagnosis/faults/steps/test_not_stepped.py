@@ -144,8 +144,8 @@ def test_a_rate_of_zero_at_the_ends_of_a_schedule_is_no_finding(lr, loss):
     assert isinstance(only(NotStepped().findings, evidence(MOVES, lr=lr, loss=loss)), Passed)
 
 
-def test_four_steps_are_too_few_to_stay():
-    assert isinstance(only(NotStepped().findings, evidence(weight(update_ratio=[0.0] * 4))), Skipped)
+def test_a_single_step_is_too_few_to_stay():
+    assert isinstance(only(NotStepped().findings, evidence(weight(update_ratio=[0.0]))), Skipped)
 
 
 # ---- cleared gradients
@@ -204,3 +204,111 @@ def test_weights_that_are_put_back_after_each_step_are_found():
     assert (found.layer, found.param) == ("2", "2.weight")
     assert "bit-identical" in found.message
     assert "param.restored" not in [f.code for f in trained(small_net()).findings]
+
+
+# ---- steps without effect, in few looks
+
+
+class Stalling(torch.optim.Adam):
+    """Makes only its first steps."""
+
+    n_made, n_calls = 30, 0
+
+    def step(self, closure=None):
+        self.n_calls += 1
+        return super().step(closure) if self.n_calls <= self.n_made else None
+
+
+class Summing(Stalling):
+    """Makes every fourth step."""
+
+    def step(self, closure=None):
+        self.n_calls += 1
+        return torch.optim.Adam.step(self, closure) if self.n_calls % 4 == 0 else None
+
+
+def stepped_by(opt, model, n=60, between=lambda i: None):
+    with watch(model, Diagnose(show=False, on_sick="ignore")) as w:
+        for i in range(n):
+            opt.zero_grad()
+            model(torch.randn(16, 8)).square().mean().backward()
+            opt.step()
+            between(i)
+    return [f for f in w.diagnose().findings if f.code == "param.not_stepped" and f.severity != "info"]
+
+
+@pytest.mark.parametrize("n_made", [0, 3, 30, 45])
+def test_steps_that_stop_to_have_an_effect_are_found(n_made):
+    model = net()
+    opt = Stalling(model.parameters(), lr=1e-2)
+    opt.n_made = n_made
+    (found,) = stepped_by(opt, model)
+    assert (found.severity, found.param) == ("error", "0.weight")
+    assert found.step - n_made in (0, 1)
+    assert "5 more parameters are" in found.message
+
+
+def test_an_optimizer_that_adds_up_gradients_is_no_finding():
+    model = net()
+    for n in (58, 59, 60, 61):
+        assert stepped_by(Summing(model.parameters(), lr=1e-2), model, n=n) == []
+
+
+def test_a_single_step_without_effect_is_no_finding():
+    model = net()
+    opt = Stalling(model.parameters(), lr=1e-2)
+    opt.n_made = 59
+    assert stepped_by(opt, model) == []
+
+
+def test_rate_zero_and_frozen_weights_are_no_steps_without_effect():
+    model = net()
+    groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[3].parameters(), "lr": 1e-2}]
+    assert stepped_by(torch.optim.Adam(groups), model) == []
+    model = net()
+
+    def freeze(i):
+        if i == 20:
+            model[0].requires_grad_(False)
+
+    assert stepped_by(torch.optim.Adam(model.parameters(), 1e-2), model, between=freeze) == []
+
+
+def test_optimizers_that_take_turns_are_no_steps_without_effect():
+    model = net()
+    parts = [torch.optim.Adam(model[i].parameters(), lr=1e-2) for i in (0, 3)]
+    with watch(model, parts, Diagnose(show=False, on_sick="ignore")) as w:
+        for i in range(80):
+            model.zero_grad()
+            model(torch.randn(16, 8)).square().mean().backward()
+            parts[i // 10 % 2].step()
+    assert "param.not_stepped" not in [f.code for f in w.diagnose().findings]
+
+
+def test_rows_of_an_embedding_that_are_not_in_a_batch_do_not_count():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(4000, 16), nn.Flatten(), nn.Linear(32, 1))
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    with watch(model, opt, Diagnose(show=False)) as w:
+        for _ in range(40):
+            opt.zero_grad()
+            model(torch.randint(0, 7, (16, 2))).square().mean().backward()
+            opt.step()
+    assert "param.not_stepped" not in [f.code for f in w.diagnose().findings]
+
+
+# ---- steps that are no longer made
+
+
+@pytest.mark.parametrize(("n_stepped", "is_found"), [(25, True), (45, False)])
+def test_a_loop_that_makes_no_step_any_more_is_found_if_it_does_so_for_most_of_the_time(n_stepped, is_found):
+    model = net()
+    opt = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with watch(model, opt, Diagnose(show=False, on_sick="ignore")) as w:
+        for i in range(80):
+            opt.zero_grad()
+            model(torch.randn(16, 8)).square().mean().backward()
+            if i < n_stepped:
+                opt.step()
+    found = [(f.severity, f.step) for f in w.diagnose().findings if f.code == "param.not_stepped"]
+    assert found == ([("warning", n_stepped - 1)] if is_found else [])

@@ -2,7 +2,10 @@
 
 import pytest
 
+from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.faults.steps.small_updates import SmallUpdates
+from hookcb.diagnosis.judge import explained
+from hookcb.diagnosis.measurements.dead_units import Dead, DeadUnits
 from hookcb.diagnosis.run import Passed, Skipped
 from tests.diagnosis.support import FALLS, STAYS, evidence, only, weight
 
@@ -51,3 +54,16 @@ def test_small_steps_of_a_model_that_was_trained_before_are_not_judged():
     assert isinstance(
         only(SmallUpdates().findings, evidence(weight(update_ratio=[1e-8] * 40), lr=0.0)), Skipped
     )
+
+
+def test_they_follow_from_dead_units_that_were_seen_later():
+    param = weight(update_ratio=[3e-6] * 40, norm=[1.0] * 40)
+    given = evidence(param, loss=STAYS)
+    given.measured(DeadUnits).of = {param.name: Dead(0.9, 0.9, 25, 8, 512, 16)}
+    found = only(SmallUpdates().findings, given)
+    assert (found.step, found.last_step) == (25, 39)
+    linked = explained([found, only(FAULTS["unit.dead"]().findings, given)], given)
+    assert [(x.code, x.consequence_of) for x in linked] == [
+        ("unit.dead", ""),
+        ("update.too_small", "unit.dead"),
+    ]

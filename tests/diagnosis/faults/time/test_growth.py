@@ -2,6 +2,7 @@
 
 import gc
 import random
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hookcb import Diagnose, watch
 from hookcb.diagnosis.faults.time.growth import (
     EACH,
     KEY,
@@ -256,3 +258,74 @@ def test_batches_that_grow_are_told_only_if_they_take_longer():
     assert places(GrowingBatches, growing(range(10, 100, 9), [0.004] * 40)) == []
     assert places(GrowingBatches, growing([10] * 12, longer)) == []
     assert isinstance(only(GrowingBatches, growing([10] * 5, longer)), Skipped)
+
+
+def steps(times, sizes=(10,) * 12, calls=1, trained=(4,) * 12):
+    """A run with these seconds of each batch."""
+    run = growing(sizes, times)
+    fault = run.measured(GrowingBatches)
+    for i in range(len(times)):
+        fault._calls.add(i, float(calls if isinstance(calls, int) else calls[i]))
+    for i, n in enumerate(trained):
+        fault._trained.add(i, float(n))
+    return run
+
+
+N = 200
+NOISE = [random.Random(1).choice([0.0, 0.0, 0.0, 1e-3, 5e-3]) for _ in range(N)]
+LINEAR = [2e-3 * (1 + 2 * i / N) + x for i, x in enumerate(NOISE)]
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        LINEAR,
+        [2e-3 * (1 + 2 * (i / N) ** 2) for i in range(N)],
+        [2e-3 * 3 ** (i / N) + x for i, x in enumerate(NOISE)],
+        [2.5e-3] * 40 + LINEAR[40:],  # the first ones are inspected
+        LINEAR[::3],
+    ],
+)
+def test_steps_that_take_longer_and_longer_are_told(times):
+    found = only(GrowingBatches, steps(times))
+    assert (found.code, found.severity) == ("time.growing", "warning")
+    assert found.value >= 2
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        [2e-3] * N,
+        [2e-3 + x for x in NOISE],
+        [2e-3] * 100 + [8e-3] * 100,  # another process takes the machine
+        [2e-3] * 60 + [4e-3] * 70 + [8e-3] * 70,
+        [20e-3] * 20 + [2e-3] * 180,  # warm-up
+        [2e-3 * (1 + 0.8 * i / N) for i in range(N)],  # the limit is 2
+        [1e-4 * (1 + 5 * i / N) for i in range(N)],  # and 1 ms
+        [2e-3 * (3 if i % 50 == 49 else 1) for i in range(N)],  # an evaluation between
+        [random.Random(2 + i // 20).uniform(2e-3, 9e-3) for i in range(N)],
+    ],
+)
+def test_steps_of_a_busy_machine_are_no_finding(times):
+    assert isinstance(only(GrowingBatches, steps(times)), Passed)
+
+
+def test_growth_that_is_explained_is_no_finding():
+    assert places(GrowingBatches, steps(LINEAR, sizes=[10 + 0.6 * i for i in range(12)])) == []
+    assert places(GrowingBatches, steps(LINEAR, calls=[1 + i // 20 for i in range(N)])) == []
+    assert places(GrowingBatches, steps(LINEAR, trained=[2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6])) == []
+
+
+def test_a_loop_that_walks_through_a_longer_and_longer_list_is_slow():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    opt = torch.optim.SGD(model.parameters(), 0.01)
+    with watch(model, opt, Diagnose("ignore", show=False)) as w:
+        for i in range(160):
+            loss = F.mse_loss(model(X + i % 7), Y)
+            opt.zero_grad()
+            loss.backward()
+            time.sleep(1e-3 + 1e-4 * i)  # stands for a mean over all losses so far
+            opt.step()
+    (found,) = [x for x in w.diagnose().findings if x.code == "time.growing"]
+    assert "At inputs of the same size" in found.message

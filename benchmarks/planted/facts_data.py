@@ -1,0 +1,143 @@
+"""Faults that exact facts of the data show, and healthy trainings near them."""
+
+import torch
+from case import Callbacks, Case, Run, control, fault, fit, follow
+from data import Batch, batched, digits, generator, images, raw_digits, text_batches
+from nets import Cnn, Gpt, Mlp, token_loss
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adam
+
+FACTS_DATA_FAULTS: list[Case] = []
+FACTS_DATA_CONTROLS: list[Case] = []
+
+
+def _phases(
+    seed: int, x: Tensor, y: Tensor, valid: Tensor, n_step: int = 80
+) -> tuple[list[Batch], list[Batch]]:
+    """Batches of the training, and of a validation on the last 400 samples."""
+    train = batched(x[:-400], y[:-400], seed=seed, n_step=n_step)
+    return train, list(zip(torch.split(valid[-400:], 100), torch.split(y[-400:], 100), strict=True))
+
+
+@fault(FACTS_DATA_FAULTS, "validation inputs that are not divided", codes=["input.eval_scale"])
+def undivided_validation(seed: int, cbs: Callbacks) -> Run:
+    x, y = raw_digits(seed)
+    model = Mlp(norm=True)
+    dls = _phases(seed, x / 16, y, x)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), dls, cbs, seed)
+
+
+@fault(FACTS_DATA_FAULTS, "validation images that are not normalized", codes=["input.eval_scale"])
+def unnormalized_validation(seed: int, cbs: Callbacks) -> Run:
+    x, y = raw_digits(seed)
+    x = x.view(-1, 1, 8, 8) / 16
+    model = Cnn()
+    dls = _phases(seed, (x - x.mean()) / x.std(), y, x)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), dls, cbs, seed)
+
+
+@control(FACTS_DATA_CONTROLS, "noise and erased parts in training only", target=1.2)
+def augmented_training(seed: int, cbs: Callbacks) -> Run:
+    x, y = images(seed)
+    train, valid = _phases(seed, x, y, x, n_step=150)
+    rng = generator(seed)
+    for batch in train:
+        batch[0].add_(0.7 * torch.randn(batch[0].shape, generator=rng))[:, :, 2:5, 3:6] = 0
+    model = Cnn()
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=3e-3), (train, valid), cbs, seed)
+
+
+@control(FACTS_DATA_CONTROLS, "a series that drifts, split by time", target=1.0)
+def drifting_series(seed: int, cbs: Callbacks) -> Run:
+    rng = generator(seed)
+    walk = torch.randn(2400, 8, generator=rng).cumsum(0) * 0.02
+    y = walk.mean(1, keepdim=True) + 0.1 * torch.randn(2400, 1, generator=rng)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    dls = _phases(seed, walk, y, walk)
+    return fit(model, F.mse_loss, SGD(model.parameters(), lr=0.05), dls, cbs, seed)
+
+
+def _sorted(x: Tensor, y: Tensor, size: int = 32, n_epoch: int = 2) -> list[Batch]:
+    """Batches of samples that are sorted by class, the same in each epoch."""
+    order = torch.argsort(y, stable=True)
+    return list(zip(torch.split(x[order], size), torch.split(y[order], size), strict=True)) * n_epoch
+
+
+@fault(FACTS_DATA_FAULTS, "samples sorted by class", codes=["label.sorted"])
+def sorted_samples(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    return fit(model, F.cross_entropy, SGD(model.parameters(), lr=0.05), _sorted(*digits(seed)), cbs, seed)
+
+
+@fault(FACTS_DATA_FAULTS, "images sorted by class in a plain loop", codes=["label.sorted"])
+def sorted_images(seed: int, cbs: Callbacks) -> Run:
+    model = Cnn()
+    batches = _sorted(*images(seed, 1000))
+    return follow(model, F.cross_entropy, Adam(model.parameters(), lr=1e-3), batches, cbs, seed)
+
+
+@control(FACTS_DATA_CONTROLS, "tasks of two classes, one after the other", target=2.5)
+def tasks_in_turn(seed: int, cbs: Callbacks) -> Run:
+    x, y = digits(seed)
+    batches = []
+    for task in range(0, 10, 2):
+        own = (y == task) | (y == task + 1)
+        batches += batched(x[own], y[own], seed=seed, n_step=40)
+    model = Mlp(nn.ReLU)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), batches, cbs, seed)
+
+
+@control(FACTS_DATA_CONTROLS, "four classes in each batch, eight samples of each", target=0.8)
+def balanced_batches(seed: int, cbs: Callbacks) -> Run:
+    (x, y), rng = digits(seed), generator(seed)
+    batches = []
+    for _ in range(150):
+        classes = torch.randperm(10, generator=rng)[:4]
+        own = [torch.where(y == c)[0] for c in classes]
+        rows = torch.cat([row[torch.randperm(len(row), generator=rng)[:8]] for row in own])
+        batches.append((x[rows], y[rows]))
+    model = Mlp(nn.ReLU)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), batches, cbs, seed)
+
+
+class _Clamped(nn.Embedding):
+    """Positions beyond the table get its last row."""
+
+    def forward(self, places: Tensor) -> Tensor:
+        return super().forward(places.clamp(max=self.num_embeddings - 1))
+
+
+class _Tagger(nn.Module):
+    """A recurrent layer over tokens with positions."""
+
+    def __init__(self, n_rows: int) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(16, 32), _Clamped(n_rows, 32)
+        self.rnn, self.head = nn.GRU(32, 32, batch_first=True), nn.Linear(32, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1]))
+        return self.head(self.rnn(x)[0])
+
+
+@fault(FACTS_DATA_FAULTS, "a GPT with clamped positions", codes=["embed.clamped"], layers=["position"])
+def clamped_positions(seed: int, cbs: Callbacks) -> Run:
+    model = Gpt()
+    model.position = _Clamped(10, 32)
+    opt = Adam(model.parameters(), lr=3e-3)
+    return fit(model, token_loss, opt, text_batches(seed, n_step=60), cbs, seed)
+
+
+@fault(FACTS_DATA_FAULTS, "a tagger with clamped positions", codes=["embed.clamped"], layers=["position"])
+def clamped_tagger(seed: int, cbs: Callbacks) -> Run:
+    model = _Tagger(8)
+    batches = text_batches(seed, n_step=60)
+    return follow(model, token_loss, Adam(model.parameters(), lr=5e-3), batches, cbs, seed)
+
+
+@control(FACTS_DATA_CONTROLS, "as many positions as tokens", target=1.5)
+def enough_positions(seed: int, cbs: Callbacks) -> Run:
+    model = _Tagger(16)
+    batches = text_batches(seed, n_step=120)
+    return follow(model, token_loss, Adam(model.parameters(), lr=1e-2), batches, cbs, seed)

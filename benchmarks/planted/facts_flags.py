@@ -1,0 +1,332 @@
+"""Flags, modes, dtypes and schedules that contradict each other, and right trainings near them."""
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from case import Callbacks, Case, Run, control, fault, fit, follow
+from data import Batch, digit_batches, image_batches
+from nets import Cnn, Encoded, Mlp, ResNet
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    SequentialLR,
+)
+
+from hookcb import watch
+
+FACTS_FLAGS_FAULTS: list[Case] = []
+FACTS_FLAGS_CONTROLS: list[Case] = []
+
+
+def with_momentum(model: nn.Module, momentum: float | None) -> nn.Module:
+    for m in model.modules():
+        if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d):
+            m.momentum = momentum
+    return model
+
+
+@fault(FACTS_FLAGS_FAULTS, "batch norm with momentum 0", codes=["norm.running"], layers=["norm1", "norm2"])
+def momentum_zero(seed: int, cbs: Callbacks) -> Run:
+    model = with_momentum(Cnn(), 0.0)
+    batches = image_batches(seed, n_step=40)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), (batches, batches[:2]), cbs, seed)
+
+
+@fault(FACTS_FLAGS_FAULTS, "batch norm with momentum 0, MLP in watch", codes=["norm.running"])
+def momentum_zero_in_watch(seed: int, cbs: Callbacks) -> Run:
+    model = with_momentum(Mlp(nn.ReLU, norm=True), 0.0)
+    opt = SGD(model.parameters(), lr=0.05)
+    return follow(model, F.cross_entropy, opt, digit_batches(seed, n_step=30), cbs, seed)
+
+
+@fault(FACTS_FLAGS_FAULTS, "batch norm with momentum 0.001 in a short training", codes=["norm.running"])
+def momentum_small(seed: int, cbs: Callbacks) -> Run:
+    model = with_momentum(Mlp(nn.ReLU, norm=True), 0.001)
+    batches = digit_batches(seed, n_step=120)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), (batches, batches[:2]), cbs, seed)
+
+
+@control(FACTS_FLAGS_CONTROLS, "batch norm with momentum 0.01", target=1.0)
+def momentum_low(seed: int, cbs: Callbacks) -> Run:
+    model = with_momentum(Cnn(), 0.01)
+    batches = image_batches(seed)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=1e-2), (batches, batches[:2]), cbs, seed)
+
+
+@control(FACTS_FLAGS_CONTROLS, "batch norm with a cumulative average", target=1.5)
+def momentum_none(seed: int, cbs: Callbacks) -> Run:
+    model = with_momentum(ResNet(), None)
+    batches = image_batches(seed, n_step=50)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=5e-3), (batches, batches[:2]), cbs, seed)
+
+
+@control(FACTS_FLAGS_CONTROLS, "batch norm frozen after warm start", target=1.0)
+def frozen_norms(seed: int, cbs: Callbacks) -> Run:
+    """As in detection: statistics that were learned before, which are used and not changed."""
+    model = Mlp(nn.ReLU, norm=True)
+    with torch.no_grad():
+        for x, _ in digit_batches(seed + 1, n_step=30):
+            model(x)
+    for m in model.modules():
+        if isinstance(m, nn.BatchNorm1d):
+            m.eval().requires_grad_(False)
+    opt = Adam(model.parameters(), lr=5e-3)
+    return follow(model, F.cross_entropy, opt, digit_batches(seed, n_step=80), cbs, seed)
+
+
+def scaled(
+    model: nn.Module, opt: Optimizer, seed: int, cbs: Callbacks, clip: float, *, unscales: bool = False
+) -> Run:
+    """Mixed precision with a GradScaler, as on a GPU; gradients are clipped to a norm."""
+    scaler = torch.amp.GradScaler("cpu", growth_interval=30)
+    with watch(model, opt, *cbs, scaler=scaler) as w:
+        run = Run(w, [], model=model)
+        for x, y in digit_batches(seed, n_step=60):
+            opt.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.cross_entropy(model(x), y)
+            run.losses.append(w.report_loss(loss).item())
+            scaler.scale(loss).backward()
+            if unscales:
+                scaler.unscale_(opt)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(opt)
+            scaler.update()
+    return run
+
+
+@fault(FACTS_FLAGS_FAULTS, "clipping before unscale_, SGD", codes=["clip.scaled"])
+def clipped_scaled(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    return scaled(model, SGD(model.parameters(), lr=0.1), seed, cbs, 1.0)
+
+
+@fault(FACTS_FLAGS_FAULTS, "clipping before unscale_, AdamW and batch norm", codes=["clip.scaled"])
+def clipped_scaled_adam(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.Tanh, depth=3, norm=True)
+    return scaled(model, AdamW(model.parameters(), lr=2e-3), seed, cbs, 0.5)
+
+
+@control(FACTS_FLAGS_CONTROLS, "clipping after unscale_", target=1.0)
+def clipped_unscaled(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    return scaled(model, SGD(model.parameters(), lr=0.3), seed, cbs, 0.5, unscales=True)
+
+
+def per_epoch(schedule: LRScheduler, n_each: int) -> Callable[[int], None]:
+    """Steps a scheduler after each `n_each` steps."""
+
+    def after_step(step: int) -> None:
+        if (step + 1) % n_each == 0:
+            schedule.step()
+
+    return after_step
+
+
+@fault(FACTS_FLAGS_FAULTS, "one cycle stepped once per epoch", codes=["lr.schedule"])
+def one_cycle_per_epoch(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU, depth=3)
+    opt, batches = Adam(model.parameters(), lr=1e-3), digit_batches(seed, n_step=112)
+    schedule = per_epoch(OneCycleLR(opt, 1e-2, total_steps=112), 28)
+    return follow(model, F.cross_entropy, opt, batches, cbs, seed, after_step=schedule)
+
+
+@fault(FACTS_FLAGS_FAULTS, "cosine over epochs stepped per batch", codes=["lr.schedule"])
+def cosine_per_batch(seed: int, cbs: Callbacks) -> Run:
+    model = Cnn()
+    opt, batches = SGD(model.parameters(), lr=0.1), image_batches(seed, n_step=100)
+    return follow(model, F.cross_entropy, opt, batches, cbs, seed, schedule=CosineAnnealingLR(opt, T_max=5))
+
+
+@fault(FACTS_FLAGS_FAULTS, "milestones of epochs stepped per batch", codes=["lr.schedule"])
+def milestones_per_batch(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    opt, batches = Adam(model.parameters(), lr=1e-2), digit_batches(seed)
+    schedule = MultiStepLR(opt, [10, 15, 20])
+    return follow(model, F.cross_entropy, opt, batches, cbs, seed, schedule=schedule)
+
+
+@fault(FACTS_FLAGS_FAULTS, "scheduler of an earlier optimizer", codes=["lr.schedule"])
+def schedule_of_earlier(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.Tanh, depth=3)
+    schedule = CosineAnnealingLR(SGD(model.parameters(), lr=0.1), T_max=100)
+    opt, batches = SGD(model.parameters(), lr=0.1), digit_batches(seed, n_step=100)
+    with warnings.catch_warnings(action="ignore"):  # of torch, that its optimizer makes no step
+        return follow(model, F.cross_entropy, opt, batches, cbs, seed, schedule=schedule)
+
+
+@control(FACTS_FLAGS_CONTROLS, "one cycle that is stopped early", target=1.0)
+def one_cycle_cut(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    opt, batches = Adam(model.parameters(), lr=1e-3), digit_batches(seed, n_step=100)
+    schedule = OneCycleLR(opt, 1e-2, total_steps=400)
+    return follow(model, F.cross_entropy, opt, batches, cbs, seed, schedule=schedule)
+
+
+@control(FACTS_FLAGS_CONTROLS, "warmup and cosine in sequence", target=1.0)
+def warmup_cosine(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    opt, batches = Adam(model.parameters(), lr=1e-2), digit_batches(seed, n_step=100)
+    parts = [LinearLR(opt, 0.1, total_iters=10), CosineAnnealingLR(opt, 90)]
+    schedule = SequentialLR(opt, parts, [10])
+    return follow(model, F.cross_entropy, opt, batches, cbs, seed, schedule=schedule)
+
+
+@control(FACTS_FLAGS_CONTROLS, "milestones stepped once per epoch", target=1.0)
+def milestones_per_epoch(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    opt, batches = Adam(model.parameters(), lr=1e-2), digit_batches(seed, n_step=112)
+    schedule = per_epoch(MultiStepLR(opt, [2, 3]), 28)
+    return follow(model, F.cross_entropy, opt, batches, cbs, seed, after_step=schedule)
+
+
+@fault(FACTS_FLAGS_FAULTS, "random trunk frozen", codes=["param.frozen_random"], note_suffices=True)
+def random_trunk(seed: int, cbs: Callbacks) -> Run:
+    """Pretrained weights that were forgotten; a note, as a Learner does not hear what was loaded before."""
+    model = Mlp(nn.ReLU, depth=3)
+    model.blocks.requires_grad_(False)
+    opt = Adam(model.head.parameters(), lr=1e-2)
+    return fit(model, F.cross_entropy, opt, digit_batches(seed, n_step=60), cbs, seed)
+
+
+@fault(FACTS_FLAGS_FAULTS, "random head frozen", codes=["param.frozen_random"], note_suffices=True)
+def random_head(seed: int, cbs: Callbacks) -> Run:
+    model = Cnn()
+    model.head.requires_grad_(False)
+    opt = Adam((p for p in model.parameters() if p.requires_grad), lr=5e-3)
+    return follow(model, F.cross_entropy, opt, image_batches(seed, n_step=60), cbs, seed)
+
+
+@fault(
+    FACTS_FLAGS_FAULTS, "optimizer of a part that was frozen late", codes=["param.frozen_late"], planted_at=20
+)
+def frozen_late(seed: int, cbs: Callbacks) -> Run:
+    """One part is frozen for another's steps, and never unfrozen, as with a discriminator."""
+    model = Mlp(nn.ReLU, depth=3)
+    opts = [SGD(part.parameters(), lr=0.05) for part in (model.blocks, model.head)]
+    with watch(model, opts, *cbs) as w:
+        run = Run(w, [], model=model)
+        for step, (x, y) in enumerate(digit_batches(seed, n_step=100)):
+            model.blocks.requires_grad_(step < 20)
+            loss = w.report_loss(F.cross_entropy(model(x), y))
+            run.losses.append(loss.item())
+            loss.backward()
+            for opt in opts:
+                opt.step()
+                opt.zero_grad()
+    return run
+
+
+class Adapted(nn.Module):
+    """A trained layer with a low-rank adapter, and a new head."""
+
+    def __init__(self, n_out: int = 10) -> None:
+        super().__init__()
+        self.body = nn.Linear(64, 64)
+        self.lora_A = nn.Linear(64, 4, bias=False)
+        self.lora_B = nn.Linear(4, 64, bias=False)
+        nn.init.zeros_(self.lora_B.weight)
+        self.head = nn.Linear(64, n_out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.body(x) + self.lora_B(self.lora_A(x))).relu())
+
+
+@fault(FACTS_FLAGS_FAULTS, "adapters loaded frozen", codes=["param.frozen_adapters"])
+def frozen_adapters(seed: int, cbs: Callbacks) -> Run:
+    model = Adapted()
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    opt = Adam(model.head.parameters(), lr=1e-2)
+    return follow(model, F.cross_entropy, opt, digit_batches(seed, n_step=60), cbs, seed)
+
+
+@fault(FACTS_FLAGS_FAULTS, "adapters in the optimizer and frozen", codes=["param.frozen_adapters"])
+def held_adapters(seed: int, cbs: Callbacks) -> Run:
+    model = Encoded(Adapted(n_out=32), nn.Sequential(nn.ReLU(), nn.Linear(32, 10)))
+    model.trunk.requires_grad_(False)
+    return fit(
+        model, F.cross_entropy, Adam(model.parameters(), lr=1e-2), digit_batches(seed, n_step=60), cbs, seed
+    )
+
+
+@control(FACTS_FLAGS_CONTROLS, "low-rank adapters on a trained net", target=1.0)
+def adapters(seed: int, cbs: Callbacks) -> Run:
+    model = Adapted()
+    opt = Adam(model.parameters(), lr=5e-3)
+    follow(model, F.cross_entropy, opt, digit_batches(seed, n_step=60), [], seed)
+    model.body.requires_grad_(False)
+    opt = Adam((p for p in model.parameters() if p.requires_grad), lr=5e-3)
+    return follow(model, F.cross_entropy, opt, digit_batches(seed + 1, n_step=60), cbs, seed)
+
+
+@control(FACTS_FLAGS_CONTROLS, "gradual unfreezing of a trained net", target=1.0)
+def unfreezing(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU, depth=3)
+    opt = Adam(model.parameters(), lr=5e-3)
+    follow(model, F.cross_entropy, opt, digit_batches(seed, n_step=60), [], seed)
+    model.blocks.requires_grad_(False)
+
+    def unfreeze(step: int) -> None:
+        for i, block in enumerate(model.blocks):
+            block.requires_grad_(step >= 60 - 20 * i)
+
+    batches = digit_batches(seed + 1, n_step=100)
+    return follow(model, F.cross_entropy, opt, batches, cbs, seed, after_step=unfreeze)
+
+
+def in_bfloat16(
+    model: nn.Module, seed: int, cbs: Callbacks, batches: list[Batch], *, is_model_in: bool = True
+) -> Run:
+    opt = Adam(model.parameters(), lr=5e-3)
+    with watch(model, opt, *cbs) as w:
+        run = Run(w, [], model=model)
+        for x, y in batches:
+            opt.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_model_in):
+                pred = model(x)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.cross_entropy(pred, y)
+            run.losses.append(w.report_loss(loss).item())
+            loss.backward()
+            opt.step()
+    return run
+
+
+class InFloat32(nn.Module):
+    """A part that is called outside of autocast."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.inner(x.float())
+
+
+@fault(FACTS_FLAGS_FAULTS, "autocast around the loss only", codes=["amp.outside"])
+def loss_in_autocast(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU, norm=True)
+    return in_bfloat16(model, seed, cbs, digit_batches(seed, n_step=60), is_model_in=False)
+
+
+@fault(FACTS_FLAGS_FAULTS, "convolutions outside of autocast", codes=["amp.outside"])
+def convolutions_outside(seed: int, cbs: Callbacks) -> Run:
+    model = Cnn()
+    model.conv2 = InFloat32(model.conv2)
+    return in_bfloat16(model, seed, cbs, image_batches(seed, n_step=60))
+
+
+@control(FACTS_FLAGS_CONTROLS, "autocast with norms and a head in float32", target=1.0)
+def head_in_float32(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU, depth=3, norm=True)
+    model.head = InFloat32(model.head)
+    return in_bfloat16(model, seed, cbs, digit_batches(seed, n_step=80))

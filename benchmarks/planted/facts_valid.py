@@ -1,0 +1,118 @@
+"""Validations beside the training, averages of weights, and losses without a floor; controls near them."""
+
+import torch
+from case import Callbacks, Case, Losses, Run, control, fault
+from data import digits, generator
+from nets import stack
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Adam
+
+from hookcb import EarlyStopping, Learner, watch
+
+FACTS_VALID_FAULTS: list[Case] = []
+FACTS_VALID_CONTROLS: list[Case] = []
+Data = tuple[Tensor, Tensor]
+
+
+def pairs(x: Tensor, y: Tensor, size: int = 20) -> list[Data]:
+    """Batches of a data set."""
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+def noisy(seed: int, n: int = 100, noise: float = 1.5) -> tuple[Data, Data]:
+    """Data for training and validation, in which the sign of one of 20 inputs is hidden in noise."""
+    rng = generator(seed)
+    x = torch.randn(2 * n, 20, generator=rng)
+    y = (x[:, 0] + noise * torch.randn(2 * n, generator=rng) > 0).long()
+    return (x[:n], y[:n]), (x[n:], y[n:])
+
+
+def validated(
+    model: nn.Module, train: Data, valid: Data, cbs: Callbacks, n_epoch: int = 20, lr: float = 5e-3
+) -> Run:
+    """Train with a Learner, which validates each epoch."""
+    losses: list[float] = []
+    learn = Learner((pairs(*train), pairs(*valid)), model, F.cross_entropy, Adam(model.parameters(), lr))
+    with learn.no_logging():
+        learn.fit(n_epoch, cbs=[*cbs, Losses(losses)])
+    return Run(learn, losses, model=model)
+
+
+def looped(
+    model: nn.Module, train: Data, valid: Data, cbs: Callbacks, n_epoch: int = 12, saves: bool = False
+) -> Run:
+    """Train and validate in a loop of its own."""
+    opt, losses = Adam(model.parameters(), lr=5e-3), list[float]()
+    with watch(model, opt, *cbs) as w:
+        for _ in range(n_epoch):
+            model.train()
+            for x, y in pairs(*train):
+                loss = w.report_loss(F.cross_entropy(model(x), y))
+                losses.append(loss.item())
+                opt.zero_grad()
+                loss.backward()
+                opt.step()
+            model.eval()
+            with torch.no_grad():
+                F.cross_entropy(model(valid[0]), valid[1])
+            if saves:
+                model.state_dict()
+    return Run(w, losses, model=model)
+
+
+@fault(FACTS_VALID_FAULTS, "an MLP that overfits 100 noisy samples", codes=["valid.overfit", "valid.trivial"])
+def overfitted(seed: int, cbs: Callbacks) -> Run:
+    return validated(stack(20, 64, 2), *noisy(seed), cbs, n_epoch=30)
+
+
+@fault(FACTS_VALID_FAULTS, "a loop that overfits until the end", codes=["valid.overfit", "valid.trivial"])
+def overfitted_loop(seed: int, cbs: Callbacks) -> Run:
+    return looped(stack(20, 64, 64, 2, act=nn.Tanh), *noisy(seed), cbs, n_epoch=25)
+
+
+@fault(FACTS_VALID_FAULTS, "labels that are memorized", codes=["valid.trivial", "valid.overfit"])
+def memorized(seed: int, cbs: Callbacks) -> Run:
+    (x, _), (new, _) = noisy(seed)
+    rng = generator(seed + 1)
+    y, other = (torch.randint(2, (100,), generator=rng) for _ in range(2))
+    return validated(stack(20, 128, 2), (x, y), (new, other), cbs, n_epoch=30, lr=1e-2)
+
+
+@fault(FACTS_VALID_FAULTS, "validation images that are not scaled", codes=["valid.trivial"])
+def unscaled_validation(seed: int, cbs: Callbacks) -> Run:
+    x, y = digits(seed, 600)
+    return validated(stack(64, 64, 10), (x[:400], y[:400]), (40 * x[400:] + 200, y[400:]), cbs, n_epoch=8)
+
+
+@fault(FACTS_VALID_FAULTS, "batch norm whose averages are those of other data", codes=["valid.trivial"])
+def other_averages(seed: int, cbs: Callbacks) -> Run:
+    x, y = digits(seed, 600)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64, momentum=0.0), nn.ReLU(), nn.Linear(64, 10))
+    model[1].running_var.fill_(1e-6)
+    return looped(model, (x[:400], y[:400]), (x[400:], y[400:]), cbs, n_epoch=8)
+
+
+@control(FACTS_VALID_CONTROLS, "MLP that overfits, and stops early", target=0.7)
+def stopped_early(seed: int, cbs: Callbacks) -> Run:
+    return validated(
+        stack(20, 64, 2), *noisy(seed, noise=0.7), [*cbs, EarlyStopping(patience=12)], n_epoch=30
+    )
+
+
+@control(FACTS_VALID_CONTROLS, "loop that overfits, and keeps the weights of each epoch", target=0.3)
+def saved_each_epoch(seed: int, cbs: Callbacks) -> Run:
+    return looped(stack(20, 64, 2), *noisy(seed, noise=0.7), cbs, n_epoch=25, saves=True)
+
+
+@control(FACTS_VALID_CONTROLS, "MLP validated on digits", target=0.6)
+def digits_validated(seed: int, cbs: Callbacks) -> Run:
+    x, y = digits(seed, 600)
+    return validated(stack(64, 64, 10), (x[:400], y[:400]), (x[400:], y[400:]), cbs, n_epoch=6)
+
+
+@control(FACTS_VALID_CONTROLS, "loop validated on digits with batch norm", target=0.6)
+def norm_validated(seed: int, cbs: Callbacks) -> Run:
+    x, y = digits(seed, 600)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10))
+    return looped(model, (x[:400], y[:400]), (x[400:], y[400:]), cbs, n_epoch=6)

@@ -1,0 +1,147 @@
+"""checkpoint.incomplete: files that lack trained weights."""
+
+import sys
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hookcb.core.shards import is_shard
+from hookcb.core.text import join_names
+from hookcb.diagnosis.fault import Fault, Result, Site, Unknown, fault
+from hookcb.diagnosis.faults.model.checkpoints import NOTHING, UNSEEN, memory_of, place_of
+from hookcb.diagnosis.heard import heard
+from hookcb.diagnosis.measurements.loads import Dict, LoadClock, Save, Saves
+from hookcb.diagnosis.measurements.parameters import Parameters
+from hookcb.diagnosis.measurements.steps import Steps
+from hookcb.diagnosis.run import Absent, Run
+
+MAX_HEAD = 0.1  # share of the trained weights; more may be of use by itself, as a decoder
+
+
+@fault("checkpoint.incomplete", Site.RUN, subject="checkpoints", exact=True)
+class IncompleteCheckpoint(Fault):
+    """A file from which the training cannot be resumed, or the model not be used.
+
+    Exact: a file has the state of an optimizer, and some of the weights that this trains, but no file has
+    the others; or the only weights in files are a tenth or less of those trained, at the end of the model,
+    while trained weights before them are in none. Weights count as saved if their memory was, or a copy by
+    that name and shape. Frozen weights need not be saved, and an encoder or decoder may be saved alone.
+    """
+
+    headline = "A checkpoint lacks trained weights"
+    severity = "warning"
+    uses = (LoadClock, Parameters, Steps)
+    passed = "checkpoints that lack trained weights"
+    unless: Unknown = UNSEEN
+
+    def __init__(self) -> None:
+        super().__init__()
+        # names of what was saved and of what was not, the share of it, the file, and the steps before
+        self._head: tuple[tuple[str, ...], tuple[str, ...], float, str, int] | None = None
+
+    def tell(self, run: Run) -> None:
+        clock = run.measured(LoadClock)
+        named, saves = clock.params(), [x for x in heard(Saves).saves if clock.steps(x.clock)]
+        self.seen, self._head = [], None
+        if any(map(is_shard, named.values())):
+            self.unless = "the weights are divided over ranks"
+            return
+        memory = memory_of(named.values())
+        ours = [x for x in saves if any(y.memory & memory for y in x.dicts) or _has_copies(x, named)]
+        self.unless = "" if ours else Absent(NOTHING) if clock.has_heard_start else UNSEEN
+        if len(ours) == 0 or any(x.is_opaque for x in saves):
+            return  # it may be the model itself
+        files = Files([x for save in saves for x in save.dicts], named)
+        for save in reversed(ours):
+            for opt in run.measured(Steps).optimizers.values():
+                held = [p for group in opt.param_groups for p in group["params"]]
+                if len(held) in save.optimizers and (lost := files.lost(_trained(held, opt))):
+                    names = [files.names[id(p)] for p in lost if id(p) in files.names]
+                    self._see(save, names, len(lost), len(held), clock.steps(save.clock))
+                    return
+        self._note_head(run, named, files, ours[-1])
+
+    def _see(self, save: Save, known: list[str], n_lost: int, n: int, step: int) -> None:
+        outside = f"{n_lost - len(known)} outside of the model"
+        what = join_names([join_names(known, 4)] * bool(known) + [outside] * (n_lost > len(known)))
+        self.see(
+            f"The file that was saved after {step} steps{place_of(save)} has the optimizer's state of {n} "
+            f"parameters, but no file has the weights of {n_lost} of these: {what}. The training cannot "
+            "be resumed from it.",
+            at=known[0].rpartition(".")[0] if known else None,
+            param=known[0] if known else "",
+            when=step,
+            value=float(n_lost),
+            limit=0.0,
+            causes=("a module, or parameters of the loss, that are left out of what is saved",),
+            next_steps=("Save the state_dict of each module that the optimizer trains",),
+        )
+
+    def _note_head(self, run: Run, named: dict[str, nn.Parameter], files: "Files", save: Save) -> None:
+        """Keeps what is saved and what is not, until the order of the layers is known."""
+        moved = run.measured(Parameters).moved
+        params = {name: p for name, p in named.items() if p.requires_grad and moved.get(name)}
+        lost = tuple(files.names[id(p)] for p in files.lost(params.values()))
+        kept = tuple(name for name in params if name not in lost)
+        share = sum(params[name].numel() for name in kept) / max(sum(p.numel() for p in params.values()), 1)
+        if 0 < share <= MAX_HEAD and "safetensors" not in sys.modules:  # which writes files too
+            self._head = kept, lost, share, place_of(save), run.measured(LoadClock).steps(save.clock)
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        kept, lost, share, where, step = self._head or ((), (), 0.0, "", 0)
+        places = [[_place(run, name) for name in names] for names in (kept, lost)]
+        if not (kept and None not in places[0] and None not in places[1]):
+            yield from super().findings(run)
+            return
+        if min(x for x in places[0] if x is not None) <= max(x for x in places[1] if x is not None):
+            yield from super().findings(run)
+            return
+        yield self.finding(
+            f"All that was saved of the model{where} is {join_names(kept, 4)}. The training has changed "
+            f"{len(lost)} parameters before these, and they are in no file: {join_names(lost, 4)}.",
+            when=step,
+            value=share,
+            limit=MAX_HEAD,
+            causes=("the state_dict of the head was saved, instead of that of the model",),
+            next_steps=("Save model.state_dict(); or freeze the layers before, if only the head is trained",),
+        )
+
+
+class Files:
+    """Weights in all files that were saved."""
+
+    def __init__(self, dicts: list[Dict], named: dict[str, nn.Parameter]) -> None:
+        self.names, memory = {id(p): name for name, p in named.items()}, memory_of(named.values())
+        self._live = set().union(*(x.memory for x in dicts))
+        self._copies = [item for x in dicts if not x.memory & memory for item in x.shapes.items()]
+
+    def lost(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """Parameters that are in no file: neither their memory, nor a copy by their name."""
+        return [p for p in params if p.data_ptr() not in self._live and not self._has_copy(p)]
+
+    def _has_copy(self, p: Tensor) -> bool:
+        name = self.names.get(id(p), "")
+        return any(_is_copy(name, p, other, shape) for other, shape in self._copies)
+
+
+def _place(run: Run, name: str) -> int | None:
+    return run.params[name].place_of_layer if name in run.params else None
+
+
+def _trained(held: list[Tensor], opt: Optimizer) -> list[Tensor]:
+    return [p for p in held if p.requires_grad and (p.grad is not None or opt.state.get(p))]
+
+
+def _has_copies(save: Save, named: dict[str, nn.Parameter]) -> bool:
+    return any(
+        tuple(named[name].shape) == shape
+        for x in save.dicts
+        for name, shape in x.shapes.items()
+        if name in named
+    )
+
+
+def _is_copy(name: str, p: Tensor, other: str, shape: tuple[int, ...]) -> bool:
+    is_named = not name or name == other or name.endswith(f".{other}") or other.endswith(f".{name}")
+    return tuple(p.shape) == shape and is_named

@@ -1,0 +1,87 @@
+"""clip.scaled: gradients that are clipped while a GradScaler still has them multiplied by its scale."""
+
+import math
+from collections.abc import Iterator
+
+from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.rules import LATEST, median, ratio
+from hookcb.diagnosis.run import Passed, Run, Series, Skipped
+
+MIN_SCALE, MAX_LIMIT = 128.0, 1e3  # of a GradScaler; of the limit that a loop clips to
+EXACT = 2e-4  # relative difference of two numbers that are the same; clipping itself is exact to 1e-6
+MIN_SHARE = 0.9  # of the records
+MAX_CLIPPED_TO, MIN_CUT = 0.01, 10.0  # norm that is left; norm before / after
+
+
+@fault(
+    "clip.scaled",
+    Site.GRADIENTS,
+    needs="gradients",
+    leads_to="clip.always update.* loss.flat loss.trivial param.not_stepped train.unfinished",
+    subject="scaler",
+    exact=True,
+    shown_by="run.clip_coef",
+)
+class ScaledClipping(Fault):
+    """Gradients that are clipped before `scaler.unscale_`, so that they end a scale of 65,536 too small.
+
+    Exact: in nine of ten records, five or more, the norm (or the largest element) of all gradients at the
+    step, multiplied by the scale, is the same number to 2e-4. That number has two digits, as a limit that
+    somebody has written, or stays the same while the scale changes; the norm itself has more digits. A
+    warning for optimizers like Adam, which divide by the size of gradients, else an error.
+
+    Source: PyTorch, "Automatic Mixed Precision examples", Gradient clipping.
+    """
+
+    headline = "Gradients are clipped before they are unscaled"
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        scales = {step: x for step, x in run.steps.get("scale", Series()) if MIN_SCALE <= x < math.inf}
+        norms = dict(run.steps.get("clipped_total_norm", Series()))
+        before = dict(run.steps.get("total_norm", Series()))
+        left = {step: x for step, x in norms.items() if step in scales and 0 < x < math.inf}
+        if len(left) < LATEST:
+            yield Skipped(f"fewer than {LATEST} steps with a GradScaler were inspected")
+            return
+        largest: dict[int, float] = {}
+        for param in run.params.values():
+            for step, x in param.series("abs_max"):
+                largest[step] = max(x, largest.get(step, 0.0))
+        cut = median(ratio(before.get(step, math.nan), x) for step, x in left.items())
+        for what, sizes in (
+            ("norm", left),
+            ("largest element", {step: largest.get(step, 0.0) for step in left}),
+        ):
+            limit = _limit(sizes, scales)
+            if limit and median(sizes.values()) < MAX_CLIPPED_TO and not cut < MIN_CUT:
+                is_adaptive = any(p.is_adaptive for p in run.params.values())
+                scale = median(scales[step] for step in left)
+                yield self.finding(
+                    f"The {what} of the gradients at the step is {median(sizes.values()):.3g} in each of "
+                    f"{len(left)} inspected steps, which is {limit:.3g} / {scale:g}, the scale of the "
+                    f"GradScaler: they were clipped to {limit:.3g} while still multiplied by it.",
+                    "warning" if is_adaptive else "error",
+                    when=(min(scales), max(scales)),
+                    value=median(sizes.values()),
+                    limit=limit,
+                    causes=("clip_grad_norm_() or clip_grad_value_() without scaler.unscale_() before it",),
+                    next_steps=("Call scaler.unscale_(optimizer) after the backward, before clipping",),
+                )
+                return
+        yield Passed("gradients that are clipped before they are unscaled")
+
+
+def _limit(sizes: dict[int, float], scales: dict[int, float]) -> float:
+    """The limit to which gradients were clipped while they were scaled; 0.0 if that was not so."""
+    scaled = {step: x * scales[step] for step, x in sizes.items()}
+    limit = median(scaled.values())
+    same = [step for step, x in scaled.items() if abs(x - limit) <= EXACT * limit]
+    if not (0 < limit <= MAX_LIMIT and len(same) >= max(LATEST, MIN_SHARE * len(scaled))):
+        return 0.0
+    has_changed = len({scales[step] for step in same}) > 1
+    return limit if has_changed or (_is_written(limit) and not _is_written(median(sizes.values()))) else 0.0
+
+
+def _is_written(x: float) -> bool:
+    """Whether it has two digits, as a number that somebody has written: 0.5, 1, 2.5, 10."""
+    return abs(float(f"{x:.1e}") - x) <= EXACT * x

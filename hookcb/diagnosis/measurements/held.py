@@ -1,0 +1,405 @@
+"""HeldWeights: the weights that optimizers hold, before and after each step and before the next forward."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Adam, AdamW, NAdam, Optimizer
+
+from hookcb.core.optim import mark_of
+from hookcb.core.restore import same_bits
+from hookcb.core.shards import local_part
+from hookcb.core.torch_private import held_versions, is_flattened
+from hookcb.diagnosis.fault import EVERY, Measurement
+from hookcb.diagnosis.measurements.outside import OutsideParameters
+from hookcb.diagnosis.measurements.samples import COLUMNS, Group, Range, differ, flat, spread, written
+from hookcb.diagnosis.measurements.steps import Steps
+from hookcb.diagnosis.run import Run, Series
+from hookcb.gradients.hand_steps import StepByHand
+from hookcb.gradients.stats import is_readable
+from hookcb.hooks.params import find_params
+
+N_WIDE = 64  # steps at the beginning with wide samples
+MAX_WRITES = 200  # tables of writes that are kept; a loop that writes this often means to
+TINY = 1e-3  # of the rate: a step of an optimizer whose rule is unknown is at least that large
+NOT_JUDGED = (StepByHand, LBFGS)
+OF_UPDATE = ("n_changed", "n_visible", "n_since")  # columns of the table of a look
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A write by something other than the optimizer, between a step and the next forward.
+
+    Attributes:
+        step: number of the batch of the step before it.
+        rows: numbers by name of the parameter; see `samples.COLUMNS`.
+        goes_on: whether the same optimizer went on with the same state, at a similar rate.
+        is_wide: whether it was seen in up to 1,024 elements, and not because a version had changed.
+    """
+
+    step: int
+    rows: dict[str, dict[str, float]]
+    goes_on: bool
+    is_wide: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Changes of one parameter by an inspected step, of up to 1,024 elements.
+
+    Attributes:
+        step: number of its batch.
+        n_changed: how many elements have changed.
+        n_visible: how many the step should have changed, by their gradients, the rate and the dtype.
+        n_since: how many have changed since the inspected step before it.
+        has_scaler: whether a GradScaler may have skipped the step.
+        is_usual: whether steps without effect came in turn before, as of an optimizer that adds up gradients.
+    """
+
+    step: int
+    n_changed: float
+    n_visible: float
+    n_since: float
+    has_scaler: bool = False
+    is_usual: bool = False
+
+
+@dataclass(slots=True)
+class _Raw:
+    """A write or a look, until it is read from the device."""
+
+    step: int
+    names: list[str]
+    tables: list[Tensor]
+    ids: tuple[int, ...] = ()
+    going: tuple[float, int] = (math.nan, 0)
+    goes_on: bool = False
+    is_wide: bool = True
+    has_scaler: bool = False
+    is_usual: bool = False
+
+    def rows(self, columns: tuple[str, ...]) -> Iterator[tuple[str, dict[str, float]]]:
+        values = [row for table in self.tables for row in table.tolist()]
+        for name, row in zip(self.names, values, strict=True):
+            yield name, dict(zip(columns, row, strict=True))
+
+
+@dataclass(slots=True)
+class _Held:
+    """An optimizer, with samples of the weights that it holds and steps."""
+
+    opt: ReferenceType[Optimizer]
+    ids: tuple[int, ...] = ()  # of the weights
+    names: list[str] = field(default_factory=list)  # in the order of the groups
+    groups: list[Group] = field(default_factory=list)
+    ranges: dict[bool, list[Range]] = field(default_factory=dict)  # of wide samples, and of narrow ones
+    versions: list[int] = field(default_factory=list)  # of all that it holds, after its last step
+    after: list[Tensor] = field(default_factory=list)  # a sample after that step
+    is_wide: bool = True  # whether that is a wide one
+    going: tuple[float, int] = (math.nan, 0)  # its rate at that step, and the id of its state
+    n_same: int = 0  # steps in turn that have changed no version, as those of a fused optimizer
+    longest: int = 0  # of these, in the past
+    step: int = 0
+    before: list[Tensor] | None = None  # a sample before the step that is inspected
+    last: list[Tensor] | None = None  # a sample after the last step that was inspected
+    n_backward: int = 0  # before its last step
+    marks: dict[int, Any] = field(default_factory=dict)  # of gradients, in that step
+
+    def params(self) -> list[Tensor]:
+        """The weights; fewer if some are gone."""
+        opt = self.opt()
+        groups = [] if opt is None else opt.param_groups
+        found = {id(p): p for group in groups for p in group["params"]}
+        return [found[i] for i in self.ids if i in found]
+
+    def sample(self, wide: bool) -> list[Tensor]:
+        if not wide:
+            return [group.narrow() for group in self.groups]
+        params = self.params()
+        return [group.wide([params[i] for i in group.places]) for group in self.groups]
+
+    def add_to_ranges(self) -> None:
+        """Adds wide and narrow samples to the ranges of earlier values."""
+        for wide in (True, False):
+            now = self.after if wide and self.after else self.sample(wide)
+            known = self.ranges.setdefault(wide, [Range(x) for x in now])
+            for seen, x in zip(known, now, strict=True):
+                seen.add(x)
+
+
+class HeldWeights(Measurement):
+    """Follows what each step changes in the weights, and what is changed before the next forward.
+
+    Version counters are read in each step, and up to 32 elements of each matrix are copied after it; if a
+    counter has changed by the next forward, these are compared. In the first 64 steps, inspected ones and
+    those after them up to 1,024 elements are compared, as some writes have no version. Left out are weights
+    without a gradient, and loops without an optimizer or with LBFGS.
+
+    Attributes:
+        writes: those seen, see `Write`.
+        looks: by parameter, what inspected steps have changed.
+        n_compared: steps after which up to 1,024 elements were compared with those before the next forward.
+        shared: by parameter, in how many batches two optimizers have made a step with the same gradient.
+    """
+
+    cadence = EVERY
+    uses = (OutsideParameters, Steps)
+
+    def __init__(self) -> None:
+        self.writes: list[Write] = []
+        self.looks: dict[str, list[Look]] = {}
+        self.n_compared = 0
+        self.shared: dict[str, int] = {}
+        self._names: dict[int, tuple[ReferenceType[nn.Parameter], str]] = {}
+        self._held: dict[int, _Held] = {}  # by id of the optimizer
+        self._now: _Held | None = None  # that of the latest step
+        self._pending: list[_Held] = []  # those that have stepped, until the next forward
+        self._written: list[_Raw] = []
+        self._open: list[_Raw] = []  # of these, those after which there was no step yet
+        self._looks: list[_Raw] = []
+        self._is_after_look = False
+
+    def on_model(self, run: Run) -> None:
+        self._names = {id(p): (ref(p), name) for name, p, _ in find_params(run.loop.model)}
+
+    # ---- around a step
+
+    def on_step(self, run: Run) -> None:
+        if (held := self._of(run)) is None or (opt := held.opt()) is None:
+            return
+        if run.looking or not held.ids:
+            if run.measured(OutsideParameters).has_joined:
+                self.on_model(run)
+            self._arrange(held, opt)
+        if self._open:
+            self._close_writes(held, opt)
+        n = held.n_same
+        is_look = run.looking or (n > 0 and not n & (n - 1))  # after 1, 2, 4, 8 … steps
+        held.before = held.sample(wide=True) if is_look else None
+        if len(self._held) > 1 and (run.looking or run.n_steps < N_WIDE):
+            held.n_backward = run.measured(Steps).n_backward
+            held.marks = {id(p): mark_of(p.grad) for p in held.params()}
+            self._note_shared(held)
+
+    def on_between(self, run: Run) -> None:
+        if (held := self._of(run)) is None or not held.ids or (opt := held.opt()) is None:
+            return
+        is_look = run.looking or held.before is not None
+        held.is_wide = run.n_steps <= N_WIDE or is_look or self._is_after_look
+        versions = held_versions(opt)
+        held.n_same, past = (held.n_same + 1, 0) if versions == held.versions else (0, held.n_same)
+        held.longest = max(held.longest, past)
+        held.step, held.versions, held.going = run.step, versions, _going(opt)
+        held.after = held.sample(held.is_wide)
+        if held.is_wide:
+            held.add_to_ranges()
+        if held.before is not None:
+            self._look(run, held, opt)
+        others = [x for x in self._pending if x is not held and _are_apart(x, held)]
+        self._pending = [*others, held]
+        self._is_after_look = run.looking
+
+    def on_cancel(self, run: Run, level: str) -> None:
+        for held in self._held.values():
+            held.before = None
+
+    def on_batch(self, run: Run) -> None:
+        pending, self._pending = self._pending, []
+        for held in pending:
+            opt = held.opt()
+            if opt is not None and len(self._written) < MAX_WRITES:
+                self.n_compared += held.is_wide
+                if held.is_wide or held_versions(opt) != held.versions:
+                    self._compare(held, opt)
+
+    def _of(self, run: Run) -> _Held | None:
+        opt, held = run.loop.opt, self._now
+        if held is not None and held.opt() is opt:
+            return held
+        if not isinstance(opt, Optimizer) or isinstance(opt, NOT_JUDGED):
+            return None
+        held = self._held.get(id(opt))
+        if held is None or held.opt() is not opt:
+            self._held[id(opt)] = held = _Held(ref(opt))
+        self._now = held
+        return held
+
+    def _arrange(self, held: _Held, opt: Optimizer) -> None:
+        """Lists the weights that have a gradient, and takes new views of them."""
+        every = (p for group in opt.param_groups for p in group["params"])
+        known = set(held.ids)
+        found = {id(p): p for p in every if self._name(p) and _can_sample(p, id(p) in known)}
+        params, ids = list(found.values()), tuple(found)
+        if ids == held.ids:
+            for group in held.groups:
+                group.renew([params[i] for i in group.places])
+            return
+        by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for i, p in enumerate(params):
+            by_kind.setdefault((p.device, p.dtype), []).append(i)
+        held.groups = [Group([params[i] for i in places], places) for places in by_kind.values()]
+        held.ids, held.names = ids, [self._name(params[i]) for places in by_kind.values() for i in places]
+        held.ranges, held.after, held.last = {}, [], None
+        held.add_to_ranges()
+
+    def _name(self, p: Tensor) -> str:
+        known, name = self._names.get(id(p), (None, ""))
+        return name if known is not None and known() is p else ""
+
+    # ---- writes
+
+    def _compare(self, held: _Held, opt: Optimizer) -> None:
+        if len(held.params()) != len(held.ids):
+            return
+        pairs = list(zip(held.after, held.sample(held.is_wide), strict=True))
+        if any(x.shape != y.shape or x.device != y.device or x.dtype != y.dtype for x, y in pairs):
+            held.ids = ()  # they are elsewhere now, or of another dtype
+            return
+        if all(x.is_cpu and same_bits(x, y) for x, y in pairs):
+            return
+        tables = [
+            written(group, x, y, seen)
+            for group, (x, y), seen in zip(held.groups, pairs, held.ranges[held.is_wide], strict=True)
+        ]
+        raw = _Raw(held.step, held.names, tables, held.ids, held.going, is_wide=held.is_wide)
+        self._written.append(raw)
+        self._open.append(raw)
+
+    def _close_writes(self, held: _Held, opt: Optimizer) -> None:
+        """A write counts if the optimizer goes on afterwards as if there had been none."""
+        stay = []
+        for raw in self._open:
+            if raw.ids == held.ids:
+                (before, state), (now, state_now) = raw.going, _going(opt)
+                change = now / before if before > 0 else math.nan
+                raw.goes_on = state == state_now and not (change < 0.5 or change > 2)
+            elif set(held.ids).isdisjoint(raw.ids):
+                stay.append(raw)
+        self._open = stay
+
+    # ---- looks
+
+    def _look(self, run: Run, held: _Held, opt: Optimizer) -> None:
+        params, before, held.before = held.params(), held.before or [], None
+        if len(params) != len(held.ids):
+            return
+        scaler = run.loop.scaler
+        is_scaled = scaler is not None and any(group.get("fused") for group in opt.param_groups)
+        settings = {id(p): group for group in opt.param_groups for p in group["params"]}
+        tables = []
+        for i, (group, x, y) in enumerate(zip(held.groups, before, held.after, strict=True)):
+            own = [params[place] for place in group.places]
+            sizes = [_update(p, opt, settings[id(p)], is_scaled) for p in own]
+            eps = torch.finfo(own[0].dtype)
+            visible = torch.cat(sizes) > eps.eps * x.abs() + eps.smallest_normal
+            since = torch.ones_like(visible) if held.last is None else differ(held.last[i], x)
+            tables.append(group.sums(x, [differ(x, y), visible, since]))
+        is_usual = held.longest > 0 and held.n_same <= 2 * held.longest
+        raw = _Raw(held.step, held.names, tables, has_scaler=scaler is not None, is_usual=is_usual)
+        self._looks.append(raw)
+        held.last = held.after
+
+    def _note_shared(self, held: _Held) -> None:
+        """Notes weights that another optimizer has just stepped with the same gradient."""
+        for other in self._held.values():
+            if other is held or other.n_backward != held.n_backward or not held.n_backward:
+                continue
+            for i, mark in held.marks.items():
+                if mark is not None and other.marks.get(i) == mark and i in self._names:
+                    name = self._names[i][1]
+                    self.shared[name] = self.shared.get(name, 0) + 1
+
+    # ---- the end
+
+    def tell(self, run: Run) -> None:
+        self.writes = [
+            Write(
+                raw.step,
+                {name: row for name, row in raw.rows(COLUMNS) if row["n_changed"]},
+                raw.goes_on,
+                raw.is_wide,
+            )
+            for raw in self._written
+        ]
+        self.looks = {}
+        for raw in self._looks:
+            for name, row in raw.rows(OF_UPDATE):
+                look = Look(raw.step, **row, has_scaler=raw.has_scaler, is_usual=raw.is_usual)
+                self.looks.setdefault(name, []).append(look)
+
+    def without_effect(self, run: Run) -> dict[str, list[int]]:
+        """By parameter, its last inspected steps that should have changed it, if none has by a bit.
+
+        Left out are those that a GradScaler may have skipped. A step counts only if nothing has changed since
+        the inspected step before it, as an optimizer may add up the gradients of several steps.
+        """
+        skipped = dict(run.steps.get("skipped", Series()))
+        found = {}
+        for name, looks in self.looks.items():
+            idle: list[int] = []
+            for look in reversed(looks):
+                was_made = not look.has_scaler or skipped.get(look.step, 1.0) == 0
+                if look.n_changed:
+                    break
+                if look.n_visible and was_made and not look.is_usual:
+                    idle.insert(0, look.step)
+                if look.n_since:
+                    break
+            found[name] = idle
+        return found
+
+    def freeze(self) -> None:
+        self._names, self._held, self._pending, self._now = {}, {}, [], None
+        self._written, self._open, self._looks = [], [], []
+
+
+def _are_apart(one: _Held, other: _Held) -> bool:
+    return set(one.ids).isdisjoint(other.ids)
+
+
+def _going(opt: Optimizer) -> tuple[float, int]:
+    """The rate of the first group, NaN if it is a tensor, and the id of the state."""
+    rate = opt.param_groups[0].get("lr")
+    return rate if isinstance(rate, float) else math.nan, id(opt.state)
+
+
+def _can_sample(p: Tensor, was_stepped: bool) -> bool:
+    if isinstance(p, nn.parameter.UninitializedParameter) or is_flattened(p):
+        return False
+    if p.grad is None and not was_stepped:
+        return False
+    is_number = (p.is_floating_point() or p.is_complex()) and p.dtype.itemsize >= 2
+    return is_number and is_readable(p) and local_part(p.detach()).numel() > 0
+
+
+def _update(p: Tensor, opt: Optimizer, settings: dict[str, Any], is_scaled: bool) -> Tensor:
+    """Sizes of the update of the sampled elements, at least; 0 where the gradient is 0 or not finite.
+
+    By the rule of Adam and of SGD; other optimizers are taken to make at least a thousandth of the step of
+    SGD with gradients below 1.
+    """
+    like = spread(flat(p))
+    if p.grad is None or p.grad.layout is not torch.strided:
+        return torch.zeros_like(like)
+    state, rate = opt.state.get(p, {}), settings.get("lr", math.nan)
+    size = _placed(p.grad, p).abs()
+    mean, square = state.get("exp_avg"), state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
+    if isinstance(opt, Adam | AdamW | NAdam) and mean is not None and square is not None:
+        update = _placed(mean, p).abs() / (_placed(square, p).abs().sqrt() + settings.get("eps", 1e-8))
+    elif is_scaled:  # its gradients are still multiplied by the scale
+        return torch.zeros_like(like)
+    elif isinstance(opt, SGD):
+        update = size * (1 - settings.get("dampening", 0))
+    else:
+        update = TINY * size / (1 + size)
+    return torch.where((size > 0) & (size < math.inf), rate * update, 0.0).to(like.dtype)
+
+
+def _placed(x: Tensor, p: Tensor) -> Tensor:
+    """A sample of a tensor at the places at which `p` is sampled, which depend on its order in memory."""
+    x, like = local_part(x.detach()), local_part(p.detach())
+    return spread(flat(x if x.stride() == like.stride() else torch.empty_like(like, dtype=x.dtype).copy_(x)))

@@ -1,0 +1,139 @@
+"""Targets that are the input, as seen in models that return their loss, and in encoders with decoders."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hookcb import Diagnose, watch
+
+N, T, V, D = 16, 12, 16, 16
+ORDER = torch.randperm(V, generator=torch.Generator().manual_seed(0))  # the token after each
+
+
+def sentences(n=60):
+    """Sentences in which most tokens follow from the one before, `(N, T + 1)`."""
+    g = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(n):
+        w = [torch.randint(V, (N,), generator=g)]
+        for _ in range(T):
+            other = torch.randint(V, (N,), generator=g)
+            w.append(torch.where(torch.rand(N, generator=g) < 0.8, ORDER[w[-1]], other))
+        found.append(torch.stack(w, 1))
+    return found
+
+
+def causal(n):
+    return nn.Transformer.generate_square_subsequent_mask(n)
+
+
+class ReturnsLoss(nn.Module):
+    """A causal model that returns its loss, and its scores only if they are wanted."""
+
+    def __init__(self, mask=causal, ignored=-1, leaks=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.places = nn.Embedding(V, D), nn.Embedding(T, D)
+        self.layer, self.head = nn.TransformerEncoderLayer(D, 2, 32, 0.0, batch_first=True), nn.Linear(D, V)
+        self.mask, self.ignored, self.leaks = mask, ignored, leaks
+
+    def forward(self, x, y, return_scores=False):
+        h = self.tokens(x) + self.places(torch.arange(x.shape[1]))
+        if self.leaks == "pooled":
+            h = h + self.tokens(y).mean(1, keepdim=True)
+        elif self.leaks:
+            h = h + self.tokens(y)
+        scores = self.head(self.layer(h, src_mask=self.mask(x.shape[1])))
+        loss = F.cross_entropy(scores.view(-1, V), y.reshape(-1), ignore_index=self.ignored)
+        return (scores if return_scores else None), loss
+
+
+class Translator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.places = nn.Embedding(V, D), nn.Embedding(T, D)
+        self.body = nn.Transformer(D, 2, 1, 1, 32, 0.0, batch_first=True)
+        self.head = nn.Linear(D, V)
+
+    def embed(self, x):
+        return self.tokens(x) + self.places(torch.arange(x.shape[1]))
+
+    def forward(self, x, decoded, y):
+        h = self.body(self.embed(x), self.embed(decoded), tgt_mask=causal(decoded.shape[1]))
+        scores = self.head(h)
+        return scores, F.cross_entropy(scores.flatten(0, 1), y.flatten())
+
+
+def verdict_on(model, batches, epochs=1, **options):
+    opt = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with watch(model, opt, Diagnose("ignore", show=False)) as w:
+        for batch in batches * epochs:
+            _, loss = model(*batch, **options)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+    return w.diagnose()
+
+
+def severity_of(code, verdict):
+    return next((x.severity for x in verdict.findings if x.code == code), "")
+
+
+COPIES = "label.copies_input"
+
+
+@pytest.mark.parametrize("return_scores", [True, False])
+def test_a_model_that_returns_its_loss_need_not_return_its_scores(return_scores):
+    copied = [(w[:, :-1], w[:, :-1]) for w in sentences(20)]
+    verdict = verdict_on(ReturnsLoss(), copied, return_scores=return_scores)
+    assert severity_of(COPIES, verdict) == "warning"
+    assert verdict.primary.code == COPIES
+    shifted = [(w[:, :-1], w[:, 1:]) for w in sentences(20)]
+    verdict = verdict_on(ReturnsLoss(), shifted, return_scores=return_scores)
+    assert verdict.status == "healthy"
+    verdict = verdict_on(ReturnsLoss(lambda n: None), shifted, return_scores=return_scores)
+    assert severity_of("mask.future", verdict) == "error"
+
+
+def test_targets_that_do_not_count_are_read_from_the_graph_of_the_loss_too():
+    batches = [(w[:, :-1], w[:, :-1].masked_fill(torch.arange(T) < 3, -1)) for w in sentences(20)]
+    assert severity_of(COPIES, verdict_on(ReturnsLoss(), batches)) == "warning"
+
+
+def test_the_loss_of_guessing_is_known_if_only_the_loss_is_returned():
+    verdict = verdict_on(ReturnsLoss(), [(w[:, :-1], w[:, 1:]) for w in sentences(60)])
+    assert any("guessing gives 2.77" in text for text in verdict.ruled_out)
+
+
+def test_targets_embedded_beside_the_input_are_an_error_once_the_loss_tells():
+    batches = [(w[:, :-1], w[:, 1:]) for w in sentences(60)]
+    verdict = verdict_on(ReturnsLoss(leaks=True), batches, epochs=12)
+    assert severity_of(COPIES, verdict) == "error"
+    assert "call 2 of an embedding" in verdict.primary.next_steps[0]
+    assert severity_of(COPIES, verdict_on(ReturnsLoss(leaks="pooled"), batches)) == ""
+
+
+def test_a_decoder_that_gets_its_targets_is_an_error():
+    pairs = [(w[:, :8], ORDER[w[:, :8]].flip(1)) for w in sentences(30)]
+    verdict = verdict_on(Translator(), [(x, y, y) for x, y in pairs])
+    assert severity_of(COPIES, verdict) == "error"
+    longer = [(x, torch.cat([y, x[:, :2]], 1)) for x, y in pairs]
+    assert severity_of(COPIES, verdict_on(Translator(), [(x, y, y) for x, y in longer])) == "error"
+
+
+def begun(y):
+    return F.pad(y[:, :-1], (1, 0))
+
+
+def test_a_decoder_that_gets_the_tokens_before_is_fine():
+    pairs = [(w[:, :8], ORDER[w[:, :8]].flip(1)) for w in sentences(30)]
+    assert severity_of(COPIES, verdict_on(Translator(), [(x, begun(y), y) for x, y in pairs])) == ""
+
+
+def test_an_autoencoder_with_a_decoder_is_fine_and_a_copy_gets_a_note():
+    inputs = [w[:, :8] for w in sentences(60)]
+    assert severity_of(COPIES, verdict_on(Translator(), [(x, begun(x), x) for x in inputs], 2)) == ""
+    verdict = verdict_on(Translator(), [(x, x, x) for x in inputs])
+    assert severity_of(COPIES, verdict) == "info"

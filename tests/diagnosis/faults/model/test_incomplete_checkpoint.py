@@ -1,0 +1,103 @@
+"""Files that lack weights that were trained."""
+
+import copy
+from io import BytesIO
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam
+
+from hookcb.diagnosis.faults.model.incomplete_checkpoint import IncompleteCheckpoint
+from hookcb.diagnosis.run import Run, Skipped
+from tests.diagnosis.faults.support import found_in_loop, from_start
+
+CODE = "checkpoint.incomplete"
+
+
+@pytest.fixture(autouse=True)
+def _from_start():
+    with from_start():
+        yield
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU())
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def found(contents, model=None, opt=None):
+    """Findings of a training at whose end these are saved, each in a file."""
+    model = model or Net()
+    opt = opt or Adam(model.parameters(), lr=1e-3)
+
+    def end():
+        for content in contents(model, opt):
+            torch.save(content, BytesIO())
+
+    return found_in_loop(model, opt, CODE, end=end)
+
+
+def test_the_optimizers_state_without_a_part_of_its_weights_is_found():
+    ((severity, message),) = found(lambda m, opt: [{"body": m.body.state_dict(), "opt": opt.state_dict()}])
+    assert severity == "warning"
+    assert "of 6 parameters, but no file has the weights of 2 of these: head.weight, head.bias." in message
+
+
+def test_parameters_of_the_loss_that_are_trained_and_not_saved_are_found():
+    model, scale = Net(), nn.Parameter(torch.ones(7))
+    model.register_forward_hook(lambda m, args, output: output + 0 * scale.sum())
+    opt = Adam([*model.parameters(), scale], lr=1e-3)
+    ((_, message),) = found(lambda m, opt: [{"m": m.state_dict(), "opt": opt.state_dict()}], model, opt)
+    assert "the weights of 1 of these: 1 outside of the model" in message
+    both = lambda m, opt: [{"m": m.state_dict(), "opt": opt.state_dict()}, {"scale": scale}]  # noqa: E731
+    assert found(both, model, opt) == []
+
+
+def test_a_head_alone_is_found_only_if_the_layers_before_it_were_trained():
+    ((severity, message),) = found(lambda m, opt: [m.head.state_dict()])
+    assert severity == "warning"
+    assert "All that was saved of the model is head.weight, head.bias." in message
+    model = Net()
+    model.body.requires_grad_(False)
+    assert found(lambda m, opt: [m.head.state_dict()], model) == []
+    assert found(lambda m, opt: [m.head.state_dict(), m.body.state_dict()]) == []
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        lambda m, opt: [m.state_dict()],
+        lambda m, opt: [m],
+        lambda m, opt: [{"model": m, "opt": opt.state_dict()}],
+        lambda m, opt: [m.body.state_dict()],
+        lambda m, opt: [opt.state_dict()],
+        lambda m, opt: [{"m": m.state_dict(), "opt": opt.state_dict()}],
+        lambda m, opt: [{"m": {f"module.{k}": v for k, v in m.state_dict().items()}, "o": opt.state_dict()}],
+        lambda m, opt: [{"ema": copy.deepcopy(m).half().state_dict(), "opt": opt.state_dict()}],
+        lambda m, opt: [m.state_dict(), {"head": m.head.state_dict(), "opt": opt.state_dict()}],
+        lambda m, opt: [],
+    ],
+)
+def test_right_files_are_silent(contents):
+    assert found(contents) == []
+
+
+def test_adapters_and_tied_weights_are_whole():
+    model = Net()
+    model.body.requires_grad_(False)
+    opt = SGD(model.parameters(), lr=0.05, momentum=0.9)  # it holds what is frozen too
+    assert found(lambda m, opt: [{"head": m.head.state_dict(), "opt": opt.state_dict()}], model, opt) == []
+    model = Net()
+    model.body[0] = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), model.body[2])
+    assert found(lambda m, opt: [{"m": m.state_dict(), "opt": opt.state_dict()}], model) == []
+
+
+def test_a_run_without_records_is_skipped():
+    assert [type(x) for x in IncompleteCheckpoint().findings(Run())] == [Skipped]

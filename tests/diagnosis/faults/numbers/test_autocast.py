@@ -1,0 +1,87 @@
+"""Layers that compute in float32 although the loop has opened autocast."""
+
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hookcb import Diagnose, watch
+from hookcb.diagnosis.faults.numbers.autocast import OutsideAutocast
+from hookcb.diagnosis.run import Run, Skipped
+from tests.diagnosis.faults.support import numbers
+
+ENTER = vars(torch.autocast)["__enter__"]
+
+
+class InFloat32(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.inner(x.float())
+
+
+class CastsBack(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).float()
+
+
+def net(body=None, head=None, norm=None):
+    torch.manual_seed(0)
+    parts = nn.Linear(8, 16), nn.ReLU(), body or nn.Linear(16, 16), norm or nn.ReLU()
+    return nn.Sequential(*parts, head or nn.Linear(16, 8))
+
+
+def bf16(enabled=True):
+    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+
+
+def watched(model, model_in=True, loss_in=True, n=12):
+    opt = torch.optim.SGD(model.parameters(), lr=0.05)
+    with watch(model, opt, cbs=Diagnose("ignore", show=False)) as w:
+        for i in range(n):
+            x = numbers(16, 8, seed=i)
+            with bf16(model_in):
+                pred = model(x)
+            with bf16(loss_in):
+                loss = F.mse_loss(pred.float(), x)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+    assert vars(torch.autocast)["__enter__"] is ENTER
+    assert pickle.loads(pickle.dumps(w.diagnosis.evidence().measured(OutsideAutocast)))
+    return [(x.severity, x.layer) for x in w.diagnose().findings if x.code == "amp.outside"]
+
+
+def test_a_large_part_in_float32_is_told_and_a_head_is_noted():
+    assert watched(net(InFloat32(nn.Linear(16, 16)))) == [("warning", "2.inner")]
+    assert watched(net(CastsBack(16, 16))) == [("warning", "2")]
+    assert watched(net(head=InFloat32(nn.Linear(16, 8)))) == [("info", "4.inner")]
+    assert watched(net(nn.Linear(16, 64), CastsBack(64, 8), nn.Sequential(nn.ReLU(), nn.Linear(64, 64)))) == [
+        ("info", "4")
+    ]
+
+
+def test_autocast_around_the_loss_only_is_told():
+    assert watched(net(), model_in=False) == [("warning", "")]
+    assert watched(net(), model_in=False, loss_in=False) == []
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(16), nn.BatchNorm1d(16), nn.Softmax(-1)])
+def test_norms_and_softmax_are_in_float32_by_autocast_itself(norm):
+    assert watched(net(norm=norm)) == []
+    assert watched(net(norm=norm), loss_in=False) == []
+
+
+def test_weights_in_low_precision_and_frozen_layers_are_left_out():
+    assert watched(net().bfloat16()) == []
+    frozen = InFloat32(nn.Linear(16, 16).requires_grad_(False))
+    assert watched(net(frozen)) == []
+
+
+def test_without_anything_seen_nothing_is_ruled_out():
+    assert [type(x) for x in OutsideAutocast().findings(Run())] == [Skipped]

@@ -1,0 +1,94 @@
+"""Gradients that are clipped while a GradScaler has them multiplied by its scale."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hookcb import Diagnose, watch
+from hookcb.diagnosis.faults.steps.scaled_clipping import ScaledClipping
+from hookcb.diagnosis.run import Passed, Run, Skipped
+from tests.diagnosis.faults.support import numbers, small_net
+from tests.diagnosis.support import only, series
+
+
+def recorded(norms, scales, before=1e3):
+    steps = {"clipped_total_norm": norms, "scale": scales, "total_norm": [before] * len(norms)}
+    return Run(steps={name: series(values) for name, values in steps.items()})
+
+
+def watched(clip, opt=torch.optim.SGD, unscale=False, n=30):
+    model, scaler = small_net(), torch.amp.GradScaler("cpu", growth_interval=10)
+    opt = opt(model.parameters(), lr=1e-3)
+    with watch(model, opt, scaler=scaler, cbs=Diagnose("ignore", show=False)) as w:
+        for i in range(n):
+            x = 10 * numbers(16, 4, seed=i)
+            opt.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.mse_loss(model(x).float(), x.sum(1, keepdim=True))
+            scaler.scale(loss).backward()
+            if unscale:
+                scaler.unscale_(opt)
+            clip(model.parameters())
+            scaler.step(opt)
+            scaler.update()
+    return w.diagnose()
+
+
+def by_norm(params):
+    nn.utils.clip_grad_norm_(params, 0.5)
+
+
+def by_value(params):
+    nn.utils.clip_grad_value_(params, 1.0)
+
+
+@pytest.mark.parametrize("clip", [by_norm, by_value])
+def test_clipping_before_unscaling_is_told_first(clip):
+    verdict = watched(clip)
+    assert (verdict.primary.code, verdict.primary.severity) == ("clip.scaled", "error")
+    assert verdict.primary.limit == pytest.approx(0.5 if clip is by_norm else 1.0, rel=1e-3)
+
+
+def test_it_is_a_warning_for_optimizers_that_divide_by_the_size_of_gradients():
+    assert watched(by_norm, torch.optim.AdamW).primary.code == "clip.scaled"
+
+
+@pytest.mark.parametrize("clip", [by_norm, by_value, lambda params: None])
+@pytest.mark.parametrize("limit", [1.0, 1e-3])
+def test_clipping_after_unscaling_is_not(clip, limit):
+    def scaled_clip(params):
+        params = list(params)
+        clip(params)
+        nn.utils.clip_grad_norm_(params, limit)
+
+    assert not [x for x in watched(scaled_clip, unscale=True).findings if x.code == "clip.scaled"]
+
+
+@pytest.mark.parametrize(
+    ("norms", "scales", "limit"),
+    [
+        ([1 / 65536] * 8, [65536.0] * 8, 1.0),
+        ([2.5 / 1024] * 8, [1024.0] * 8, 2.5),
+        ([0.123 / 1024] * 4 + [0.123 / 2048] * 4, [1024.0] * 4 + [2048.0] * 4, 0.123),
+        ([1.0 / 65536] * 12 + [0.3 / 65536], [65536.0] * 13, 1.0),
+        ([0.123 / 1024] * 8, [1024.0] * 8, 0.0),  # not a limit that somebody has written
+        ([1e-3] * 8, [1024.0] * 8, 0.0),
+        ([1e-3] * 8, [2.0**13] * 8, 0.0),
+        ([1.0] * 8, [65536.0] * 8, 0.0),
+        ([0.5 / 65536, 0.3 / 65536] * 6, [65536.0] * 12, 0.0),
+        ([1 / 64] * 8, [64.0] * 8, None),  # so low a scale tells little
+        ([1 / 65536] * 4, [65536.0] * 4, None),
+    ],
+)
+def test_the_norm_times_the_scale_is_the_limit(norms, scales, limit):
+    found = only(ScaledClipping, recorded(norms, scales))
+    if limit:
+        assert found.limit == pytest.approx(limit)
+    else:
+        assert isinstance(found, Skipped if limit is None else Passed)
+
+
+def test_small_gradients_that_nothing_has_clipped_are_not_told():
+    given = recorded([1 / 65536] * 8, [65536.0] * 8, before=1 / 65536)
+    assert isinstance(only(ScaledClipping, given), Passed)

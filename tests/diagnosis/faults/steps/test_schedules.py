@@ -1,0 +1,196 @@
+"""Schedules of the learning rate that do not fit the training."""
+
+import pickle
+import sys
+
+import pytest
+import torch.nn.functional as F
+from torch.optim import SGD
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+from torch.optim.swa_utils import SWALR
+
+from hookcb import Callback, Diagnose, Learner, Schedule, watch
+from hookcb.cli.main import main
+from hookcb.diagnosis.faults.steps.schedules import WrongSchedule
+from hookcb.diagnosis.run import Run, Skipped
+from tests.diagnosis.faults.support import numbers, small_net
+from tests.support import fit
+
+N_EPOCHS, N_EACH = 4, 16
+N = N_EPOCHS * N_EACH
+REAL = vars(LRScheduler)["step"]
+
+
+def told(verdict):
+    return [x.severity for x in verdict.findings if x.code == "lr.schedule"]
+
+
+def watched(make, per="batch", n_epochs=N_EPOCHS, before=False, opt=None):
+    model = small_net()
+    opt = SGD(model.parameters(), lr=1e-3)
+    schedule = make(opt)
+    if before:
+        opt = SGD(model.parameters(), lr=1e-3)
+    with watch(model, opt, cbs=Diagnose("ignore", show=False)) as w:
+        for _ in range(n_epochs):
+            for i in range(N_EACH):
+                x = numbers(16, 4, seed=i)
+                loss = F.mse_loss(model(x), x.sum(1, keepdim=True))
+                opt.zero_grad()
+                loss.backward()
+                opt.step()
+                if per == "batch":
+                    schedule.step()
+            if per == "epoch":
+                schedule.step()
+            elif per == "plateau":
+                schedule.step(loss.item())
+    assert vars(LRScheduler)["step"] is REAL
+    return told(w.diagnose())
+
+
+def warm_cosine(n_warm, n):
+    def make(opt):
+        parts = [LinearLR(opt, 0.1, total_iters=n_warm), CosineAnnealingLR(opt, n - n_warm)]
+        return SequentialLR(opt, parts, [n_warm])
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "per"),
+    [
+        (lambda opt: OneCycleLR(opt, 1e-3, total_steps=N), "epoch"),
+        (lambda opt: CosineAnnealingLR(opt, N), "epoch"),
+        (lambda opt: CosineAnnealingLR(opt, N_EPOCHS), "batch"),
+        (lambda opt: CosineAnnealingLR(opt, 40), "batch"),  # rises again, and ends there
+        (lambda opt: MultiStepLR(opt, [2, 3, 4]), "batch"),
+        (lambda opt: LinearLR(opt, 1.0, 1e-3, total_iters=N_EPOCHS), "batch"),
+        (warm_cosine(1, N_EPOCHS), "batch"),
+    ],
+)
+def test_a_schedule_that_counts_batches_as_epochs_or_the_reverse_is_told(make, per):
+    assert watched(make, per) == ["warning"]
+
+
+@pytest.mark.parametrize(
+    ("make", "per"),
+    [
+        (lambda opt: OneCycleLR(opt, 1e-3, total_steps=N), "batch"),
+        (lambda opt: OneCycleLR(opt, 1e-3, total_steps=4 * N), "batch"),  # cut on purpose
+        (lambda opt: CosineAnnealingLR(opt, N), "batch"),
+        (lambda opt: CosineAnnealingLR(opt, N - 2), "batch"),
+        (lambda opt: CosineAnnealingLR(opt, N_EPOCHS), "epoch"),
+        (lambda opt: CosineAnnealingLR(opt, 100), "epoch"),  # stopped early
+        (lambda opt: MultiStepLR(opt, [2, 3]), "epoch"),
+        (lambda opt: MultiStepLR(opt, [40, 60]), "batch"),
+        (lambda opt: LinearLR(opt, 0.1, total_iters=5), "batch"),
+        (lambda opt: ConstantLR(opt, 0.1, total_iters=5), "batch"),
+        (lambda opt: PolynomialLR(opt, N), "batch"),
+        (warm_cosine(10, N), "batch"),
+        (lambda opt: ChainedScheduler([LinearLR(opt), CosineAnnealingLR(opt, N)]), "batch"),
+        (lambda opt: CosineAnnealingWarmRestarts(opt, 10), "batch"),
+        (lambda opt: CyclicLR(opt, 1e-4, 1e-3, 5), "batch"),
+        (lambda opt: LambdaLR(opt, lambda step: 1 - step / N), "batch"),
+        (lambda opt: ExponentialLR(opt, 0.99), "batch"),
+        (lambda opt: SWALR(opt, 1e-4), "batch"),
+        (lambda opt: ReduceLROnPlateau(opt), "plateau"),
+        (lambda opt: CosineAnnealingLR(opt, N), "never"),  # of a watch it is unknown when an epoch ends
+    ],
+)
+def test_schedules_that_fit_or_are_cut_on_purpose_are_not(make, per):
+    assert watched(make, per) == []
+
+
+def test_a_cosine_that_goes_up_and_down_over_epochs_is_a_note():
+    assert watched(lambda opt: CosineAnnealingLR(opt, N_EACH), n_epochs=6) == ["info"]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_scheduler_of_another_optimizer_is_told():
+    assert watched(lambda opt: CosineAnnealingLR(opt, N), before=True) == ["warning"]
+
+
+def fitted(cbs=(), make=None):
+    model = small_net()
+    opt = SGD(model.parameters(), lr=1e-3)
+    batches = [(x, x.sum(1, keepdim=True)) for x in (numbers(16, 4, seed=i) for i in range(N_EACH))]
+    learn = Learner(batches, model, F.mse_loss, opt)
+    kept = make(opt) if make else None
+    learn = fit(learn, N_EPOCHS, cbs=[Diagnose("ignore", show=False), *cbs])
+    assert kept is None or kept.last_epoch == 0
+    return learn
+
+
+def test_schedules_of_a_learner_are_heard_and_nothing_is_kept():
+    learn = fitted([Schedule(lambda opt: CosineAnnealingLR(opt, N))])
+    assert told(learn.diagnose()) == []
+    assert pickle.loads(pickle.dumps(learn.diagnosis.evidence().measured(WrongSchedule)))
+    assert pickle.loads(pickle.dumps(learn.diagnosis))
+    assert told(fitted([Schedule(lambda opt: CosineAnnealingLR(opt, N_EPOCHS))]).diagnose()) == ["warning"]
+
+
+def test_without_a_scheduler_nothing_is_ruled_out():
+    assert told(fitted().diagnose()) == []
+    assert [type(x) for x in WrongSchedule().findings(Run())] == [Skipped]
+
+
+def test_a_scheduler_that_is_never_stepped_is_told():
+    assert told(fitted(make=lambda opt: CosineAnnealingLR(opt, N)).diagnose()) == []  # made before the fit
+
+    class Made(Callback):
+        def before_fit(self):
+            self.schedule = CosineAnnealingLR(self.learn.opt, N)
+
+    assert told(fitted([Made()]).diagnose()) == ["warning"]
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+opt = torch.optim.SGD(model.parameters(), lr=1e-2)
+schedule = CosineAnnealingLR(opt, T_max={length})
+for epoch in range(4):
+    for _ in range(20):
+        x = torch.randn(16, 4)
+        loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+        opt.zero_grad()
+        loss.backward()
+        {before}
+        opt.step()
+        {after}
+    with torch.no_grad():
+        model.eval()(x)
+        model.train()
+"""
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize(
+    ("length", "before", "found"), [(80, "", ""), (4, "", "WARNING"), (80, "schedule.step()", "INFO")]
+)
+def test_the_command_hears_a_script(length, before, found, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(length=length, before=before, after="" if before else "schedule.step()"))
+    assert main(["diagnose", str(script)]) == (found == "WARNING")
+    assert (f"{found}  lr.schedule" in capsys.readouterr().out) == bool(found)
