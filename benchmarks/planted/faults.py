@@ -6,6 +6,7 @@ from facts_flags import FACTS_FLAGS_FAULTS
 from facts_grads import FACTS_GRADS_FAULTS
 from facts_left import FACTS_LEFT_FAULTS
 from facts_loads import FACTS_LOADS_FAULTS
+from facts_nan import FACTS_NAN_FAULTS
 from facts_valid import FACTS_VALID_FAULTS
 from facts_weights import FACTS_WEIGHTS_FAULTS
 from faults_data import DATA_FAULTS
@@ -26,6 +27,7 @@ FAULTS: list[Case] = [
     *LANGUAGE_FAULTS,
     *TIME_FAULTS,
     *RARE_FAULTS,
+    *FACTS_NAN_FAULTS,
     *FACTS_GRADS_FAULTS,
     *FACTS_WEIGHTS_FAULTS,
     *FACTS_LEFT_FAULTS,

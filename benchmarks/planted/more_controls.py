@@ -5,6 +5,7 @@ from facts_data import FACTS_DATA_CONTROLS
 from facts_flags import FACTS_FLAGS_CONTROLS
 from facts_grads import FACTS_GRADS_CONTROLS
 from facts_left import FACTS_LEFT_CONTROLS
+from facts_nan import FACTS_NAN_CONTROLS
 from facts_valid import FACTS_VALID_CONTROLS
 from language_controls import LANGUAGE_CONTROLS
 from more_controls_losses import LOSS_CONTROLS
@@ -15,6 +16,7 @@ from stranger_controls import STRANGER_CONTROLS
 from time_controls import TIME_CONTROLS
 
 MORE_CONTROLS: list[Case] = [
+    *FACTS_NAN_CONTROLS,
     *FACTS_DATA_CONTROLS,
     *FACTS_FLAGS_CONTROLS,
     *NET_CONTROLS,

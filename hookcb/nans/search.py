@@ -145,7 +145,7 @@ def _forward_cause(learn: Any, found: _Replay) -> _Cause:
     if from_minus_inf and tracer.minus_inf is not None:
         call = tracer.minus_inf
         op = tracer.operation_of(call)
-    elif from_minus_inf and (made := tracer.last_minus_inf()) is not None:
+    if from_minus_inf and op is None and (made := tracer.last_minus_inf()) is not None:
         op, call = made, made.calls[-1] if made.calls else call
     if learn.loss_func is None and op is None and not found.pred.bad:  # -inf by a mask, and an unknown loss
         return _Cause(LOSS)

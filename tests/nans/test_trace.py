@@ -372,17 +372,21 @@ def test_minus_inf_that_is_no_mask_is_followed_to_where_it_was_made():
     assert (report.where, report.noticed) == ("2", "loss is -inf")
 
 
-def test_minus_inf_that_the_model_makes_between_its_layers_is_named_by_its_operation():
+@pytest.mark.parametrize("has_minus_inf", [False, True])
+def test_minus_inf_that_the_model_makes_between_its_layers_is_named_by_its_operation(has_minus_inf):
     class LogBetween(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.head = nn.Linear(2, 3), nn.Linear(3, 1)
+            self.first, self.head = nn.Linear(2, 3), nn.Linear(3, 2)
+            with torch.no_grad():
+                self.head.weight[1] = 1.0 if has_minus_inf else -1.0
+                self.head.weight[0, :2] = torch.tensor([1.0, -1.0])
 
         def forward(self, x):
             masked = self.first(x).relu() * 0
             return self.head(masked.log())  # the head makes NaN of -inf
 
-    report = report_of(LogBetween())
+    report = report_of(LogBetween(), loss_func=lambda pred, y: pred.mean())
     assert (report.where, report.op) == ("the model itself", "log")
     assert report.code.startswith("return self.head(masked.log())")
 
