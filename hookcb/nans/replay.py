@@ -119,7 +119,7 @@ def as_at_start(learn: Any, start: BatchStart) -> Iterator[None]:
         preserve_attribute([learn], "model", plain),
         start.buffers.swapped_in(plain),
         preserve_counts(plain),
-        preserve_attribute(_observing_taps(plain), "hook", None),
+        preserve_attribute(observing_taps(plain), "hook", None),
         _uncompiled(),
         torch.enable_grad(),
     ):
@@ -127,7 +127,7 @@ def as_at_start(learn: Any, start: BatchStart) -> Iterator[None]:
         yield
 
 
-def _observing_taps(model: nn.Module) -> list[Tap]:
+def observing_taps(model: nn.Module) -> list[Tap]:
     """Hooks of hookcb that only observe, including those of callbacks."""
     on_params: Iterator[Any] = (tap for p in model.parameters() for tap in tensor_hooks(p).values())
     taps: list[Tap] = [*taps_on(model), *(tap for tap in on_params if isinstance(tap, Tap))]
