@@ -19,6 +19,7 @@ from hookcb.core.ranks import ALONE, Ranks, name_own_rank
 from hookcb.diagnosis.dispatcher import Dispatcher
 from hookcb.diagnosis.failures import describe_failure, is_failure, note_end
 from hookcb.diagnosis.fault import FAULTS
+from hookcb.diagnosis.faults.gradients.compiled import CompiledGradients
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather, note_unseen, recorded
 from hookcb.diagnosis.judge import judge
@@ -65,6 +66,8 @@ class Diagnose(Callback):
         budget: share of the batches to inspect closely, 0..1. The first 20 batches are not counted, and a
             batch is always inspected when the number of batches has doubled. The choice does not depend on
             the clock, so the same training gets the same verdict on a busy machine.
+        compare_compiled: whether to compare the gradients of a compiled model, in the first batch, with those
+            of the same batch without torch.compile; needs the memory and time of a few batches.
         show: whether to print the verdict at the end; it is never printed within `learn.no_logging()`.
         name: its name on the learner.
 
@@ -96,6 +99,7 @@ class Diagnose(Callback):
         on_sick: OnSick = "warn",
         *,
         budget: float = 0.02,
+        compare_compiled: bool = False,
         show: bool = True,
         name: str | None = None,
     ) -> None:
@@ -107,6 +111,7 @@ class Diagnose(Callback):
         share = check_number("budget", budget, 0, 1, closed=True, hint=", the share of batches to inspect")
         super().__init__(name=name)
         self.on_sick, self.show, self.budget = on_sick, show, float(share)
+        self.compare_compiled = compare_compiled
         self.verdict: Verdict | None = None
         self.reason: str | None = None
         self._told: dict[str, Finding] = {}  # errors told in this fit, by code
@@ -126,6 +131,7 @@ class Diagnose(Callback):
         self._next_check, self._has_reacted = FIRST_CHECK, False
         self._is_new_step, self.is_wanted, self._n_eval = True, False, 0
         self._dispatcher = dispatcher = Dispatcher(Run(loop=self.learn), FAULTS.values(), self.budget)
+        dispatcher.run.measured(CompiledGradients).is_wanted = self.compare_compiled
         self._of_rank = name_own_rank()  # the group may be gone at the end
         self._frame = dispatcher.guarded("frame", Frame.of, self.model, []) or Frame()
         self._names = {id(m): name or type(m).__name__ for name, m in named_modules(self.model).items()}

@@ -134,7 +134,7 @@ def as_at_start(learn: Any, start: BatchStart, with_observers: bool = True) -> I
         start.buffers.swapped_in(plain),
         preserve_own_attributes(plain),
         nullcontext() if with_observers else _without_observers(plain),
-        preserve_attribute(_observing_taps(plain), "hook", None),
+        preserve_attribute(observing_taps(plain), "hook", None),
         _uncompiled(),
         torch.enable_grad(),
     ):
@@ -183,7 +183,7 @@ def _is_observer(hook: Any) -> bool:
     return all(x is None for x in returned)
 
 
-def _observing_taps(model: nn.Module) -> list[Tap]:
+def observing_taps(model: nn.Module) -> list[Tap]:
     """Hooks of hookcb that only observe, including those of callbacks."""
     on_params: Iterator[Any] = (tap for p in model.parameters() for tap in tensor_hooks(p).values())
     taps: list[Tap] = [*taps_on(model), *(tap for tap in on_params if isinstance(tap, Tap))]
