@@ -47,6 +47,12 @@ def load_run(path: str | Path) -> PageData:
     return data
 
 
+def is_saved(state: dict[str, Any]) -> bool:
+    """Whether this is what a file of hookcb has: a checkpoint, or saved records."""
+    known = (KEYS, ActivationRecords.keys, GradientRecords.keys, Recorder().state_dict().keys())
+    return "schema" in state or any(set(state) == set(keys) for keys in known)
+
+
 def _is_checkpoint(folder: Path) -> bool:
     return folder in checkpoints_in(folder.parent)
 

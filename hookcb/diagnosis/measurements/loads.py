@@ -229,7 +229,7 @@ class Loads(Ear):
         yield
         self.schedulers = [x for x in self.schedulers if x() is not None] + [ref(scheduler)]
 
-    def observe_file(self, f: Any = None, /, *args: Any, **kwargs: Any) -> Observer:
+    def observe_file(self, f: Any = None, *args: Any, **kwargs: Any) -> Observer:
         read = yield
         found = [(key, state) for key, state, _ in dicts_in(read)]
         opts = [state for _, state in found if is_optimizer(state)]

@@ -31,9 +31,10 @@ class UnmatchedLoad(Fault):
 
     Exact: with strict=False, none of the names given is in the model; or with a prefix removed or added,
     names and shapes of a tenth of the weights or more match; or a tenth or less of what was given is loaded,
-    and fills a tenth or less of the module. A load of the model's own memory after a file was read counts as
-    none. Left out are parameters that another load has filled, as in a second attempt, and loads of which
-    all names match, as of adapters or without a head. A note if half of both sides does not match.
+    and fills a tenth or less of the module. A load of the model's own memory before the first step counts as
+    none if a file was read. Left out are parameters that another load has filled, as in a second attempt, and
+    loads of which all names match, as of adapters or without a head. A note if half of both sides does not
+    match.
 
     Source: torch.nn.Module.load_state_dict, "missing_keys" and "unexpected_keys".
     """
@@ -69,7 +70,7 @@ class UnmatchedLoad(Fault):
         elif missing and len(missing) == len(load.own) and (other or load.nested):
             entry = f" The entry {load.nested!r} of what was given has such names." if load.nested else ""
             more, advice = f"no name matches.{entry}", _compare(load)
-        elif len(lost) == len(load.own) and load.n_files and load.n_same == len(load.given):
+        elif step == 0 and len(lost) == len(load.own) and load.n_files and load.n_same == len(load.given):
             self._see_nothing_given(load, step)
             return
         elif min(n_lost / max(n_own, 1), n_other / max(n_given, 1)) >= LARGE_SHARE:

@@ -1,0 +1,243 @@
+"""Reading files that other programs have written: weights, tables of numbers, and events of TensorBoard."""
+
+import csv
+import math
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookcb.diagnosis.measurements.state_dicts import dicts_in, is_optimizer, tensors
+from hookcb.diagnosis.rules import series_of
+from hookcb.loggers.base import import_extra
+from hookcb.records.series import Series
+from hookcb.report.saved import is_saved
+from hookcb.training.checkpoint.state import checkpoints_in
+
+SAFE = ".safetensors"
+TABLES = (".csv", ".tsv")
+OF_TORCH = (".pt", ".pth", ".bin", ".ckpt", ".th", ".tar")
+EVENTS = "*tfevents*"
+IN_FOLDERS = (
+    EVENTS,
+    "results.csv",
+    "metrics.csv",
+    "*.safetensors",
+    "pytorch_model*.bin",
+    "adapter_model.bin",
+)
+PLACES = ("step", "global_step", "iteration", "iter", "epoch")  # columns that number the rows, best first
+DELIMITERS = ",;\t"
+
+
+@dataclass
+class Foreign:
+    """Content of a file, or of the files of one run in a folder.
+
+    Attributes:
+        path: the file or folder.
+        kind: "weights", "table" or "events".
+        weights: paths of files with weights, which are read tensor by tensor.
+        curves: numbers by name, over steps or epochs.
+        unit: what these are over: "step" or "epoch".
+    """
+
+    path: Path
+    kind: str
+    weights: list[Path] = field(default_factory=list)
+    curves: dict[str, Series] = field(default_factory=dict)
+    unit: str = "step"
+
+
+def find_foreign(path: Path) -> Foreign | None:
+    """A file or folder that another program has written; None if it is one of hookcb, or missing.
+
+    Raises:
+        ValueError: If it is damaged, or of no known kind.
+        ModuleNotFoundError: If a package that reads it is not installed.
+    """
+    if path.suffix == ".html" or not path.exists():
+        return None
+    if path.is_dir():
+        return _in_folder(path)
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty")
+    if path.match(EVENTS):
+        return Foreign(path, "events", curves=read_events(path))
+    if path.suffix.lower() in TABLES:
+        curves, unit = read_table(path)
+        return Foreign(path, "table", curves=curves, unit=unit)
+    if path.suffix == SAFE:
+        return Foreign(path, "weights", [path])
+    if not _is_of_torch(path):
+        known = "weights (.pt, .pth, .bin, .ckpt, .safetensors), a table (.csv), or events of TensorBoard"
+        raise ValueError(f"{path} is of no known kind; give a page or records of hookcb, {known}")
+    return None if _is_ours(path) else Foreign(path, "weights", [path])
+
+
+def _in_folder(folder: Path) -> Foreign | None:
+    if checkpoints_in(folder) or folder in checkpoints_in(folder.parent):
+        return None
+    for pattern in IN_FOLDERS:
+        found = sorted(x for x in folder.glob(pattern) if x.is_file() and not x.name.startswith("optimizer"))
+        if not found:
+            continue
+        if pattern == EVENTS:
+            return Foreign(folder, "events", curves=read_events(folder))
+        if found[0].suffix in TABLES:
+            return find_foreign(found[0])
+        return Foreign(folder, "weights", found)
+    return None
+
+
+def _is_of_torch(file: Path) -> bool:
+    with file.open("rb") as opened:
+        begin = opened.read(4)
+    return begin[:2] in (b"PK", b"\x80\x02") or file.suffix.lower() in OF_TORCH
+
+
+def _is_ours(file: Path) -> bool:
+    """Whether it is a checkpoint, or has saved records, of hookcb."""
+    try:
+        state = read_torch(file)
+    except ValueError:
+        return False  # the message comes as it is read
+    return isinstance(state, dict) and is_saved(state)
+
+
+def read_torch(file: Path) -> Any:
+    """Content of a file of `torch.save`; runs no code from it, and reads tensors as they are used.
+
+    Raises:
+        ValueError: If it is damaged, or has objects other than tensors and plain values.
+    """
+    given: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
+    with warnings.catch_warnings(action="ignore"):
+        try:
+            try:
+                return torch.load(file, mmap=True, **given)
+            except RuntimeError:  # a file of before torch 1.6
+                return torch.load(file, mmap=False, **given)
+        except Exception as error:  # torch's unpickler may raise any error
+            if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
+                raise ValueError(_refused(file, found[1])) from error
+            raise ValueError(f"{file} cannot be read; it is damaged, or not a file of torch.save") from error
+
+
+def _refused(file: Path, name: str) -> str:
+    return (
+        f"{file} has objects of the class {name}, and hookcb runs no code from a file. If you trust it, "
+        f"convert it: torch.save(torch.load({str(file)!r}, weights_only=False).state_dict(), 'weights.pt'), "
+        "or save only the entry with the weights"
+    )
+
+
+def read_weights(file: Path) -> Iterator[tuple[str, Tensor, bool]]:
+    """Names and tensors of a file, one after the other, and whether it is a state of an optimizer.
+
+    Raises:
+        ValueError: If it is damaged, or has no tensors.
+        ModuleNotFoundError: If it needs safetensors, and that is not installed.
+    """
+    if file.suffix == SAFE:
+        yield from _read_safe(file)
+        return
+    n = 0
+    for key, x, is_state in _named(read_torch(file)):
+        n += 1
+        yield key, x, is_state
+    if not n:
+        raise ValueError(f"{file} has no tensors by name")
+
+
+def _read_safe(file: Path) -> Iterator[tuple[str, Tensor, bool]]:
+    library = import_extra("safetensors", "safetensors", "safetensors")
+    try:
+        with library.safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # it has no other iterator
+                yield name, opened.get_tensor(name), False
+    except library.SafetensorError as error:
+        raise ValueError(f"{file} cannot be read; it is truncated or damaged: {error}") from error
+
+
+def _named(state: Any) -> Iterator[tuple[str, Tensor, bool]]:
+    if isinstance(state, Tensor):
+        yield "the tensor", state, False
+    several = sum(bool(tensors(x)) for _, x, _ in dicts_in(state)) > 1
+    for key, found, _ in dicts_in(state):
+        if is_optimizer(found):
+            for i, of_param in found["state"].items():
+                for name, x in tensors(of_param).items() if isinstance(of_param, dict) else ():
+                    yield f"{key or 'optimizer'}: {name} of parameter {i}", x, True
+            continue
+        for name, x in tensors(found).items():
+            yield f"{key}: {name}" if several and key else name, x, False
+
+
+def read_table(file: Path) -> tuple[dict[str, Series], str]:
+    """Columns of a CSV file with numbers, over its column of steps or epochs; empty cells are left out.
+
+    Raises:
+        ValueError: If it has no such column, or no numbers.
+    """
+    try:
+        text = file.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not a text file") from error
+    lines = text.splitlines()
+    head = lines[0] if lines else ""
+    rows = list(csv.reader(lines, delimiter=max(DELIMITERS, key=head.count)))
+    names = [name.strip() for name in rows[0]] if rows else []
+    by_name = {name.lower(): i for i, name in enumerate(names)}
+    if (unit := next((x for x in PLACES if x in by_name), "")) == "":
+        has = ", ".join(names[:8]) or "no header"
+        raise ValueError(f"{file} has no column {', '.join(PLACES[:-1])} or {PLACES[-1]}; it has: {has}")
+    place, columns = by_name[unit], dict[str, dict[int, float]]()
+    for row in rows[1:]:
+        if (at := _number(row, place)) is None or not math.isfinite(at):
+            continue
+        for i, name in enumerate(names):
+            if i != place and name and (x := _number(row, i)) is not None:
+                columns.setdefault(name, {})[int(at)] = x  # of a training that was resumed, the later row
+    columns = {name: x for name, x in columns.items() if name.lower() not in PLACES}
+    if not columns:
+        raise ValueError(f"{file} has no numbers beside its column {names[place]}")
+    curves = {name: series_of(sorted(x.items())) for name, x in columns.items()}
+    return curves, "epoch" if unit == "epoch" else "step"
+
+
+def _number(row: list[str], i: int) -> float | None:
+    try:
+        return float(row[i])
+    except (IndexError, ValueError):
+        return None
+
+
+def read_events(path: Path) -> dict[str, Series]:
+    """Scalars in a file, or a folder, of events of TensorBoard.
+
+    Raises:
+        ValueError: If there are none.
+        ModuleNotFoundError: If tensorboard is not installed.
+    """
+    name = "tensorboard.backend.event_processing.event_accumulator"
+    library = import_extra(name, "tensorboard", "tensorboard")
+    accumulator = library.EventAccumulator(str(path), size_guidance={library.SCALARS: 0, library.TENSORS: 0})
+    try:
+        accumulator.Reload()
+    except Exception as error:  # of a damaged file
+        raise ValueError(f"{path} cannot be read; it is damaged, or has no events") from error
+    tags = accumulator.Tags()
+    found = {tag: [(x.step, x.value) for x in accumulator.Scalars(tag)] for tag in tags["scalars"]}
+    for tag in tags["tensors"]:
+        values = [(x.step, x.tensor_proto.float_val) for x in accumulator.Tensors(tag)]
+        found[tag] = [(step, x[0]) for step, x in values if len(x) == 1]
+    curves = {tag: series_of(sorted(dict(x).items())) for tag, x in found.items() if x}
+    if not curves:
+        raise ValueError(f"{path} has no scalars")
+    return curves
