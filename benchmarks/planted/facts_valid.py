@@ -223,3 +223,81 @@ def target_network(seed: int, cbs: Callbacks) -> Run:
                 opt.step()
                 lerp(target, model, 1e-4)
     return Run(w, losses, model=model)
+
+
+class Coder(nn.Module):
+    """A variational autoencoder: reconstruction, mean and logarithm of the variance."""
+
+    def __init__(self, width: int = 64, n_code: int = 8) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 2 * n_code))
+        self.decoder = stack(n_code, width, 64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, log_var = self.encoder(x).chunk(2, 1)
+        code = mean + (0.5 * log_var).exp() * torch.randn_like(mean)
+        return self.decoder(code), mean, log_var
+
+
+def variational(seed: int, cbs: Callbacks, sign: float, model: nn.Module, lr: float) -> Run:
+    """Train an autoencoder, whose divergence is added with a sign."""
+    x, _ = digits(seed, 600)
+    opt, losses = Adam(model.parameters(), lr=lr), list[float]()
+    with watch(model, opt, *cbs) as w:
+        for _ in range(8):
+            for xb in x.split(40):
+                found, mean, log_var = model(xb)
+                divergence = -0.5 * (1 + log_var - mean.square() - log_var.exp()).sum(1).mean()
+                loss = w.report_loss((found - xb).square().sum(1).mean() + sign * divergence)
+                losses.append(loss.item())
+                opt.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1e3)
+                opt.step()
+    return Run(w, losses, model=model)
+
+
+@fault(FACTS_VALID_FAULTS, "a divergence that is subtracted", codes=["loss.unbounded"])
+def subtracted_divergence(seed: int, cbs: Callbacks) -> Run:
+    return variational(seed, cbs, -100.0, Coder(), lr=0.03)
+
+
+@fault(FACTS_VALID_FAULTS, "a bonus without a bound", codes=["loss.unbounded"])
+def endless_bonus(seed: int, cbs: Callbacks) -> Run:
+    x, y = digits(seed, 600)
+    model = stack(64, 32, 10, act=nn.Tanh)
+    opt, losses = Adam(model.parameters(), lr=0.05), list[float]()
+    with watch(model, opt, *cbs) as w:
+        for _ in range(10):
+            for xb, yb in pairs(x, y, 40):
+                scores = model(xb)
+                loss = w.report_loss(F.cross_entropy(scores, yb) - scores.exp().mean())
+                losses.append(loss.item())
+                opt.zero_grad()
+                loss.backward()
+                opt.step()
+    return Run(w, losses, model=model)
+
+
+@control(FACTS_VALID_CONTROLS, "variational autoencoder", target=70.0)
+def variational_autoencoder(seed: int, cbs: Callbacks) -> Run:
+    return variational(seed, cbs, 1.0, Coder(), lr=3e-3)
+
+
+@control(FACTS_VALID_CONTROLS, "likelihood of densities that get narrow", target=0.0)
+def narrow_densities(seed: int, cbs: Callbacks) -> Run:
+    rng = generator(seed)
+    x = torch.randn(640, 8, generator=rng)
+    y = x[:, :1] + 1e-3 * torch.randn(640, 1, generator=rng)
+    model = stack(8, 32, 2)
+    opt, losses = Adam(model.parameters(), lr=1e-2), list[float]()
+    with watch(model, opt, *cbs) as w:
+        for _ in range(10):
+            for xb, yb in pairs(x, y, 40):
+                mean, log_std = model(xb).chunk(2, 1)
+                loss = (0.5 * ((yb - mean) / log_std.exp()).square() + log_std).mean()
+                losses.append(w.report_loss(loss).item())
+                opt.zero_grad()
+                loss.backward()
+                opt.step()
+    return Run(w, losses, model=model)
