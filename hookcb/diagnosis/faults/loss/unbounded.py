@@ -31,8 +31,9 @@ class UnboundedLoss(Fault):
     faster and faster: on the way to half of that, by 1.2 times as much from each fifth to the next. That is a
     warning. A likelihood of narrow densities is negative too, but falls ever more slowly. A negated loss has
     no minimum, and training makes the model as wrong as it can; `nll_loss` is negative, too, if it gets
-    probabilities rather than log-probabilities. Not checked if the last layer before the loss is not the model's,
-    as in a GAN's generator, whose loss may be negated on purpose.
+    probabilities rather than log-probabilities.
+    Not checked if the last layer before the loss is not the model's, as in a GAN's generator, whose loss may
+    be negated on purpose.
 
     Source: Goodfellow, Bengio & Courville, Deep Learning, 2016, section 6.2: these are negative logarithms of
     probabilities, or squares and distances.
