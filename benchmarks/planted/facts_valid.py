@@ -1,5 +1,8 @@
 """Validations beside the training, averages of weights, and losses without a floor; controls near them."""
 
+import copy
+from collections.abc import Callable
+
 import torch
 from case import Callbacks, Case, Losses, Run, control, fault
 from data import digits, generator
@@ -7,8 +10,9 @@ from nets import stack
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Adam
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from hookcb import EarlyStopping, Learner, watch
+from hookcb import EMA, EarlyStopping, Learner, watch
 
 FACTS_VALID_FAULTS: list[Case] = []
 FACTS_VALID_CONTROLS: list[Case] = []
@@ -116,3 +120,184 @@ def norm_validated(seed: int, cbs: Callbacks) -> Run:
     x, y = digits(seed, 600)
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10))
     return looped(model, (x[:400], y[:400]), (x[400:], y[400:]), cbs, n_epoch=6)
+
+
+Update = Callable[[nn.Module], object]
+
+
+def averaged(model: nn.Module, average: nn.Module, update: Update, seed: int, cbs: Callbacks) -> Run:
+    """Train on digits, and evaluate an average of the weights after each epoch."""
+    x, y = digits(seed, 600)
+    opt, losses = Adam(model.parameters(), lr=5e-3), list[float]()
+    with watch(model, opt, *cbs) as w:
+        for _ in range(8):
+            for xb, yb in pairs(x[:400], y[:400]):
+                loss = w.report_loss(F.cross_entropy(model(xb), yb))
+                losses.append(loss.item())
+                opt.zero_grad()
+                loss.backward()
+                opt.step()
+                update(model)
+            with torch.no_grad():
+                average.eval()(x[400:])
+    return Run(w, losses, model=model)
+
+
+def lerp(average: nn.Module, model: nn.Module, weight: float) -> None:
+    """Moves an average by a share of the way to the model."""
+    with torch.no_grad():
+        for a, p in zip(average.parameters(), model.parameters(), strict=True):
+            a.lerp_(p, weight)
+
+
+@fault(FACTS_VALID_FAULTS, "an average by hand with a decay of 0.9999", codes=["average.slow"])
+def slow_by_hand(seed: int, cbs: Callbacks) -> Run:
+    model = stack(64, 64, 10)
+    average = copy.deepcopy(model)
+    return averaged(model, average, lambda m: lerp(average, m, 1e-4), seed, cbs)
+
+
+@fault(FACTS_VALID_FAULTS, "an AveragedModel with a decay of 0.9999", codes=["average.slow"])
+def slow_averaged_model(seed: int, cbs: Callbacks) -> Run:
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9999))
+    return averaged(model, average, average.update_parameters, seed, cbs)
+
+
+@fault(FACTS_VALID_FAULTS, "hookcb's EMA with a decay of 0.9999", codes=["average.slow"])
+def slow_callback(seed: int, cbs: Callbacks) -> Run:
+    x, y = digits(seed, 600)
+    data = (x[:400], y[:400]), (x[400:], y[400:])
+    return validated(stack(64, 64, 10), *data, [*cbs, EMA(0.9999)], n_epoch=8)
+
+
+@control(FACTS_VALID_CONTROLS, "hookcb's EMA with a decay of 0.9", target=0.6)
+def ema_callback(seed: int, cbs: Callbacks) -> Run:
+    x, y = digits(seed, 600)
+    data = (x[:400], y[:400]), (x[400:], y[400:])
+    return validated(stack(64, 64, 10), *data, [*cbs, EMA(0.9)], n_epoch=8)
+
+
+@control(FACTS_VALID_CONTROLS, "average whose decay of 0.9999 is warmed up", target=0.6)
+def warmed_up(seed: int, cbs: Callbacks) -> Run:
+    model, n = stack(64, 64, 10), iter(range(10_000))
+    average = copy.deepcopy(model)
+    return averaged(
+        model,
+        average,
+        lambda m: lerp(average, m, 1 - min(0.9999, (1 + (i := next(n))) / (10 + i))),
+        seed,
+        cbs,
+    )
+
+
+@control(FACTS_VALID_CONTROLS, "average of weights that begins late", target=0.6)
+def late_average(seed: int, cbs: Callbacks) -> Run:
+    model, n = stack(64, 64, 10), iter(range(10_000))
+    average = AveragedModel(model)
+    return averaged(model, average, lambda m: next(n) >= 120 and average.update_parameters(m), seed, cbs)
+
+
+@control(FACTS_VALID_CONTROLS, "frozen reference that is evaluated beside the model", target=0.6)
+def reference(seed: int, cbs: Callbacks) -> Run:
+    model = stack(64, 64, 10)
+    return averaged(model, copy.deepcopy(model), lambda m: None, seed, cbs)
+
+
+@control(FACTS_VALID_CONTROLS, "slow target network that is called at each step", target=0.8)
+def target_network(seed: int, cbs: Callbacks) -> Run:
+    model = stack(64, 64, 10)
+    target = copy.deepcopy(model)
+    x, y = digits(seed, 600)
+    opt, losses = Adam(model.parameters(), lr=5e-3), list[float]()
+    with watch(model, opt, *cbs) as w:
+        for _ in range(8):
+            for xb, yb in pairs(x[:400], y[:400]):
+                with torch.no_grad():
+                    near = target(xb).softmax(1)
+                scores = model(xb)
+                loss = w.report_loss(F.cross_entropy(scores, yb) + 0.01 * F.cross_entropy(scores, near))
+                losses.append(loss.item())
+                opt.zero_grad()
+                loss.backward()
+                opt.step()
+                lerp(target, model, 1e-4)
+    return Run(w, losses, model=model)
+
+
+class Coder(nn.Module):
+    """A variational autoencoder: reconstruction, mean and logarithm of the variance."""
+
+    def __init__(self, width: int = 64, n_code: int = 8) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 2 * n_code))
+        self.decoder = stack(n_code, width, 64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, log_var = self.encoder(x).chunk(2, 1)
+        code = mean + (0.5 * log_var).exp() * torch.randn_like(mean)
+        return self.decoder(code), mean, log_var
+
+
+def variational(seed: int, cbs: Callbacks, sign: float, model: nn.Module, lr: float) -> Run:
+    """Train an autoencoder, whose divergence is added with a sign."""
+    x, _ = digits(seed, 600)
+    opt, losses = Adam(model.parameters(), lr=lr), list[float]()
+    with watch(model, opt, *cbs) as w:
+        for _ in range(8):
+            for xb in x.split(40):
+                found, mean, log_var = model(xb)
+                divergence = -0.5 * (1 + log_var - mean.square() - log_var.exp()).sum(1).mean()
+                loss = w.report_loss((found - xb).square().sum(1).mean() + sign * divergence)
+                losses.append(loss.item())
+                opt.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1e3)
+                opt.step()
+    return Run(w, losses, model=model)
+
+
+@fault(FACTS_VALID_FAULTS, "a divergence that is subtracted", codes=["loss.unbounded"])
+def subtracted_divergence(seed: int, cbs: Callbacks) -> Run:
+    return variational(seed, cbs, -100.0, Coder(), lr=0.03)
+
+
+@fault(FACTS_VALID_FAULTS, "a bonus without a bound", codes=["loss.unbounded"])
+def endless_bonus(seed: int, cbs: Callbacks) -> Run:
+    x, y = digits(seed, 600)
+    model = stack(64, 32, 10, act=nn.Tanh)
+    opt, losses = Adam(model.parameters(), lr=0.05), list[float]()
+    with watch(model, opt, *cbs) as w:
+        for _ in range(10):
+            for xb, yb in pairs(x, y, 40):
+                scores = model(xb)
+                loss = w.report_loss(F.cross_entropy(scores, yb) - scores.exp().mean())
+                losses.append(loss.item())
+                opt.zero_grad()
+                loss.backward()
+                opt.step()
+    return Run(w, losses, model=model)
+
+
+@control(FACTS_VALID_CONTROLS, "variational autoencoder", target=70.0)
+def variational_autoencoder(seed: int, cbs: Callbacks) -> Run:
+    return variational(seed, cbs, 1.0, Coder(), lr=3e-3)
+
+
+@control(FACTS_VALID_CONTROLS, "likelihood of densities that get narrow", target=0.0)
+def narrow_densities(seed: int, cbs: Callbacks) -> Run:
+    rng = generator(seed)
+    x = torch.randn(640, 8, generator=rng)
+    y = x[:, :1] + 1e-3 * torch.randn(640, 1, generator=rng)
+    model = stack(8, 32, 2)
+    opt, losses = Adam(model.parameters(), lr=1e-2), list[float]()
+    with watch(model, opt, *cbs) as w:
+        for _ in range(10):
+            for xb, yb in pairs(x, y, 40):
+                mean, log_std = model(xb).chunk(2, 1)
+                loss = (0.5 * ((yb - mean) / log_std.exp()).square() + log_std).mean()
+                losses.append(w.report_loss(loss).item())
+                opt.zero_grad()
+                loss.backward()
+                opt.step()
+    return Run(w, losses, model=model)

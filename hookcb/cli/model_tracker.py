@@ -51,6 +51,7 @@ from hookcb.report.data import PageData
 
 N_ANEW = 2  # batches of a model whose outermost module turns out to be made anew for each step
 MAX_MODELS = 4  # watched at a time, as their memory is held until their verdict
+OF_WHOLE_RUNS = ("train.unfinished", "average.slow")  # what says nothing of a script that a limit has ended
 UNSEEN = "none of .* was seen in the first batch"  # a warning of callbacks
 
 
@@ -248,7 +249,7 @@ class ModelTracker:
     def _scoped(self, verdict: Verdict) -> Verdict:
         """A verdict without what is ignored, which says so, and at which step the script was ended."""
         reached = self.limit.reached
-        hidden = [*self._ignored, *(["train.unfinished"] if reached else ())]
+        hidden = [*self._ignored, *(OF_WHOLE_RUNS if reached else ())]
         remarks = [reached, f"ignored: {', '.join(self._ignored)}" if self._ignored else ""]
         return replace(without(verdict, hidden), remarks=tuple(filter(None, remarks)))
 

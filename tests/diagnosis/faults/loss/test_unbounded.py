@@ -54,3 +54,41 @@ def test_a_negated_loss_is_a_fault_unless_it_judges_another_models_output(by_ano
             opt.step()
             opt.zero_grad()
     assert ("loss.unbounded" in [x.code for x in w.diagnose().findings]) != by_another
+
+
+def test_a_loss_of_any_kind_that_falls_faster_and_faster_has_no_minimum():
+    found = only(UnboundedLoss, losses([774.0 - 1.2**i for i in range(150)], ""))
+    assert (found.code, found.severity) == ("loss.unbounded", "warning")
+    assert "fell faster and faster" in found.message
+    assert found.step == 0  # it is what leads to all the rest
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [5 - 1e6 * (1 - 0.95**i) for i in range(150)],  # slower and slower
+        [5 - 1e4 * i for i in range(150)],  # at a constant speed
+        [5 - 1.05**i for i in range(150)],  # not far below its size
+        [5e6 - 1.2**i for i in range(120)],  # likewise
+        [774.0 - 1.2**i for i in range(40)],  # of few batches
+        [1.0] * 60 + [-1e9] + [1.0] * 60,
+    ],
+    ids=["saturates", "linear", "small", "large at first", "few", "one outlier"],
+)
+def test_other_negative_losses_of_unknown_kinds_are_left_alone(values):
+    assert isinstance(only(UnboundedLoss, losses(values, "")), Skipped)
+
+
+def test_a_bonus_without_a_bound_is_found_in_a_sum():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    opt = torch.optim.Adam(model.parameters(), lr=0.05)
+    with watch(model, opt, Diagnose("ignore", show=False)) as w:
+        for _ in range(100):
+            x, y = torch.randn(32, 8), torch.randint(4, (32,))
+            scores = model(x)
+            bonus = scores.exp().mean()
+            w.report_loss(nn.functional.cross_entropy(scores, y) - bonus).backward()
+            opt.step()
+            opt.zero_grad()
+    assert "loss.unbounded" in [x.code for x in w.diagnose().findings]

@@ -1,0 +1,129 @@
+"""Copies: other models of the same structure that are evaluated, such as averages of the weights."""
+
+import gc
+import math
+from collections.abc import Iterator
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from hookcb.diagnosis.fault import Measurement
+from hookcb.diagnosis.measurements.parameters import Parameters
+from hookcb.diagnosis.run import Run
+from hookcb.gradients.stats import is_readable, sketch_copy
+from hookcb.hooks.hook import Hook
+from hookcb.hooks.modules import without_wrappers
+from hookcb.training.ema import EMA
+
+SCANS = (2, 7, 12)  # numbers of inspected batches after which copies are looked for; a scan takes 20 ms
+MAX_COPIES = 4
+MAX_SHARE = 0.25  # of the batches at which it is called: more often it gives targets
+Samples = dict[str, Tensor]
+
+
+class _Copy:
+    """A model of the same structure, its sampled weights when it was found, and when it was evaluated."""
+
+    def __init__(self, m: nn.Module, run: Run) -> None:
+        self.model, self._loop = ref(m), run.loop
+        self.samples, self.first = _samples(m), run.step
+        self.steps = set[int]()  # numbers of training batches before a call without gradients
+        self.is_trained = False
+        self.hook = Hook(m, self._called, pre=True, detach=False)
+
+    def _called(self, m: nn.Module, *seen: Any) -> None:
+        if not torch.is_grad_enabled():
+            self.steps.add(self._loop.train_iter)
+        elif m.training:
+            self.is_trained = True
+
+    def close(self) -> None:
+        self.hook.remove()
+        self._loop = None
+
+
+class Copies(Measurement):
+    """Finds copies of the model in memory, and how far they are from the weights at the beginning.
+
+    `moved` has, of each copy that was evaluated and has changed, ‖copy - start‖ / ‖model - start‖ over the
+    sampled elements, and the number of batches at which it was evaluated. A copy that is called at more than
+    a quarter of the batches gives targets, as in BYOL; one that is trained is a model of its own; one that
+    does not change is a reference.
+    """
+
+    uses = (Parameters,)
+
+    def __init__(self) -> None:
+        self.moved: list[tuple[float, int]] = []
+        self.n_scans = 0
+        self._copies: list[_Copy] = []
+
+    def on_batch_end(self, run: Run) -> None:
+        if run.looking and run.n_looked in SCANS:
+            self.n_scans += 1
+            model = without_wrappers(run.loop.model)
+            for m in _alike(model):
+                self._add(m, run)
+
+    def on_validation(self, run: Run) -> None:
+        for cb in run.loop.cbs:
+            if isinstance(cb, EMA) and cb.validate and hasattr(cb, "model"):
+                self._add(cb.model, run)
+                found = next((copy for copy in self._copies if copy.model() is cb.model), None)
+                if found is not None:
+                    found.steps.add(run.step)
+
+    def _add(self, m: nn.Module, run: Run) -> None:
+        if len(self._copies) < MAX_COPIES and all(copy.model() is not m for copy in self._copies):
+            self._copies.append(_Copy(m, run))
+
+    def tell(self, run: Run) -> None:
+        self.moved = []
+        named = {id(p): x for p, x in run.measured(Parameters).begins.values()}
+        for copy in self._copies:
+            n = run.n_batches - copy.first
+            if (
+                (m := copy.model()) is None
+                or copy.is_trained
+                or not 0 < len(copy.steps) <= max(1, MAX_SHARE * n)
+            ):
+                continue
+            now = _samples(m)
+            model = without_wrappers(copy._loop.model)
+            begins = {name: named[id(p)] for name, p in model.named_parameters() if id(p) in named}
+            trained = _samples(model)
+            if any(not torch.equal(x, copy.samples[name]) for name, x in now.items()):
+                far, own = _distance(trained, begins), _distance(now, begins)
+                if far > 0:
+                    self.moved.append((own / far, len(copy.steps)))
+
+    def close(self, run: Run) -> None:
+        for copy in self._copies:
+            copy.close()
+
+    def freeze(self) -> None:
+        self._copies = []
+
+
+def _alike(model: nn.Module) -> Iterator[nn.Module]:
+    """Models in memory of the same class and shapes that share no parameter with this one."""
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    own = {id(p) for p in model.parameters()}
+    for m in gc.get_objects():
+        if type(m) is type(model) and m is not model:  # never isinstance, which may run code of a proxy
+            params = dict(m.named_parameters())
+            is_like = bool(params) and {name: p.shape for name, p in params.items()} == shapes
+            if is_like and own.isdisjoint(map(id, params.values())):
+                yield m
+
+
+def _samples(m: nn.Module) -> Samples:
+    return {name: sketch_copy(p) for name, p in m.named_parameters() if is_readable(p) and p.numel()}
+
+
+def _distance(samples: Samples, begins: Samples) -> float:
+    """Norm of the difference of sampled elements; waits for the device."""
+    pairs = ((samples[name].float(), x.float()) for name, x in begins.items() if name in samples)
+    return math.sqrt(sum(float((a - b.to(a.device)).square().sum()) for a, b in pairs))

@@ -1,0 +1,132 @@
+"""average.slow: averages of the weights that are evaluated."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from hookcb import EMA, Diagnose, Learner, watch
+from hookcb.diagnosis.faults.steps.slow_average import SlowAverage
+from hookcb.diagnosis.measurements.copies import Copies
+from hookcb.diagnosis.run import Passed, Run, Skipped
+from hookcb.testing import assert_no_hooks
+from tests.diagnosis.support import measured, only
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def data():
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(160, 8, generator=rng)
+    return x, x[:, :1] + x[:, 1:2]
+
+
+def follow(average_of, update, every=10, n_epoch=5, trains=False):
+    """Trains in a loop, and calls an average without gradients after so many steps."""
+    x, y = data()
+    model = net()
+    average = average_of(model)
+    opt = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with watch(model, opt, Diagnose(show=False)) as w:
+        for _ in range(n_epoch):
+            for i, (a, b) in enumerate(zip(x.split(16), y.split(16), strict=True)):
+                w.report_loss(loss := F.mse_loss(model(a), b))
+                opt.zero_grad()
+                loss.backward()
+                opt.step()
+                update(average, model)
+                if trains:
+                    average(a)
+                if i % every == every - 1:
+                    with torch.no_grad():
+                        average(x)
+    return w, average
+
+
+def by_hand(weight):
+    def update(average, model):
+        with torch.no_grad():
+            for a, p in zip(average.parameters(), model.parameters(), strict=True):
+                a.lerp_(p, weight)
+
+    return update
+
+
+def found(w):
+    return [(x.code, x.severity) for x in w.diagnose().findings if x.code == "average.slow"]
+
+
+def averaged(decay):
+    return lambda m: AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(decay))
+
+
+@pytest.mark.parametrize(
+    ("average_of", "update"),
+    [
+        (copy.deepcopy, by_hand(1e-3)),
+        (averaged(0.999), lambda average, model: average.update_parameters(model)),
+    ],
+    ids=["by hand", "AveragedModel"],
+)
+def test_an_average_that_is_still_near_the_start_is_a_warning(average_of, update):
+    w, average = follow(average_of, update)
+    assert found(w) == [("average.slow", "warning")]
+    finding = next(x for x in w.diagnose().findings if x.code == "average.slow")
+    assert "evaluated at 5 batches" in finding.message
+    assert "in 50 steps" in finding.message
+    assert_no_hooks(average)
+
+
+@pytest.mark.parametrize(
+    ("average_of", "update", "options"),
+    [
+        (copy.deepcopy, by_hand(0.2), {}),
+        (averaged(0.8), lambda average, model: average.update_parameters(model), {}),
+        (copy.deepcopy, lambda average, model: None, {}),
+        (copy.deepcopy, by_hand(1e-3), {"every": 1}),
+        (copy.deepcopy, by_hand(1e-3), {"every": 100}),
+        (copy.deepcopy, by_hand(1e-3), {"trains": True}),
+    ],
+    ids=["fast", "fast AveragedModel", "reference", "gives targets", "not evaluated", "trained"],
+)
+def test_other_copies_are_fine(average_of, update, options):
+    assert found(follow(average_of, update, **options)[0]) == []
+
+
+@pytest.mark.parametrize(("decay", "expected"), [(0.9999, [("average.slow", "warning")]), (0.8, [])])
+def test_the_ema_of_a_learner_is_judged_as_it_is_validated(decay, expected):
+    x, y = data()
+    batches = list(zip(x.split(16), y.split(16), strict=True))
+    learn = Learner((batches, batches[:2]), net(), F.mse_loss, lr=1e-2)
+    with learn.no_logging():
+        learn.fit(5, cbs=[Diagnose(show=False), EMA(decay)])
+    assert found(learn) == expected
+
+
+def test_looking_for_copies_changes_nothing():
+    _, one = follow(copy.deepcopy, by_hand(1e-3))
+    x, y = data()
+    model = net()
+    other = copy.deepcopy(model)
+    opt = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(5):
+        for a, b in zip(x.split(16), y.split(16), strict=True):
+            opt.zero_grad()
+            F.mse_loss(model(a), b).backward()
+            opt.step()
+            by_hand(1e-3)(other, model)
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_a_bare_run_is_not_judged_and_few_steps_are_not():
+    assert isinstance(only(SlowAverage, Run()), Skipped)
+    assert isinstance(only(SlowAverage, measured(Run(n_steps=10), Copies, moved=[(0.01, 3)])), Skipped)
+    assert isinstance(
+        only(SlowAverage, measured(Run(n_steps=50), Copies, moved=[(0.5, 3)], n_scans=1)), Passed
+    )
