@@ -141,3 +141,52 @@ def enough_positions(seed: int, cbs: Callbacks) -> Run:
     model = _Tagger(16)
     batches = text_batches(seed, n_step=120)
     return follow(model, token_loss, Adam(model.parameters(), lr=1e-2), batches, cbs, seed)
+
+
+class _Conditioned(nn.Module):
+    """A net with two inputs."""
+
+    def __init__(self, n_in: int, n_condition: int, n_out: int) -> None:
+        super().__init__()
+        self.body, self.condition = nn.Linear(n_in, 32), nn.Linear(n_condition, 32)
+        self.head = nn.Sequential(nn.ReLU(), nn.Linear(32, n_out))
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        return self.head(self.body(x.flatten(1)) + self.condition(condition))
+
+
+@fault(FACTS_DATA_FAULTS, "the first sample's half for all", codes=["input.one_sample"])
+def first_half(seed: int, cbs: Callbacks) -> Run:
+    model = _Conditioned(32, 32, 10)
+    halves = [(*torch.chunk(x, 2, dim=1), y) for x, y in batched(*digits(seed), seed=seed, n_step=60)]
+    batches = [(a, b.contiguous()[:1], y) for a, b, y in halves]
+    opt = Adam(model.parameters(), lr=3e-3)
+    return follow(model, F.cross_entropy, opt, batches, cbs, seed)
+
+
+def _with_sums(seed: int, n_step: int = 60) -> list[Batch]:
+    rng = generator(seed)
+    x = torch.randn(32 * n_step, 8, generator=rng)
+    condition = torch.randn(32 * n_step, 4, generator=rng)
+    y = x[:, :1] + condition.sum(1, keepdim=True)
+    return list(zip(*(torch.split(part, 32) for part in (x, condition, y)), strict=True))
+
+
+@fault(FACTS_DATA_FAULTS, "one row of a condition, expanded", codes=["input.one_sample"])
+def expanded_row(seed: int, cbs: Callbacks) -> Run:
+    model = _Conditioned(8, 4, 1)
+    batches = [(x, c.clone()[0].expand(len(x), -1), y) for x, c, y in _with_sums(seed)]
+    opt = Adam(model.parameters(), lr=1e-2)
+    return fit(model, F.mse_loss, opt, batches, cbs, seed)
+
+
+@control(FACTS_DATA_CONTROLS, "one condition for each batch", target=0.5)
+def shared_condition(seed: int, cbs: Callbacks) -> Run:
+    model = _Conditioned(8, 4, 1)
+    rng = generator(seed)
+    batches: list[Batch] = []
+    for x, _, _ in _with_sums(seed, 150):
+        condition = torch.randn(1, 4, generator=rng)
+        batches.append((x, condition, x[:, :1] + condition.sum()))
+    opt = Adam(model.parameters(), lr=1e-2)
+    return fit(model, F.mse_loss, opt, batches, cbs, seed)
