@@ -33,8 +33,10 @@ INTERNAL = {  # callbacks that are not for users, and whose they are
     "RateCallback": "the base of schedules",
     "SteppedRate": "the base of schedules",
     "EndAtLimit": "hookcb diagnose --steps",
+    "LookForNan": "hookcb diagnose --trace-nan",
 }
 NOT_PLANTED = {  # faults without a planted case, and why
+    "grad.compiled": "needs Diagnose(compare_compiled=True) and a compiler that is wrong",
     "nonfinite.contained": "needs GradientHealth(activations=True), which a case cannot ask for",
     "train.unfinished": "a note, which a healthy training gets too",
     "replica.diverged": "needs several processes, as the next ones; see benchmarks/planted_ranks.py",

@@ -11,7 +11,7 @@ from weakref import WeakMethod, WeakSet
 import torch
 
 from hookcb.core.threads import in_each_fork, locked
-from hookcb.core.torch_private import is_dynamo_imported, skip_frames, untraced
+from hookcb.core.torch_private import is_dynamo_imported, script_instead, skip_frames, untraced
 
 Observer = Generator[None, Any, None]
 MISSING = object()  # instead of an attribute that a class inherits, and of the result of a call that raises
@@ -110,6 +110,7 @@ class _Wrapper:
         call = _inherited(holder, name, kind is staticmethod) if self.before is MISSING else real
         wrapper = wraps(real)(_observed(self, call))
         vars(wrapper)["call_hooks"] = self
+        script_instead(wrapper, real)
         if isinstance(holder, ModuleType):
             wrapper.__module__ = holder.__name__  # where pickle looks for it
         self.attribute: Any = kind(wrapper) if kind else wrapper

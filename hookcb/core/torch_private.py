@@ -184,6 +184,11 @@ def skip_frames(function: Any) -> None:
         engine.set_code_exec_strategy(function.__code__, strategy)
 
 
+def script_instead(wrapper: Any, function: Callable[..., Any]) -> None:
+    """Has torch.jit.script compile a function where it meets a wrapper of it, which it cannot compile."""
+    vars(wrapper).update(__script_if_tracing_wrapper=True, __original_fn=function)
+
+
 # ---- tensors and storages
 
 

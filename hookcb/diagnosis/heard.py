@@ -77,5 +77,5 @@ def listen(kinds: Iterable[type[Ear]], *, from_start: bool = False) -> Callable[
 
 
 def heard(kind: type[E]) -> E:
-    """What was heard so far; nothing, if nobody listens."""
+    """An ear that is open, or a new one that has heard nothing."""
     return cast("E", _open[kind][0]) if kind in _open else kind()

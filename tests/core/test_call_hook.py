@@ -533,3 +533,15 @@ def test_a_compiled_step_has_the_graphs_and_breaks_it_would_have_and_is_observed
     # the backward, which torch.compile calls outside of its graphs; other calls are inside of them
     assert observed.told.count(False) >= 3
     assert True not in observed.told
+
+
+def losses_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(x, y)
+
+
+def test_torch_jit_compiles_code_that_calls_an_observed_function(observed):
+    observed.follow(nn.functional, "mse_loss", observed.method)
+    scripted = torch.jit.script(losses_of)
+    assert scripted(torch.zeros(2), torch.ones(2)) == 1
+    assert torch.jit.trace(losses_of, (torch.zeros(2), torch.ones(2)))(torch.zeros(2), torch.ones(2)) == 1
+    assert observed.failures == []

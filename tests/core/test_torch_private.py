@@ -391,6 +391,14 @@ def test_untraced(fresh_dynamo):
     assert called == [False, False]
 
 
+def test_script_instead():
+    def wrapper(*args, **kwargs):
+        return F.relu(*args, **kwargs)
+
+    torch_private.script_instead(wrapper, F.relu)
+    assert torch.jit.script(wrapper)(torch.tensor([-1.0, 1.0])).tolist() == [0.0, 1.0]
+
+
 def test_skip_frames(fresh_dynamo):
     compiling = []
 

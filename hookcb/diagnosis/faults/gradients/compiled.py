@@ -40,9 +40,11 @@ class CompiledGradients(Fault):
     of the optimizer; random state, buffers, modes and gradients are restored. Not told if the forward draws
     random numbers, which compiled code may draw in another order, or if two runs without torch.compile
     differ, too; not with several processes.
+
+    Source: the limit is a choice; `torch.finfo` has the unit of rounding of a dtype.
     """
 
-    headline = "torch.compile changes a gradient"
+    headline = "A gradient differs under torch.compile"
     passed = "gradients that torch.compile changes"
     unless = "no step of an optimizer was seen"
 

@@ -81,6 +81,7 @@ class ConstantDerivative(Fault):
     hears = (ConstantDerivatives,)
     severity = "warning"
     passed = "derivatives that are constants in the loss"
+    unless = "too little was seen of the graph of the loss"
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,6 +103,7 @@ class ConstantDerivative(Fault):
         heard(ConstantDerivatives).latest.clear()
 
     def on_loss(self, run: Run) -> None:
+        self.unless = "" if run.loop.loss_node is not None else self.unless
         derivatives = list((ear := heard(ConstantDerivatives)).latest)
         ear.latest.clear()
         if not derivatives or not (how := self._how(run.loop.loss_node, derivatives)):

@@ -24,7 +24,7 @@ class SlowAverage(Fault):
     `torch.optim.swa_utils`. The limit is a choice.
     """
 
-    headline = "The average of the weights is still near its start"
+    headline = "The averaged weights are still near their start"
     uses = (Copies,)
     severity = "warning"
 
