@@ -1,5 +1,8 @@
 """Faults that exact facts of the data show, and healthy trainings near them."""
 
+import random
+from collections.abc import Iterator
+
 import torch
 from case import Callbacks, Case, Run, control, fault, fit, follow
 from data import Batch, batched, digits, generator, images, raw_digits, text_batches
@@ -7,6 +10,7 @@ from nets import Cnn, Gpt, Mlp, token_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 FACTS_DATA_FAULTS: list[Case] = []
 FACTS_DATA_CONTROLS: list[Case] = []
@@ -190,3 +194,68 @@ def shared_condition(seed: int, cbs: Callbacks) -> Run:
         batches.append((x, condition, x[:, :1] + condition.sum()))
     opt = Adam(model.parameters(), lr=1e-2)
     return fit(model, F.mse_loss, opt, batches, cbs, seed)
+
+
+class _Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Digits with noise from a generator of its own."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y, self.rng = x, y, random.Random(0)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return self.x[i] * (1 + 0.1 * self.rng.gauss(0, 1)), self.y[i]
+
+
+class _Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Digits one by one, all of them or those of its worker."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(self.x, self.y, strict=True)
+
+
+class _Split(_Stream, IterableDataset[tuple[Tensor, Tensor]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        info = get_worker_info()
+        first, each = (0, 1) if info is None else (info.id, info.num_workers)
+        yield from zip(self.x[first::each], self.y[first::each], strict=True)
+
+
+@fault(FACTS_DATA_FAULTS, "a generator copied into workers, an MLP", codes=["random.workers"])
+def copied_generator(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    loader = DataLoader(_Noisy(*digits(seed, 512)), 32, shuffle=True, num_workers=2)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), loader, cbs, seed, n_epoch=2)
+
+
+@fault(FACTS_DATA_FAULTS, "a generator copied into workers, a CNN", codes=["random.workers"])
+def copied_generator_of_images(seed: int, cbs: Callbacks) -> Run:
+    model = Cnn()
+    loader = DataLoader(_Noisy(*images(seed, 512)), 32, num_workers=2)
+    return follow(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), loader, cbs, seed)
+
+
+@fault(FACTS_DATA_FAULTS, "a stream that each worker gives, an MLP", codes=["data.workers"])
+def repeated_stream(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    loader = DataLoader(_Stream(*digits(seed, 512)), 32, num_workers=2)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), loader, cbs, seed)
+
+
+@fault(FACTS_DATA_FAULTS, "a stream that each worker gives, a CNN", codes=["data.workers"])
+def repeated_stream_of_images(seed: int, cbs: Callbacks) -> Run:
+    model = Cnn()
+    loader = DataLoader(_Stream(*images(seed, 512)), 32, num_workers=2)
+    return follow(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), loader, cbs, seed)
+
+
+@control(FACTS_DATA_CONTROLS, "a stream that is split between workers", target=1.9)
+def split_stream(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    loader = DataLoader(_Split(*digits(seed)), 32, num_workers=2)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), loader, cbs, seed)

@@ -1,0 +1,117 @@
+"""Loading: DataLoaders that a program iterates over, and the random generators that their datasets hold."""
+
+import random
+import zlib
+from collections.abc import Generator, Iterator
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from hookcb.core.randomness import parts_of
+from hookcb.diagnosis.heard import Ear
+
+
+class Pass(NamedTuple):
+    """One pass over a DataLoader, as it began.
+
+    Attributes:
+        n_workers: number of its worker processes.
+        is_kept: whether workers stay for the next pass.
+        has_init: whether it has a `worker_init_fn`.
+        is_unsharded: whether the dataset is an IterableDataset that never asks which worker it is in.
+        held: name and state of each generator that the dataset holds and uses.
+    """
+
+    n_workers: int
+    is_kept: bool
+    has_init: bool
+    is_unsharded: bool
+    held: tuple[tuple[str, int], ...]
+
+
+class Loading(Ear):
+    """Observes each pass over a DataLoader, and keeps none of its objects.
+
+    Attributes:
+        last: the pass that began last, None if there was none.
+    """
+
+    calls = ((DataLoader, "__iter__", "iterates"),)
+
+    def __init__(self) -> None:
+        self.last: Pass | None = None
+
+    def iterates(self, loader: Any) -> Generator[None, Any, None]:
+        """Observes the beginning of a pass."""
+        self.last = None
+        if loader.num_workers:
+            self.last = pass_of(loader)
+        yield
+
+
+def pass_of(loader: Any) -> Pass:
+    """State of a loader and of its generators at the beginning of a pass."""
+    kind = type(loader.dataset)
+    is_unsharded = isinstance(loader.dataset, IterableDataset) and not _asks_for_worker(kind)
+    held = [*_held_by(loader.dataset), *_held_by(loader.collate_fn)]
+    has_init = loader.worker_init_fn is not None
+    return Pass(loader.num_workers, loader.persistent_workers, has_init, is_unsharded, tuple(held))
+
+
+def _held_by(owner: Any) -> Iterator[tuple[str, int]]:
+    """Generators in the attributes of an object, and of its parts, that one of its methods uses."""
+    for part in parts_of(owner):
+        attributes = getattr(part, "__dict__", {})
+        found = {name: state for name, x in attributes.items() if (state := _state_of(x)) is not None}
+        used = _names_in_methods(type(part)) if found else set()
+        for name, state in found.items():
+            if name in used:
+                yield f"{type(part).__name__}.{name}", state
+
+
+def _state_of(x: Any) -> int | None:
+    """Hash of the state of a random generator; None for other objects."""
+    if isinstance(x, torch.Generator):
+        return zlib.crc32(x.get_state().numpy().tobytes())
+    if isinstance(x, random.Random):
+        return hash(x.getstate())
+    if type(x).__module__.startswith("numpy.random"):
+        bits = getattr(x, "bit_generator", None) or getattr(x, "_bit_generator", None)
+        state = getattr(bits, "state", None)
+        return None if state is None else zlib.crc32(repr(_plain(state)).encode())
+    return None
+
+
+def _plain(x: Any) -> Any:
+    """Replaces arrays by their bytes, because their repr is shortened."""
+    if isinstance(x, dict):
+        return {key: _plain(value) for key, value in x.items()}
+    return x.tobytes() if hasattr(x, "tobytes") else x
+
+
+def _names_in_methods(kind: type) -> set[str]:
+    """Names used in the methods of a class, without those that make or copy an object."""
+    names: set[str] = set()
+    for name in dir(kind):
+        for base in kind.__mro__ if name not in ("__init__", "__setstate__", "__getstate__") else ():
+            if isinstance(method := vars(base).get(name), FunctionType):
+                found = _names_in(method.__code__)
+                names |= found
+                if "super" not in found:
+                    break  # it replaces those of the bases
+    return names
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = [_names_in(x) for x in code.co_consts if isinstance(x, CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _asks_for_worker(kind: type) -> bool:
+    """Whether the code of a dataset may depend on its worker; True if that is unknown."""
+    is_plain = IterableDataset in kind.__bases__ and isinstance(vars(kind).get("__iter__"), FunctionType)
+    return not is_plain or not _names_in_methods(kind).isdisjoint(
+        {"get_worker_info", "worker_info", "worker"}
+    )
