@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -12,7 +11,8 @@ from torch.nn.parameter import UninitializedParameter
 from hookcb.core.shards import is_shard
 from hookcb.core.torch_private import version_of
 from hookcb.diagnosis.fault import Measurement
-from hookcb.diagnosis.heard import EARS, heard
+from hookcb.diagnosis.heard import heard
+from hookcb.diagnosis.measurements.loads import Loads
 from hookcb.diagnosis.measurements.parameters import Parameters
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run
@@ -46,6 +46,7 @@ class Flags(Measurement):
 
     cadence = 64
     uses = (Parameters, Steps)
+    hears = (Loads,)
 
     def __init__(self) -> None:
         self.frozen: set[str] = set()
@@ -104,28 +105,19 @@ class Flags(Measurement):
             for name, p in alive.items()
             if self._began[name] and not p.requires_grad and moved.get(name) is False
         }
-        begins, loads = run.measured(Parameters).begins, _loads()
+        begins, loads = run.measured(Parameters).begins, heard(Loads)
         self.frozen, self.held = set(frozen), {name for name, p in frozen.items() if id(p) in in_optimizer}
         self.zero = {name for name in frozen.keys() & begins.keys() if not bool(begins[name][1].any())}
-        self.knows_loads = loads is not None and bool(loads.from_start)
+        self.knows_loads = loads.from_start
         for name, p in frozen.items():
             if name not in self._is_random:  # once, as these do not change
                 is_new = not p.is_inference() and version_of(p) < MIN_WRITES and looks_random(p)
                 self._is_random[name] = is_new and not _is_copy(name, p, begins)
         random = (name for name in frozen if self._is_random[name])
-        self.random = {name for name in random if loads is None or not loads.was_loaded(frozen[name])}
+        self.random = {name for name in random if not loads.was_loaded(frozen[name])}
 
     def freeze(self) -> None:
         self._params, self._flipped, self._began = {}, {}, {}
-
-
-def _loads() -> Any:
-    """The Ear `Loads`, which knows `was_loaded(param)` since `from_start`; None if nothing has heard loads.
-
-    It is looked up by its name, so that there is no import of it.
-    """
-    kind = next((kind for kind in EARS if kind.__name__ == "Loads"), None)
-    return None if kind is None else heard(kind)
 
 
 def _is_copy(name: str, p: nn.Parameter, begins: dict[str, tuple[nn.Parameter, Tensor]]) -> bool:

@@ -21,7 +21,7 @@ SWAPPED = 0.3  # of it, that is left if both are added
 MAX_LEVEL_SHIFT = 0.5  # standard deviations of a noise level, beyond which the inputs may differ for it
 
 
-@fault("input.eval_scale", Site.INPUT, needs="batch")
+@fault("input.eval_scale", Site.INPUT, needs="batch", leads_to="valid.*")
 class OtherPreparation(Fault):
     """Inputs of the validation that are scaled, shifted or ordered in another way than those of the training.
 

@@ -19,7 +19,7 @@ ADAPTER = re.compile(r"(^|\.)(lora_|ia3_|hada_|adapters?\b|prompt_embeddings)")
     "param.frozen_random",
     Site.MODULES,
     needs="gradients activations batches",
-    leads_to="loss.* train.unfinished unit.*",
+    leads_to="loss.* train.unfinished unit.* valid.*",
     exact=True,
 )
 class FrozenRandom(Fault):

@@ -40,7 +40,7 @@ class _State(NamedTuple):
         return torch.equal(self.mean, other.mean) and torch.equal(self.var, other.var)
 
 
-@fault("norm.running", Site.MODULES, needs="batches model", exact=True)
+@fault("norm.running", Site.MODULES, needs="batches model", leads_to="valid.*", exact=True)
 class RunningStatistics(Fault):
     """Batch norms whose running statistics do not follow the batches, so that eval mode differs.
 
