@@ -38,6 +38,7 @@ INTERNAL = {  # callbacks that are not for users, and whose they are
 NOT_PLANTED = {  # faults without a planted case, and why
     "grad.compiled": "needs Diagnose(compare_compiled=True) and a compiler that is wrong",
     "nonfinite.contained": "needs GradientHealth(activations=True), which a case cannot ask for",
+    "norm.spectral": "a note on a validation before the training, which no case has",
     "train.unfinished": "a note, which a healthy training gets too",
     "replica.diverged": "needs several processes, as the next ones; see benchmarks/planted_ranks.py",
     "replica.buffers": "likewise",
