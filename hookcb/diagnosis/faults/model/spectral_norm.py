@@ -36,7 +36,7 @@ class EarlySpectralNorm(Fault):
         early = [name for name in self._names if name in modules and not modules[name].training]
         if early and not run.n_batches and not run.loop.train_iter:
             self.see(
-                f"{as_layer(early[0])} has a spectral norm, and was evaluated before its first training batch: "
+                f"{as_layer(early[0])} has a spectral norm, and was evaluated before the first batch: "
                 "it divides by an estimate from random vectors, so that this validation means nothing.",
                 at=early[0],
                 when=0,

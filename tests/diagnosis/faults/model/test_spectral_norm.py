@@ -36,7 +36,7 @@ def validate(model, x):
 def test_a_validation_before_the_training_is_noted():
     found = [f for f in verdict_of(nn.utils.spectral_norm).findings if f.code == CODE]
     assert [(f.severity, f.layer) for f in found] == [("info", "0")]
-    assert "before its first training batch" in found[0].message
+    assert "before the first batch" in found[0].message
 
 
 @pytest.mark.parametrize(
