@@ -68,6 +68,10 @@ class Flags(Measurement):
         self._began = {name: not p.requires_grad for name, p in params.items()}
 
     def on_step(self, run: Run) -> None:
+        if run.looking:  # adapters may have been added
+            for name, p in named_params(run.loop.model).items():
+                if name not in self._params:
+                    self._params[name], self._began[name] = ref(p), not p.requires_grad
         if run.n_steps:
             for name, p in self._alive():
                 if p.requires_grad:
@@ -103,11 +107,11 @@ class Flags(Measurement):
         frozen = {
             name: p
             for name, p in alive.items()
-            if self._began[name] and not p.requires_grad and moved.get(name) is False
+            if self._began[name] and not p.requires_grad and not moved.get(name, bool(p.any()))
         }
         begins, loads = run.measured(Parameters).begins, heard(Loads)
         self.frozen, self.held = set(frozen), {name for name, p in frozen.items() if id(p) in in_optimizer}
-        self.zero = {name for name in frozen.keys() & begins.keys() if not bool(begins[name][1].any())}
+        self.zero = {name for name, p in frozen.items() if not bool(begins.get(name, (p, p))[1].any())}
         self.knows_loads = loads.from_start
         for name, p in frozen.items():
             if name not in self._is_random:  # once, as these do not change

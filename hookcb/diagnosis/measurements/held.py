@@ -38,7 +38,8 @@ class Write:
     Attributes:
         step: number of the batch of the step before it.
         rows: numbers by name of the parameter; see `samples.COLUMNS`.
-        goes_on: whether the same optimizer went on with the same state, at a similar rate.
+        goes_on: whether the same optimizer went on with the same state, and not with all weights written and
+            another rate, as a training that begins anew.
         is_wide: whether it was seen in up to 1,024 elements, and not because a version had changed.
     """
 
@@ -78,7 +79,8 @@ class _Raw:
     tables: list[Tensor]
     ids: tuple[int, ...] = ()
     going: tuple[float, int] = (math.nan, 0)
-    goes_on: bool = False
+    goes_on: bool = False  # with the same state
+    has_new_rate: bool = False
     is_wide: bool = True
     has_scaler: bool = False
     is_usual: bool = False
@@ -283,7 +285,7 @@ class HeldWeights(Measurement):
             if raw.ids == held.ids:
                 (before, state), (now, state_now) = raw.going, _going(opt)
                 change = now / before if before > 0 else math.nan
-                raw.goes_on = state == state_now and not (change < 0.5 or change > 2)
+                raw.goes_on, raw.has_new_rate = state == state_now, change < 0.5 or change > 2
             elif set(held.ids).isdisjoint(raw.ids):
                 stay.append(raw)
         self._open = stay
@@ -323,15 +325,11 @@ class HeldWeights(Measurement):
     # ---- the end
 
     def tell(self, run: Run) -> None:
-        self.writes = [
-            Write(
-                raw.step,
-                {name: row for name, row in raw.rows(COLUMNS) if row["n_changed"]},
-                raw.goes_on,
-                raw.is_wide,
-            )
-            for raw in self._written
-        ]
+        self.writes = []
+        for raw in self._written:
+            rows = {name: row for name, row in raw.rows(COLUMNS) if row["n_changed"]}
+            begins_anew = raw.has_new_rate and len(rows) == len(raw.names)
+            self.writes.append(Write(raw.step, rows, raw.goes_on and not begins_anew, raw.is_wide))
         self.looks = {}
         for raw in self._looks:
             for name, row in raw.rows(OF_UPDATE):

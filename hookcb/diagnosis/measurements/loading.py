@@ -12,6 +12,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from hookcb.core.randomness import parts_of
 from hookcb.diagnosis.heard import Ear
 
+# names in code that may do something else in each worker
+OF_WORKERS = frozenset(
+    {"get_worker_info", "worker_info", "worker", "initial_seed", "seed", "manual_seed", "default_rng"}
+)
+
 
 class Pass(NamedTuple):
     """One pass over a DataLoader, as it began.
@@ -61,13 +66,16 @@ def pass_of(loader: Any) -> Pass:
 
 
 def _held_by(owner: Any) -> Iterator[tuple[str, int]]:
-    """Generators in the attributes of an object, and of its parts, that one of its methods uses."""
+    """Generators in the attributes of an object, and of its parts, that one of its methods uses.
+
+    None of a class whose methods may tell workers apart.
+    """
     for part in parts_of(owner):
         attributes = getattr(part, "__dict__", {})
         found = {name: state for name, x in attributes.items() if (state := _state_of(x)) is not None}
         used = _names_in_methods(type(part)) if found else set()
         for name, state in found.items():
-            if name in used:
+            if name in used and used.isdisjoint(OF_WORKERS):
                 yield f"{type(part).__name__}.{name}", state
 
 
@@ -112,6 +120,4 @@ def _names_in(code: CodeType) -> set[str]:
 def _asks_for_worker(kind: type) -> bool:
     """Whether the code of a dataset may depend on its worker; True if that is unknown."""
     is_plain = IterableDataset in kind.__bases__ and isinstance(vars(kind).get("__iter__"), FunctionType)
-    return not is_plain or not _names_in_methods(kind).isdisjoint(
-        {"get_worker_info", "worker_info", "worker"}
-    )
+    return not is_plain or not _names_in_methods(kind).isdisjoint(OF_WORKERS)

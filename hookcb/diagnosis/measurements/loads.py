@@ -162,7 +162,7 @@ class Loads(Ear):
         self._taken: dict[int, tuple[ReferenceType[Tensor], Clock]] = {}  # tensors of state dicts, by id
         self._read: dict[int, tuple[ReferenceType[Tensor], int]] = {}  # tensors of files, with their index
 
-    def was_loaded(self, param: nn.Parameter) -> bool:
+    def was_loaded(self, param: Tensor) -> bool:
         """Whether `load_state_dict` has given values to a parameter, also by `assign=True`.
 
         False for those that were given the parameter's own memory, which changes nothing.

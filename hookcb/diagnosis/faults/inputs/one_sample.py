@@ -20,9 +20,9 @@ MIN_BATCHES, N_BATCHES = 3, 8  # inspected ones
 class OneSample(Fault):
     """An input or a target of one sample that is given to all N samples of the batch.
 
-    Exact: a tensor of floats whose first dimension is 1, or is expanded from 1, beside N samples. It is part
-    of a tensor that has exactly N such samples, which differ, as `x[:1]` is of `x`, and differs from batch to
-    batch, in each of three inspected batches or more. What is the same for all batches, as a grid of
+    Exact: a tensor whose first dimension is 1, or is expanded from 1, beside N samples. It is part of a
+    tensor that has exactly N such samples, which differ, as `x[:1]` is of `x`, in each of three inspected
+    batches or more, and has three different values in these. What is the same for all batches, as a grid of
     positions, or was made for the batch as a whole, as a mask, a time or a condition, is right; so is a
     sample of another input, to which the others are compared. A copy is not seen, as its origin is unknown,
     such as that of a tensor moved to a GPU.
@@ -62,7 +62,7 @@ class OneSample(Fault):
         for name, given in self._given.items():
             is_each = len(given) >= max(MIN_BATCHES, self._n_batches)
             hashes = {int(own) for own, differ, _, _ in given if is_each and differ}
-            if is_each and len(hashes) == len(given):
+            if len(hashes) >= MIN_BATCHES:
                 *_, shape, n = given[0]
                 self.see(
                     f"{name} has shape {shape} and is a single one of {n} samples, in each of {len(given)} "
@@ -91,7 +91,7 @@ def _do_differ(x: Tensor, n: int) -> Tensor:
 
 def _is_one_of(x: Any, n: int) -> bool:
     """Whether a tensor is a single sample of a tensor with so many, expanded or not."""
-    if not (isinstance(x, Tensor) and has_stats(x) and x.is_floating_point() and x.ndim and x.numel()):
+    if not (isinstance(x, Tensor) and has_stats(x) and x.ndim and x.numel()):
         return False
     size = x.numel() // len(x)
     is_single = len(x) == 1 or (len(x) == n and x.stride(0) == 0)

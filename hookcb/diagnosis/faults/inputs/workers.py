@@ -21,10 +21,10 @@ class CopiedGenerators(Fault):
     """Workers that draw the same random numbers, as each has a copy of a generator that the dataset holds.
 
     Exact: the dataset of a DataLoader, or a transform, has a generator of NumPy, Python or torch as an
-    attribute that one of its methods uses, and there is no `worker_init_fn`. Two workers or more then draw
-    the same numbers. A note if there is one worker, whose generator began two epochs with the same state, as
-    workers are not persistent. Only the loader counts that was iterated over last when a training batch
-    began.
+    attribute that one of its methods uses, none of which seeds a generator or asks for its worker, and there
+    is no `worker_init_fn`. Two workers or more then draw the same numbers. A note if there is one worker,
+    whose generator began two epochs with the same state, as workers are not persistent. Only the loader
+    counts that was iterated over last when a training batch began.
 
     Source: PyTorch, torch.utils.data, "Randomness in multi-process data loading".
     """

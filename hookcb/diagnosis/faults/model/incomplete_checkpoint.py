@@ -11,7 +11,7 @@ from hookcb.core.text import join_names
 from hookcb.diagnosis.fault import Fault, Result, Site, Unknown, fault
 from hookcb.diagnosis.faults.model.checkpoints import NOTHING, UNSEEN, memory_of, place_of
 from hookcb.diagnosis.heard import heard
-from hookcb.diagnosis.measurements.loads import Dict, LoadClock, Save, Saves
+from hookcb.diagnosis.measurements.loads import Dict, Load, LoadClock, Loads, Save, Saves
 from hookcb.diagnosis.measurements.parameters import Parameters
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Absent, Run
@@ -25,7 +25,9 @@ class IncompleteCheckpoint(Fault):
 
     Exact: a file has the state of an optimizer, and some of the weights that this trains, but no file has
     the others; or the only weights in files are a tenth or less of those trained, at the end of the model,
-    while trained weights before them are in none. Weights count as saved if their memory was, or a copy by
+    while trained weights before them are in none; or a file is loaded with strict=False into a module of the
+    same names and shapes, and weights stay there as they were initialized which the training has changed, as
+    they are not in the file. Weights count as saved if their memory was, or a copy by
     that name and shape. Frozen weights need not be saved, and an encoder or decoder may be saved alone.
     """
 
@@ -60,6 +62,9 @@ class IncompleteCheckpoint(Fault):
                     names = [files.names[id(p)] for p in lost if id(p) in files.names]
                     self._see(save, names, len(lost), len(held), clock.steps(save.clock))
                     return
+        for load in heard(Loads).loads:
+            if load.file is not None and self._see_load(run, load, named, clock.steps(load.clock)):
+                return
         self._note_head(run, named, files, ours[-1])
 
     def _see(self, save: Save, known: list[str], n_lost: int, n: int, step: int) -> None:
@@ -77,6 +82,27 @@ class IncompleteCheckpoint(Fault):
             causes=("a module, or parameters of the loss, that are left out of what is saved",),
             next_steps=("Save the state_dict of each module that the optimizer trains",),
         )
+
+    def _see_load(self, run: Run, load: Load, named: dict[str, nn.Parameter], step: int) -> bool:
+        """Whether a file of this training was loaded into a copy of the model, and lacks trained weights."""
+        ear, moved = heard(Loads), run.measured(Parameters).moved
+        is_copy = load.own == {name: tuple(p.shape) for name, p in named.items()}
+        fresh = {name: p for name in load.missing if (p := load.params[name]()) is not named.get(name)}
+        lost = [x for x, p in fresh.items() if moved.get(x) and p is not None and not ear.was_loaded(p)]
+        if not (is_copy and step and lost and not load.unexpected):
+            return False
+        self.see(
+            f"A file of this training was loaded into {load.about} with strict=False, and lacks "
+            f"{join_names(lost, 4)}: these stay as they were initialized, but the training has changed them.",
+            at=lost[0].rpartition(".")[0],
+            param=lost[0],
+            when=step,
+            value=float(len(lost)),
+            limit=0.0,
+            causes=("a filter of names that leaves out too many when the file is saved",),
+            next_steps=("Save the whole of model.state_dict(), and load it with strict=True",),
+        )
+        return True
 
     def _note_head(self, run: Run, named: dict[str, nn.Parameter], files: "Files", save: Save) -> None:
         """Keeps what is saved and what is not, until the order of the layers is known."""

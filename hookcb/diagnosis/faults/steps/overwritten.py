@@ -42,7 +42,7 @@ class Overwritten(Fault):
     """Weights that something other than the optimizer writes between a step and the next forward.
 
     Exact: a sampled element differs from what the step has left, and the same optimizer goes on with the same
-    state and a similar rate. Up to 1,024 elements of each weight are compared in the first 64 steps, in
+    state. Up to 1,024 elements of each weight are compared in the first 64 steps, in
     inspected ones and in those after them, and 32 of each matrix in any other step after which a version
     counter has changed; a write through `.data` there is not seen.
 
@@ -50,8 +50,9 @@ class Overwritten(Fault):
     they were at the beginning, or all zero; or any element ten times as large as the largest was, or not
     finite. It is a note if the values are no larger than before, as with clipped or pruned weights, or are
     among those that the training has had, as with averaged or restored weights; if there are writes after
-    half of all steps, or three at equal distances; or if the optimizer is a new one, or has another state or
-    rate afterwards. Nothing is said of weights that are swapped and have their values back.
+    half of all steps, or three at equal distances; or if the optimizer is a new one, or has another state
+    afterwards, or another rate and all weights are written. Nothing is said of weights that are swapped and
+    have their values back.
     """
 
     headline = "Weights are overwritten in mid-run"
