@@ -230,4 +230,5 @@ def adapter(seed: int, cbs: Callbacks) -> Run:
         torch.save({"adapter": trained, "opt": opt.state_dict()}, BytesIO())
 
     with _heard():
+        model.load_state_dict({name: 0.9 * x for name, x in model.state_dict().items()})  # pretrained
         return _train(model, opt, seed, cbs, after_step=_at(N_STEPS - 1, save))

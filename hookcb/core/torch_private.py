@@ -283,8 +283,9 @@ def sequence_nr(node: Any) -> int:
 
 
 def input_shape(node: Any) -> tuple[int, ...]:
-    """Shape of the first gradient that a node receives, which is that of its first output; () of None."""
-    return () if node is None else tuple(node._input_metadata[0].shape)
+    """Shape of the first gradient that a node receives, which is that of its first output; () if unknown."""
+    known = () if node is None else node._input_metadata
+    return tuple(known[0].shape) if known else ()
 
 
 def saved(node: Any, name: str, default: Any = None) -> Any:

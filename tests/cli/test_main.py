@@ -152,7 +152,7 @@ def test_explain_prints_what_a_check_looks_for(capsys):
         "unit.dead\n\nStatistical. Needs GradientHealth.\n\nUnits that no sample activates,"
     )
     for text in (
-        "Limit: 0.6, and 0.8 for an error",
+        "Limit: 0.6, and 0.8 for an",
         "Source: Lu et al.",
         "`loss.flat`",
         "docs/checks.md#unit.dead",

@@ -1,6 +1,7 @@
 """Private names of torch: what each gives, and that no file but core/torch_private.py uses any."""
 
 import ast
+import functools
 import re
 import sys
 from datetime import timedelta
@@ -391,12 +392,24 @@ def test_untraced(fresh_dynamo):
     assert called == [False, False]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_script_instead():
+    @functools.wraps(F.relu)
     def wrapper(*args, **kwargs):
         return F.relu(*args, **kwargs)
 
     torch_private.script_instead(wrapper, F.relu)
     assert torch.jit.script(wrapper)(torch.tensor([-1.0, 1.0])).tolist() == [0.0, 1.0]
+
+
+def test_held_versions():
+    weight = nn.Parameter(torch.ones(2))
+    opt = torch.optim.SGD([weight])
+    before = torch_private.held_versions(opt)
+    weight.data = torch.zeros(2)
+    with torch.no_grad():
+        weight.add_(1)
+    assert torch_private.held_versions(opt) == [weight._version] != before
 
 
 def test_skip_frames(fresh_dynamo):

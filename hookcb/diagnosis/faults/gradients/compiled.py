@@ -169,8 +169,8 @@ def _gradients(
     now = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if known["cuda"] else [])]
     drew = not all(map(torch.equal, now, [*known["torch"], *known["cuda"]]))
     outputs = [x for _, x in parts(out) if isinstance(x, Tensor) and x.requires_grad]
-    generator = torch.Generator().manual_seed(0)
-    given = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
+    generator = torch.Generator("cpu").manual_seed(0)
+    given = [torch.randn(x.shape, generator=generator, device="cpu").to(x) for x in outputs]
     grads = torch.autograd.grad(outputs, params, given, allow_unused=True)
     return [
         torch.zeros_like(p) if g is None else g.detach().clone() for p, g in zip(params, grads, strict=True)

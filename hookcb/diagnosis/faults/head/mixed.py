@@ -54,7 +54,7 @@ class MixedSamples(Fault):
         self._is_known, loop = True, run.loop
         near = set(graph.near(loop.loss_node, MAX_NEAR))
         for node in graph.walk([loop.loss_node, *graph.roots(loop.pred)], at_most=graph.MAX_NODES):
-            name, shape = graph.name(node), input_shape(node) if node._input_metadata else ()
+            name, shape = graph.name(node), input_shape(node)
             if name in SOFTMAX:
                 self._see_softmax(run, node, shape, batch, node in near)
             elif name in VIEWS and (before := _shape_before(node)) and _cuts(before, shape, batch.n):

@@ -26,10 +26,14 @@ class EarlySpectralNorm(Fault):
     severity = "info"
     passed = "spectral norms that are evaluated before they are estimated"
 
+    unless = "the model was not seen before its training"
+
     def on_model(self, run: Run) -> None:
         self._names = [name for name, m in named_modules(run.loop.model).items() if _is_normed(m)]
         if not self._names:
             self.unless, self.done = Absent("there is no torch.nn.utils.spectral_norm"), True
+        else:
+            self.unless = ""
 
     def on_eval_batch(self, run: Run) -> None:
         modules = named_modules(run.loop.model)
