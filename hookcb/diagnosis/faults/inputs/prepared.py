@@ -12,6 +12,8 @@ from hookcb.diagnosis.verdict import Finding
 MIN_ROWS = 16  # of each phase
 MAX_FACTOR = 8.0  # between standard deviations
 MIN_RAW_FACTOR, MIN_RAW_SHIFT = 1.7, 1.0  # if one of the two has the range of images that are not normalized
+MAX_NORMAL_MEAN, NORMAL_STD = 0.1, (0.9, 1.1)  # of values that are normalized
+MAX_NORMAL_FACTOR, MAX_NORMAL_SHIFT = 4.0, 4.0  # if those of the training are
 MAX_ENDS_APART = 0.25  # of the ends of the range, in standard deviations: a linear map keeps them
 MAX_SHIFT = 6.0  # standard deviations
 RAW_ENDS = (1.0, 255.0)
@@ -30,9 +32,12 @@ class OtherPreparation(Fault):
     differ by a factor of 8, of all values and in the median column; if means differ by 6 standard deviations
     and ranges do not overlap in most columns; if one of the two has the range of images that are not
     normalized, 0 to 1 or 0 to 255, and the other the same values scaled and shifted, by a factor of 1.7 or by
-    a standard deviation; or if the differences between the means of the first and the last of three channels
-    are opposite, as of RGB and BGR, each 6 standard errors from 0. Not judged if the model is also given
-    a number for each sample, as a noise level, and that differs too.
+    a standard deviation; if those of the training are normalized (a mean within 0.1 of 0 and a standard
+    deviation of 0.9 to 1.1, of all values or in most columns), and those of the validation differ by a factor
+    of 4 in their standard deviation or by 4 standard deviations in the mean; or if the differences between
+    the means of the first and the last of three channels are opposite, as of RGB and BGR, each 6 standard
+    errors from 0. Not judged if the model is also given a number for each sample, as a noise level, and that
+    differs too.
 
     Source: LeCun et al., Efficient BackProp, 1998, section 4.3, on a scale that inputs share. Augmentation
     changes standard deviations by up to a factor of 2, and drift over time means by up to 3.
@@ -81,6 +86,11 @@ class OtherPreparation(Fault):
             which = "training" if _is_raw(train) else "validation"
             text = f"{numbers}; the values of the {which} go from 0 to {_high(train, valid):g}"
             return self._found(text, far, MIN_RAW_FACTOR)
+        if _is_normalized(train) and (far >= MAX_NORMAL_FACTOR or shift >= MAX_NORMAL_SHIFT):
+            by_factor = far >= MAX_NORMAL_FACTOR
+            text = f"{numbers}; those of the training are normalized, and those of the validation are not"
+            value, limit = (far, MAX_NORMAL_FACTOR) if by_factor else (shift, MAX_NORMAL_SHIFT)
+            return self._found(text, value, limit, "a normalization that only the training has")
         if _is_swapped(train, valid):
             text = (
                 "The mean of the first channel less that of the last one is "
@@ -123,6 +133,18 @@ def _are_apart(train: Columns, valid: Columns) -> bool:
         for low, high, other_low, other_high in zip(train.low, train.high, valid.low, valid.high, strict=True)
     ]
     return len(apart) > 1 and 2 * sum(apart) > len(apart)
+
+
+def _is_normalized(x: Columns) -> bool:
+    """Whether values have the mean 0 and standard deviation 1 of a normalization, together or by columns."""
+    low, high = NORMAL_STD
+    by_column = [
+        abs(mean) < MAX_NORMAL_MEAN and low < std < high for mean, std in zip(x.mean, x.std, strict=True)
+    ]
+    mean, squares = _mean(x), sum(m * m + s * s for m, s in zip(x.mean, x.std, strict=True)) / len(x.std)
+    std = math.sqrt(max(0.0, squares - mean * mean))
+    is_whole = abs(mean) < MAX_NORMAL_MEAN and low < std < high
+    return is_whole or 2 * sum(by_column) > len(by_column)
 
 
 def _is_raw(x: Columns) -> bool:

@@ -93,7 +93,7 @@ class SortedLabels(Fault):
         if len(self._first) == N_FIRST:
             return
         y = next(iter(run.measured(Targets).of_batch(run)), None)
-        if isinstance(y, Tensor) and y.numel() == len(y) > 0 and not y.is_complex():
+        if isinstance(y, Tensor) and y.ndim and y.numel() == len(y) > 0 and not y.is_complex():
             self._first.append(torch.stack(y.aminmax()).float())
 
     def tell(self, run: Run) -> None:

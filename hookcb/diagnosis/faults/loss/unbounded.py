@@ -97,9 +97,11 @@ def _is_endless(values: list[float]) -> bool:
 
     The way is to half of its depth, as units may saturate or numbers overflow then.
     """
-    depth = min(values)
-    way = values[: next(i for i, x in enumerate(values) if x <= depth / 2) + 1]
-    if len(way) < N_PARTS or not median(values[-WINDOW:]) < _limit(values):
+    if not median(values[-WINDOW:]) < _limit(values):
+        return False
+    half = min(values) / 2
+    way = values[: next(i for i, x in enumerate(values) if x <= half) + 1]
+    if len(way) < N_PARTS:
         return False
     n = len(way) // N_PARTS
     parts = [median(way[len(way) - (i + 1) * n : len(way) - i * n]) for i in reversed(range(N_PARTS))]

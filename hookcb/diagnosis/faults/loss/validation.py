@@ -17,6 +17,7 @@ MAX_LOST = 0.1  # of what the validation loss had fallen by
 TRAIN_FALLS = 0.95  # of the training loss at the best validation
 MAX_LEARNED = 0.5  # of the loss of a constant that is left in training
 MAX_APART, N_FAR = 20.0, 2.0  # times the training loss, times a constant's
+FAR_RISEN = 2.0  # times the best validation loss
 LEARNS = 0.9  # of the loss of a constant; below it the validation has shown that the model learns
 MEMORIZED = ("targets that do not follow from the inputs, or are shuffled, and are memorized",)
 
@@ -33,7 +34,9 @@ class Overfit(Fault):
     correct classes is above that of guessing and as high as at the best one, as a model that is too sure of
     itself has a high loss where it is wrong, or if the rise is less than three times the noise:
     the median of |second differences| of the validation losses / 0.6745 √6, their standard deviation if they
-    are independent and normally distributed around a line.
+    are independent and normally distributed around a line. No noise explains it if the training ends below
+    half of the loss of a constant, the last validation and the median one after the best are above it, and
+    that median is twice the best.
 
     Source: L. Prechelt, "Early Stopping - But When?", 1998, whose generalization loss is this rise; the limit
     is a choice.
@@ -55,10 +58,13 @@ class Overfit(Fault):
             share = 0.0 if best in found[-2:] or math.isnan(lost) else lost
             yield Passed(f"overfitting ({share:.0%} of the fall in validation lost again)", share, MAX_LOST)
             return
-        why = _why_note(run, best, now, found)
+        constant_loss = _far_above(run, best, found)
+        why = _why_note(run, best, now, found, math.isfinite(constant_loss))
         loss = run.measured(Loss)
         learns = not (known.is_one_scale and best.loss > LEARNS * loss.constant)
         constant = "" if learns else f"; {loss.constant_in_words()}"
+        if math.isfinite(constant_loss):
+            constant += f"; it ends at {found[-1].loss:.3g}, worse than a constant ({constant_loss:.3g})"
         yield self.finding(
             f"The validation loss was best at step {best.step}, {best.loss:.3g}, and has risen to "
             f"{now.loss:.3g}, while the training loss fell from {best.train:.3g} to "
@@ -94,10 +100,20 @@ def _good_share(loss: Loss) -> float:
     return min(2 * chance, (1 + chance) / 2)
 
 
-def _why_note(run: Run, best: Validation, now: Validation, found: Sequence[Validation]) -> str:
+def _far_above(run: Run, best: Validation, found: Sequence[Validation]) -> float:
+    """Loss of a constant, if the validation ends above it, far above its best, and the training far below."""
+    known = run.measured(Loss)
+    constant = next((x for x in (known.constant, known.guess) if math.isfinite(x)), math.nan)
+    later = rules.median([x.loss for x in found if x.step > best.step])
+    is_above = min(later, found[-1].loss) > constant and later >= FAR_RISEN * best.loss
+    is_far = is_above and found[-1].train < MAX_LEARNED * constant
+    return constant if is_far and run.measured(Validations).is_one_scale else math.nan
+
+
+def _why_note(run: Run, best: Validation, now: Validation, found: Sequence[Validation], is_far: bool) -> str:
     known = run.measured(Validations)
     noise = _noise([x.loss for x in found])
-    if now.loss - best.loss < rules.CONFIDENCE * noise:
+    if not is_far and now.loss - best.loss < rules.CONFIDENCE * noise:
         return f"; the rise is within the noise of validations, whose deviation is {noise:.2g}"
     if known.keeps_best or best.is_kept:
         return "; the best weights are kept"

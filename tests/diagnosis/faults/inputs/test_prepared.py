@@ -16,6 +16,7 @@ G = torch.Generator().manual_seed(0)
 IMAGES = torch.rand(160, 3, 8, 8, generator=G) * torch.tensor([1.0, 0.8, 0.5])[:, None, None]
 IMAGES[:, :, 0, :2] = torch.tensor([0.0, 1.0])  # the ends of the range
 TABLE = torch.randn(160, 6, generator=G)
+COUNTS = torch.randint(17, (160, 1, 8, 8), generator=G).float()  # as of pixels, in no usual range
 MEAN, STD = IMAGES.mean((0, 2, 3), keepdim=True), IMAGES.std((0, 2, 3), keepdim=True)
 LABELS = torch.randint(3, (160,), generator=G)
 
@@ -63,6 +64,7 @@ WRONG = {
     "BGR": ((IMAGES - MEAN.mean()) / STD.mean(), (IMAGES.flip(1) - MEAN.mean()) / STD.mean()),
     "table not divided": (TABLE, 100 * TABLE),
     "table not shifted": (TABLE, TABLE + 20),
+    "one channel not normalized": ((COUNTS - COUNTS.mean()) / COUNTS.std(), COUNTS),
 }
 
 
@@ -84,6 +86,8 @@ RIGHT = {
     "other classes": (IMAGES, IMAGES.pow(2)),
     "drift": (TABLE + torch.linspace(0, 3, 160)[:, None], TABLE + torch.linspace(3, 4.3, 160)[:, None]),
     "another variance": (TABLE, 3 * TABLE),
+    "another variance of inputs that are not normalized": (5 * TABLE, 30 * TABLE),
+    "another mean": (TABLE, TABLE + 3),
     "one column apart": (TABLE, TABLE + torch.tensor([1000.0, 0, 0, 0, 0, 0])),
     "a column that is constant": (TABLE * (torch.arange(6) > 0), TABLE * (torch.arange(6) > 0)),
 }

@@ -88,7 +88,7 @@ BITS = (DIGITS > 4).long()
 def by_learner(batches, n_out=10, loss_func=F.cross_entropy, n_epoch=2):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, n_out))
-    learn = Learner([(torch.randn(len(y), 4), y) for y in batches], model, loss_func, lr=1e-3)
+    learn = Learner([(torch.randn(y.numel(), 4), y) for y in batches], model, loss_func, lr=1e-3)
     with learn.no_logging():
         learn.fit(n_epoch, cbs=Diagnose("ignore", show=False))
     return learn.diagnose()
@@ -104,6 +104,11 @@ def by_watch(batches, n_out=10, loss_func=F.cross_entropy, n_epoch=2):
             loss_func(model(torch.randn(len(y), 4)), y).backward()
             opt.step()
         return w.diagnose()
+
+
+def test_a_target_of_no_dimension_is_left_alone():
+    verdict = by_learner([torch.tensor(0.5)] * 10, 1, lambda pred, y: F.mse_loss(pred.mean(), y))
+    assert not [note for note in verdict.looked if "failed" in note]
 
 
 def of_sorted(verdict):

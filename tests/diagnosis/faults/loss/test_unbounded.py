@@ -72,8 +72,9 @@ def test_a_loss_of_any_kind_that_falls_faster_and_faster_has_no_minimum():
         [5e6 - 1.2**i for i in range(120)],  # likewise
         [774.0 - 1.2**i for i in range(40)],  # of few batches
         [1.0] * 60 + [-1e9] + [1.0] * 60,
+        [2.0] * 120,
     ],
-    ids=["saturates", "linear", "small", "large at first", "few", "one outlier"],
+    ids=["saturates", "linear", "small", "large at first", "few", "one outlier", "never below zero"],
 )
 def test_other_negative_losses_of_unknown_kinds_are_left_alone(values):
     assert isinstance(only(UnboundedLoss, losses(values, "")), Skipped)

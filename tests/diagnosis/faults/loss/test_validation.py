@@ -58,6 +58,19 @@ def test_a_rise_within_the_noise_is_a_note():
     assert "within the noise" in found.message
 
 
+WORSE = [0.6, 0.3, 0.8, 2.6, 1.5, 0.9, 3.0]
+
+
+def test_no_noise_explains_a_rise_that_ends_far_above_a_constant():
+    train = [*FALLING, 0.01]
+    found = only(Overfit, of(WORSE, train, n=70))
+    assert found.severity == "warning"
+    assert "ends at 3, worse than a constant (1)" in found.message
+    assert only(Overfit, of(WORSE, train, n=70, kept=[1])).severity == "info"  # the best weights are kept
+    assert only(Overfit, of(WORSE, train, n=70, constant=5.0)).severity == "info"  # it still beats a constant
+    assert only(Overfit, of(WORSE, train, n=70, is_one_scale=False)).severity == "info"
+
+
 def test_a_share_of_correct_classes_of_guessing_excuses_nothing():
     given = {"accuracy": [0.5, 0.5, 0.5, 0.5, 0.51, 0.51], "loss_kind": "cross-entropy", "constant": 0.69}
     assert only(Overfit, of(RISING, **given)).severity == "warning"
