@@ -5,7 +5,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from hookcb.core.text import as_layer
 from hookcb.core.torch_private import forward_hooks
-from hookcb.diagnosis.fault import Fault, Site, fault
+from hookcb.diagnosis.fault import Fault, Site, Unknown, fault
 from hookcb.diagnosis.run import Absent, Run
 from hookcb.hooks.modules import named_modules
 
@@ -26,7 +26,7 @@ class EarlySpectralNorm(Fault):
     severity = "info"
     passed = "spectral norms that are evaluated before they are estimated"
 
-    unless = "the model was not seen before its training"
+    unless: Unknown = "the model was not seen before its training"
 
     def on_model(self, run: Run) -> None:
         self._names = [name for name, m in named_modules(run.loop.model).items() if _is_normed(m)]
