@@ -2,6 +2,7 @@
 
 import os
 import sysconfig
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +29,14 @@ def is_of_program(file: str) -> bool:
 def is_of_user(file: str) -> bool:
     """Whether a file is a program of the user, and not of any package."""
     return not file.startswith((*INSTALLED, OURS, "<frozen"))
+
+
+def frames_of(frame: FrameType | None, is_wanted: Callable[[str], bool]) -> Iterator[FrameType]:
+    """Frames whose file is wanted, from one of running code outward."""
+    while frame is not None:
+        if is_wanted(frame.f_code.co_filename):
+            yield frame
+        frame = frame.f_back
 
 
 def line_in(frame: FrameType) -> int:

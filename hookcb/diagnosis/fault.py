@@ -90,6 +90,10 @@ class Part:
     hears: ClassVar[tuple[type[Ear], ...]] = ()
     done = False
 
+    def failed(self, error: Exception) -> None:
+        """Keeps the first error outside of these methods."""
+        self.failure = self.failure or error
+
     def tell(self, run: Run) -> None:
         """Tells a run, which is to be judged, what was measured so far; a live run is left as it is."""
 

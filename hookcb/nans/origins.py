@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -12,9 +11,8 @@ from torch import Tensor
 
 from hookcb.core.batch import parts
 from hookcb.core.torch_private import DispatchMode, operator_schema, running_node, storage_id
-from hookcb.core.whose import is_of_program, line_in
 from hookcb.nans.nonfinite import Kinds, kinds, tensors_in
-from hookcb.nans.tracer import line_of
+from hookcb.nans.tracer import line_of, user_line
 
 # operations that write to a tensor without reading it
 OVERWRITING = (
@@ -138,7 +136,7 @@ class Origins(DispatchMode):
         return origin
 
     def _here(self, name: str, made: Kinds, how: How) -> Made:
-        node, line = running_node(), _line_of_program()
+        node, line = running_node(), user_line(_is_engine)
         if node is None or line:  # in a hook or a function of the user, if there is a node
             return Made(self._n, name, line, made, how, node is not None)
         return Made(self._n, node.name(), line_of(node), made, how, in_backward=True)
@@ -164,11 +162,5 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     return [x for _, x in parts(found) if isinstance(x, Tensor)]
 
 
-def _line_of_program() -> str:
-    """`file:line` of the innermost frame of the user's code; in a backward, of the code that it calls."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != ENGINE:
-        if is_of_program(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{line_in(frame)}"
-        frame = frame.f_back
-    return ""
+def _is_engine(frame: FrameType) -> bool:
+    return frame.f_code.co_name == ENGINE

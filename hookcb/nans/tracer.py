@@ -39,10 +39,14 @@ def run_forward(learn: Any) -> None:
     learn.loss = learn.get_loss()
 
 
-def user_line() -> str:
-    """`file:line` of the innermost frame of the user's code in the replay; "" if there is none."""
+def _is_replay(frame: FrameType) -> bool:
+    return frame.f_code is run_forward.__code__
+
+
+def user_line(is_end: Callable[[FrameType], bool] = _is_replay) -> str:
+    """`file:line` of the innermost frame of the user's code inside of an end, the replay; "" if none is."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not run_forward.__code__:
+    while frame is not None and not is_end(frame):
         if is_of_program(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{line_in(frame)}"
         frame = frame.f_back

@@ -12,6 +12,7 @@ from rich.text import Text
 from torch import Tensor
 
 from hookcb.core.text import join_names
+from hookcb.diagnosis.judge import RANK
 from hookcb.diagnosis.rules import CONFIDENCE, finite, series_of, slope
 from hookcb.diagnosis.verdict import STYLES, Severity
 from hookcb.records.series import Series
@@ -26,7 +27,6 @@ VALID = re.compile(r"(^|[/_. -])(val|valid|validation|eval|test|dev)(?=$|[/_. -]
 TRAIN = re.compile(r"(^|[/_. -])(train|training)(?=$|[/_. -])|_(epoch|step)$", re.I)
 INTEGERS = "num_batches_tracked"
 Told = tuple[Severity, str]
-RANK: dict[Severity, int] = {"error": 0, "warning": 1, "info": 2}
 
 
 @dataclass

@@ -7,14 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hookcb.core.restore import OF_MODULE
 from hookcb.core.torch_private import buffers_of
 from hookcb.hooks.modules import named_modules
 
-MAX_ITEMS, MAX_DEPTH = (
-    1_000,
-    2,
-)  # of a list or dict that are looked at, the last ones of a list; and of nesting
-OF_MODULE = frozenset(vars(nn.Module()))
+MAX_ITEMS = 1_000  # of a list or dict that are looked at, the last ones of a list
+MAX_DEPTH = 2  # of nesting
 
 
 def with_graph(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

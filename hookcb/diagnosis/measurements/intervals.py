@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hookcb.core.batch import parts
 from hookcb.core.optim import detached_scalar, mark_of
-from hookcb.core.whose import is_of_user, line_in
+from hookcb.core.whose import frames_of, is_of_user, line_in
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.heard import Ear, heard
 from hookcb.diagnosis.measurements.lines import place_of
@@ -59,12 +59,7 @@ def _holds(holder: Any, p: nn.Parameter) -> bool:
 
 def lines_of(frame: FrameType | None) -> Lines:
     """Lines of the user that lead to a frame, innermost first."""
-    lines: list[tuple[CodeType, int]] = []
-    while frame is not None:
-        if is_of_user(frame.f_code.co_filename):
-            lines.append((frame.f_code, line_in(frame)))
-        frame = frame.f_back
-    return tuple(lines)
+    return tuple((found.f_code, line_in(found)) for found in frames_of(frame, is_of_user))
 
 
 @dataclass(slots=True)

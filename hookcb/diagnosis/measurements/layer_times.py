@@ -88,14 +88,11 @@ class LayerTimes(Measurement):
                     (self._resume, False, False),
                 ):  # other hooks of the module act between the first two and between the last two
                     self._hooks.append(Hook(m, act, pre=pre, prepend=prepend, detach=False, gate=gate))
-                    self._hooks[-1].take_error = self._take_error
+                    self._hooks[-1].take_error = self.failed
         self._own = set(map(id, self._hooks))
         if loop.is_calling and id(model) in self._names:  # its hooks come too late for the call in progress
             self._running.append(self._names[id(model)])
             self._since = time.perf_counter()
-
-    def _take_error(self, error: Exception) -> None:
-        self.failure = self.failure or error
 
     def _pause(self, m: nn.Module, args: Any) -> None:
         now = time.perf_counter()

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from hookcb.core import graph
 from hookcb.core.batch import parts
+from hookcb.core.restore import OF_MODULE
 from hookcb.core.shards import is_shard
 from hookcb.core.torch_private import version_of
 from hookcb.diagnosis.fault import Measurement
@@ -24,7 +25,6 @@ MIN_STEPS = 20  # in which a parameter must not have changed
 MIN_GRAPHS = 3  # all of whose parameters must be new
 N_EACH = 4  # graphs that are all read, and later one in so many
 MAX_ITEMS, MAX_DEPTH = 1_000, 3  # of lists and dicts in which a parameter is looked for
-OF_MODULE = frozenset(vars(nn.Module()))
 Place = tuple[int, tuple[str, bool]]  # id of a parameter, its path, and whether the attribute is computed
 TWICE = "Trying to backward through the graph a second time"  # begin of torch's message
 

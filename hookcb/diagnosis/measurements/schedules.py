@@ -198,7 +198,7 @@ class Schedules(Measurement):
         self.n_validations += 1
 
     def tell(self, run: Run) -> None:
-        self._look(run, run.measured(Steps))
+        self._look(run)
 
     def freeze(self) -> None:
         self.used = [(replace(one, opt=None), use) for one, use in self.used]
@@ -206,11 +206,10 @@ class Schedules(Measurement):
     def _add(self) -> None:
         self.used += [(one, Use()) for one in heard(Schedulers).known[len(self.used) :]]
 
-    def _look(self, run: Run, steps: Steps | None = None) -> None:
+    def _look(self, run: Run) -> None:
         """Compares optimizers of schedulers with those that step."""
-        steps = steps or run.measured(Steps)
         self._add()
-        stepping = list(steps.optimizers.values())
+        stepping = list(run.measured(Steps).optimizers.values())
         groups = {id(group) for opt in stepping for group in opt.param_groups}
         trained = {key for opt in stepping for key in params_of(opt)}
         for one, use in self.used:

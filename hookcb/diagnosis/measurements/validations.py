@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from types import FrameType
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from hookcb.core.batch import batch_size
 from hookcb.core.call_hook import CallHook
 from hookcb.core.optim import detached_scalar
-from hookcb.core.whose import is_of_program
+from hookcb.core.whose import frames_of, is_of_program
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.heard import Ear, heard
 from hookcb.diagnosis.measurements.curves import Curves
@@ -117,9 +117,8 @@ class Validations(Measurement):
     def on_model(self, run: Run) -> None:
         self._is_own = not run.loop.is_external
         self.keeps_best = any(isinstance(cb, EarlyStopping | EMA) for cb in run.loop.cbs)
-
         self._hooks = [
-            CallHook(F, name, self._hear(kind), self._failed, gate=self._hears)
+            CallHook(F, name, self._hear(kind), self.failed, gate=self._hears)
             for name, kind in FUNCTIONS.items()
         ]
 
@@ -165,9 +164,6 @@ class Validations(Measurement):
             self._take(kind, given.get("input", pred), target, loss, given)
 
         return observe
-
-    def _failed(self, error: Exception) -> None:
-        self.failure = self.failure or error
 
     def _take(self, kind: str, pred: Any, y: Any, loss: Any, given: dict[str, Any]) -> None:
         if not (isinstance(loss, Tensor) and loss.numel() == 1 and isinstance(y, Tensor) and y.numel()):
@@ -234,13 +230,8 @@ def _n_correct(pred: Any, y: Any) -> tuple[Tensor, int] | None:
 
 def _site() -> Site:
     """Lines of the program that lead to the current call."""
-    lines: list[tuple[str, int]] = []
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and len(lines) < MAX_DEPTH:
-        if is_of_program(frame.f_code.co_filename):
-            lines.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return tuple(lines)
+    found = frames_of(sys._getframe(2), is_of_program)
+    return tuple((frame.f_code.co_filename, frame.f_lineno) for frame in islice(found, MAX_DEPTH))
 
 
 def _means(sums: _Sums, every: dict[Site, _Sums]) -> tuple[float, float]:

@@ -54,14 +54,11 @@ class OutsideAutocast(Fault):
     def on_batch(self, run: Run) -> None:
         self._is_called = self._is_opened = False
         if run.looking and self._hook is None and not compile_counts("frames"):  # else it may compile anew
-            self._hook = CallHook(torch.autocast, "__enter__", self._see_open, self._fail)
+            self._hook = CallHook(torch.autocast, "__enter__", self._see_open, self.failed)
 
     def _see_open(self, context: torch.autocast, *args: Any, **kwargs: Any) -> Generator[None, Any, None]:
         yield
         self._is_opened |= self._is_called and torch.is_autocast_enabled(context.device)
-
-    def _fail(self, error: Exception) -> None:
-        self.failure = self.failure or error
 
     def on_output(self, run: Run, name: str, m: nn.Module, output: Any) -> None:
         if torch.compiler.is_compiling() or id(m) not in self._trained or not isinstance(output, Tensor):
