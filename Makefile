@@ -63,7 +63,7 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/profiler.py
 	$(BIN)/python benchmarks/watch.py
 
-# what a CUDA device shows: tests marked cuda, costs, the fused kernel, NCCL; nothing without one
+# what a CUDA device shows in 240 s: costs, compiled models, the kernel, tests marked cuda; nothing without one
 gpu: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/gpu.py
 

@@ -262,19 +262,34 @@ def _tokens(n: int, length: int, vocab: int) -> tuple[Tensor, Tensor]:
 
 
 ON_GPU = {  # `benchmarks/gpu.py`
-    "mlp": replace(WORKLOADS["mlp"], steps=500),
-    "gpt": Workload("GPT-2 small, T 1024, batch 8", GPT, lambda: _tokens(8, 1024, 50_304), 100),
-    "resnet50": Workload("ResNet-50, 3×224×224, batch 64", resnet50, lambda: _images(64, 224, 1000), 100),
+    "gpt2": Workload("GPT-2 small, T 1024, batch 8", GPT, lambda: _tokens(8, 1024, 50_304), 10),
+    "resnet50": Workload("ResNet-50, 3×224×224, batch 64", resnet50, lambda: _images(64, 224, 1000), 10),
+    "small": Workload(  # bound by launches
+        "GPT of 6 layers, d 384, T 256, batch 32",
+        lambda: GPT(384, 6, 6, 65, 256),
+        lambda: _tokens(32, 256, 65),
+        10,
+    ),
 }
 SMALL = {  # the same architectures for a test without a GPU
-    "mlp": replace(WORKLOADS["mlp"], steps=10),
-    "gpt": Workload(
+    "gpt2": Workload(
         "GPT of 2 layers, d 16, T 8, batch 2", lambda: GPT(16, 2, 2, 20, 8), lambda: _tokens(2, 8, 20), 10
     ),
     "resnet50": Workload(
         "ResNet-50 of width 4, 3×32×32, batch 4",
         lambda: resnet50((1, 1, 1, 1), 4, 10),
         lambda: _images(4, 32, 10),
+        10,
+    ),
+    "small": Workload(
+        "GPT of 1 layer, d 8, T 8, batch 2", lambda: GPT(8, 1, 2, 20, 8), lambda: _tokens(2, 8, 20), 10
+    ),
+}
+ON_CPU = {  # compiled in `benchmarks/host.py`
+    "gpt4": Workload(
+        "GPT of 4 layers, d 128, T 64, batch 8",
+        lambda: GPT(128, 4, 4, 256, 64),
+        lambda: _tokens(8, 64, 256),
         10,
     ),
 }

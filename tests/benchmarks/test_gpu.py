@@ -16,7 +16,7 @@ def gpu(monkeypatch):
     before = set(sys.modules)
     monkeypatch.syspath_prepend(BENCHMARKS)
     yield import_module("gpu")
-    for name in {"gpu", "fused", "loop", "timing", "workloads"} - before:
+    for name in {"gpu", "compiled", "watched", "workloads"} - before:
         del sys.modules[name]
 
 
@@ -27,48 +27,55 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(gpu, monkeypatch, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
-def check_rows(gpu, folder):
-    found = json.loads((folder / "gpu.json").read_text())
-    rows = {(row["net"], row["mode"], row["contestant"]): row for row in found["training"]}
-    nets = ["mlp", "gpt", "resnet50"]
-    assert list(rows) == [(n, m, who) for m in ("eager", "compiled") for n in nets for who in gpu.CONTESTANTS]
-    assert found["device"] == "cpu"
-    assert found["ranks"] == {"backend": "gloo", "same_weights": True}
-    assert found["tests"] == found["fused"] == {"error": "needs a GPU"}
-    text = (folder / "gpu.txt").read_text()
-    assert all(text.count(who) >= 6 for who in gpu.CONTESTANTS)
-    return rows, text
+def test_parts_for_which_no_time_is_left_say_so(gpu, tmp_path, capsys):
+    assert gpu.main(["--device", "cpu", "--seconds", "0", "--out", str(tmp_path)]) == 1
+    tables = json.loads((tmp_path / "gpu.json").read_text())["tables"]
+    assert tables == {
+        part: {"not measured": {"error": "TimeoutError: the time was up"}} for part in gpu.PARTS
+    }
+    assert (tmp_path / "gpu.txt").read_text() == capsys.readouterr().out
 
 
-def test_rows_for_which_no_time_is_left_say_so(gpu, tmp_path):
-    assert gpu.main(["--device", "cpu", "--seconds", "0", "--out", str(tmp_path)]) == 0
-    rows, text = check_rows(gpu, tmp_path)
-    assert {row["error"] for row in rows.values()} == {"not measured: the time was up"}
-    assert not any(row["rounds"] for row in rows.values())
-    assert "time was short: 0 of 5 rounds" in text
+def test_every_contestant_has_its_figures(gpu, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(gpu, "MARKS", (10, 20))
+    monkeypatch.setattr(gpu, "TURNS", 2)
+    options = "--device", "cpu", "--only", "costs", "--nets", "small", "--seconds", "600"
+    assert gpu.main([*options, "--out", str(tmp_path)]) == 0
+    (rows,) = json.loads((tmp_path / "gpu.json").read_text())["tables"].values()
+    assert list(rows) == [*gpu.IN_TURN, "Diagnose(), first 10 steps", "Diagnose(), first 20 steps"]
+    assert all(rows[who]["turns"] == len(rows[who]["blocks"]) == 2 for who in gpu.IN_TURN)
+    assert all(row["ms"] > 0 and row["ratio"] > 0 for row in rows.values())
+    assert all({"host ms", "launches", "waits"} <= set(row) for row in list(rows.values())[:-1])
+    assert rows["plain"]["ratio"] == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 2 + len(rows)
 
 
 @pytest.mark.slow
-def test_every_contestant_is_measured_on_every_net(gpu, monkeypatch, tmp_path, fresh_dynamo):
-    monkeypatch.setattr(gpu, "WARM", 3)
-    monkeypatch.setattr(gpu, "PROFILED", 2)
-    assert gpu.main(["--device", "cpu", "--rounds", "1", "--out", str(tmp_path)]) == 0
-    rows, text = check_rows(gpu, tmp_path)
-    assert "time was short" not in text
-    for row in rows.values():
-        assert "error" not in row
-        assert len(row["rounds"]) == 1
-        assert all(one["ms"] > 0 for one in row["rounds"])
+def test_compiled_contestants_train_in_turn(gpu, tmp_path):
+    options = "--device", "cpu", "--only", "compiled", "--seconds", "600"
+    assert gpu.main([*options, "--out", str(tmp_path)]) == 0
+    (rows,) = json.loads((tmp_path / "gpu.json").read_text())["tables"].values()
+    assert list(rows) == list(gpu.COMPILED)
+    assert all(row["graphs"] >= 1 and row["s"] > 0 and row["turns"] == gpu.TURNS for row in rows.values())
 
 
-def test_an_error_of_one_contestant_is_a_row(gpu, monkeypatch):
-    def broken():
+def test_one_that_does_not_compile_in_time_is_killed_with_its_children(gpu):
+    compare, rows = sys.modules["compiled"].compare, {"plain": {}}
+    compare(rows, "tiny small", "cpu", "eager", lambda: 0.0, turns=2)
+    assert rows == {"plain": {"error": "killed: not done in time"}}
+
+
+def test_an_error_of_one_contestant_is_a_row(gpu, monkeypatch, tmp_path):
+    def broken(loop):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setitem(gpu.CONTESTANTS, "StepTimer()", broken)
-    small = gpu.SMALL["gpt"]
-    found = gpu.figures_of("StepTimer()", small.model(), small, torch.device("cpu"), None)
-    assert found == {"error": "RuntimeError: out of memory"}
+    monkeypatch.setattr(gpu, "IN_TURN", {"plain": gpu.IN_TURN["plain"], "broken": broken})
+    monkeypatch.setattr(gpu, "TURNS", 2)
+    loop, rows = gpu.Loop(gpu.SMALL["small"], torch.device("cpu")), {}
+    gpu.take_turns(loop, rows, gpu.Report(tmp_path, loop.device, 100), end=float("inf"))
+    assert rows["broken"] == {"error": "RuntimeError: out of memory"}
+    assert rows["plain"]["turns"] == 2
 
 
 def test_launches_and_waits_are_counted_by_the_names_of_calls(gpu):
@@ -76,40 +83,32 @@ def test_launches_and_waits_are_counted_by_the_names_of_calls(gpu):
     assert gpu.counted(names * 20) == {"launches": 6.0, "waits": 2.0}
 
 
-def test_a_ratio_compares_times_of_the_same_round(gpu):
-    ms = {gpu.BY_HAND: [1.0, 2.0], gpu.BARE: [1.5, 2.0], "StepTimer()": [3.0, 2.0]}
-    rows = [
-        {"net": "mlp", "mode": "eager", "contestant": who, "rounds": [{"ms": x} for x in values]}
-        for who, values in ms.items()
-    ]
-    found = gpu.ratios(rows)
-    assert found["mlp", "eager", gpu.BARE] == [1.5, 1.0]
-    assert found["mlp", "eager", "StepTimer()"] == [2.0, 1.0]
+def test_a_ratio_compares_times_of_the_same_turn(gpu):
+    plain, other = ([{"ms": x} for x in ms] for ms in ((1.0, 2.0, 1.0), (3.0, 2.0, 1.5)))
+    found = gpu.figures(other, plain)
+    assert (found["ratio"], found["least"], found["most"], found["ms"]) == (1.5, 1.0, 3.0, 2.0)
 
 
-def test_the_threshold_is_where_the_fused_kernel_begins_to_be_faster_for_every_dtype(gpu):
-    def rows(**ratios):
-        return [
-            {"dtype": dtype, "n": 2**k, "quartiles": [x, x, x]}
-            for dtype, values in ratios.items()
-            for k, x in enumerate(values)
-        ]
-
-    assert gpu.fused.threshold(rows(float32=[2, 0.9, 0.8], bfloat16=[2, 1.1, 0.9])) == 4
-    assert gpu.fused.threshold(rows(float32=[0.5, 0.9, 0.8], bfloat16=[0.9, 0.9, 0.9])) == 1
-    assert gpu.fused.threshold(rows(float32=[0.5, 0.5, 1.2])) is None
+def test_kernels_that_a_watch_adds_are_told_from_those_of_the_step(gpu, tmp_path):
+    report = gpu.Report(tmp_path, torch.device("cpu"), 100)
+    gpu.kernel(report, {}, n=4096)  # on a CPU these are operations
+    (rows,) = report.tables.values()
+    assert list(rows) == [f"{x}, with_hist={y}" for x in ("float32", "bfloat16") for y in (False, True)]
+    names = [row["names"].split(", ") for row in rows.values()]
+    assert all("aten::copy_" in of_one and "aten::mul" not in of_one for of_one in names)
 
 
-def test_failed_and_skipped_tests_are_named(gpu):
-    xml = """<testsuites><testsuite>
-        <testcase classname="a" name="one"/><testcase classname="a" name="two"><failure/></testcase>
-        <testcase classname="b" name="three"><skipped/></testcase></testsuite></testsuites>"""
-    assert gpu.of_suites(xml) == {"n": 3, "failed": ["a::two"], "skipped": ["b::three"]}
+def test_failed_and_skipped_tests_are_counted(gpu):
+    lines = (
+        "[gw0] [ 10%] PASSED a.py::one ",
+        "[gw1] [100%] FAILED a.py::two[x y] ",
+        "[gw1] [ 50%] SKIPPED b.py::b",
+    )
+    text = "\n".join(lines)
+    assert gpu.outcomes(text) == {"failed": 1, "passed": 1, "skipped": 1, "names": "failed: two[x y]"}
 
 
 def test_the_nets_have_the_sizes_of_their_models(gpu):
     with torch.device("meta"):
-        sizes = {
-            n: sum(p.numel() for p in w.model().parameters()) for n, w in gpu.ON_GPU.items() if n != "mlp"
-        }
-    assert sizes == {"resnet50": 25_557_032, "gpt": 124_475_904}
+        sizes = {n: sum(p.numel() for p in w.model().parameters()) for n, w in gpu.ON_GPU.items()}
+    assert sizes == {"resnet50": 25_557_032, "gpt2": 124_475_904, "small": 10_770_816}
