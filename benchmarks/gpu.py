@@ -99,7 +99,10 @@ def costs(report: Report, nets: Mapping[str, Workload]) -> None:
         loop = Loop(nets[net], report.device)
         loop.run(WARM)
         take_turns(loop, found[net], report, end - report.seconds / 15)
-        found[net] |= first_steps(loop, end)
+        try:
+            found[net] |= first_steps(loop, end)
+        except Exception as error:
+            found[net][name_of(MARKS[0])] = {"error": text_of(error)}
         report.write()
         del loop
     for net in nets:
@@ -129,6 +132,8 @@ def block(loop: Loop, attach: Attach, with_host: bool) -> Row:
     """Milliseconds of a step, of attaching and of detaching; the peak of memory in GB."""
     gc.collect()
     wait(loop.device)
+    if loop.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     with attach(loop):
         found = {"on": (time.perf_counter() - began) * 1e3}
@@ -136,7 +141,6 @@ def block(loop: Loop, attach: Attach, with_host: bool) -> Row:
         found["ms"] = loop.run()
         if loop.device.type == "cuda":
             found["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
-            torch.cuda.reset_peak_memory_stats()
         if with_host:
             found["host ms"] = mean(loop.host() for _ in range(STEPS))
         began = time.perf_counter()
@@ -153,10 +157,12 @@ def first_steps(loop: Loop, end: float) -> dict[str, Row]:
     with DIAGNOSED(loop):
         while (n := len(ms) * STEPS) < MARKS[0] or (n < MARKS[-1] and time.monotonic() < end):
             ms.append(loop.run())
+        began = time.perf_counter()
+    off = (time.perf_counter() - began) * 1e3
     base = median(plain + [loop.run() for _ in range(4)])
     so_far = {min(mark, n): mean(ms[: mark // STEPS]) for mark in MARKS}
-    rows = {name_of(n): {"ratio": x / base, "ms": x, "blocks": ms} for n, x in so_far.items()}
-    rows[name_of(MARKS[0])]["host ms"] = host
+    rows = {name_of(n): {"ms": x, "ratio": x / base, "blocks": ms} for n, x in so_far.items()}
+    rows[name_of(MARKS[0])]["host ms"], rows[name_of(n)]["off"] = host, off
     return rows
 
 

@@ -87,6 +87,6 @@ CONTESTANTS: Mapping[str, Attach] = {
 def figures(blocks: Sequence[Row], plain: Sequence[Row], clock: str = "ms") -> Row:
     """Medians over blocks; ratios are to the plain loop of the same turn."""
     ratios = [a[clock] / b[clock] for a, b in zip(blocks, plain, strict=False)]
-    found = {"ratio": median(ratios), "least": min(ratios), "most": max(ratios)}
-    medians = {key: median(x[key] for x in blocks if key in x) for key in blocks[0]}
-    return found | medians | {"turns": len(blocks), "blocks": list(blocks)}
+    found = {clock: 0.0, "ratio": median(ratios), "least": min(ratios), "most": max(ratios)}
+    found |= {key: median(x[key] for x in blocks if key in x) for key in blocks[0]}
+    return found | {"turns": len(blocks), "blocks": list(blocks)}
