@@ -83,7 +83,7 @@ def memorized(seed: int, cbs: Callbacks) -> Run:
     return validated(stack(20, 128, 2), (x, y), (new, other), cbs, n_epoch=30, lr=1e-2)
 
 
-@fault(FACTS_VALID_FAULTS, "validation images that are not scaled", codes=["valid.trivial"])
+@fault(FACTS_VALID_FAULTS, "validation images that are not scaled", codes=["input.eval_scale"])
 def unscaled_validation(seed: int, cbs: Callbacks) -> Run:
     x, y = digits(seed, 600)
     return validated(stack(64, 64, 10), (x[:400], y[:400]), (40 * x[400:] + 200, y[400:]), cbs, n_epoch=8)
