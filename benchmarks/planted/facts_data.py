@@ -367,3 +367,38 @@ def split_stream(seed: int, cbs: Callbacks) -> Run:
     model = Mlp(nn.ReLU)
     loader = DataLoader(_Split(*digits(seed)), 32, num_workers=2)
     return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), loader, cbs, seed)
+
+
+def _split_by_class(x: Tensor, y: Tensor, seed: int, n_step: int = 80) -> tuple[list[Batch], list[Batch]]:
+    """Batches of a training without the last two classes, and of a validation with all."""
+    own, rows = y < 8, torch.arange(len(y)) % 4 == 0
+    train = batched(x[own & ~rows], y[own & ~rows], seed=seed, n_step=n_step)
+    return train, list(zip(x[rows].split(64), y[rows].split(64), strict=True))
+
+
+@fault(FACTS_DATA_FAULTS, "classes that only the validation has, an MLP", codes=["label.unseen"])
+def unseen_classes(seed: int, cbs: Callbacks) -> Run:
+    model, dls = Mlp(nn.ReLU), _split_by_class(*digits(seed), seed)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), dls, cbs, seed)
+
+
+@fault(FACTS_DATA_FAULTS, "classes that only the validation has, a CNN", codes=["label.unseen"])
+def unseen_classes_of_images(seed: int, cbs: Callbacks) -> Run:
+    model, (train, valid) = Cnn(), _split_by_class(*images(seed), seed)
+
+    def validate(step: int) -> None:
+        if step == len(train) - 1:
+            model.eval()
+            with torch.no_grad():
+                for x, y in valid:
+                    F.cross_entropy(model(x), y)
+
+    opt = Adam(model.parameters(), lr=2e-3)
+    return follow(model, F.cross_entropy, opt, train, cbs, seed, after_step=validate)
+
+
+@control(FACTS_DATA_CONTROLS, "a head that is wider than the labels", target=0.8)
+def wide_head(seed: int, cbs: Callbacks) -> Run:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16))
+    train, valid = _phases(seed, *digits(seed), digits(seed)[0], n_step=120)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=3e-3), (train, valid), cbs, seed)
