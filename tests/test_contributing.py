@@ -44,7 +44,6 @@ NOT_PLANTED = {  # faults without a planted case, and why
     "replica.buffers": "likewise",
     "data.duplicated": "likewise",
     "data.repeated": "likewise",
-    "data.same_order": "likewise",
     "random.duplicated": "likewise",
     "grad.rescaled": "likewise",
     "time.straggler": "likewise",

@@ -1,7 +1,8 @@
 """Faults that exact facts of the data show, and healthy trainings near them."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from case import Callbacks, Case, Run, control, fault, fit, follow
@@ -10,7 +11,7 @@ from nets import Cnn, Gpt, Mlp, token_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 FACTS_DATA_FAULTS: list[Case] = []
 FACTS_DATA_CONTROLS: list[Case] = []
@@ -196,6 +197,113 @@ def shared_condition(seed: int, cbs: Callbacks) -> Run:
     return fit(model, F.mse_loss, opt, batches, cbs, seed)
 
 
+class _Jittered(Dataset[tuple[Tensor, Tensor]]):
+    """Digits with noise from a global generator."""
+
+    def __init__(self, x: Tensor, y: Tensor, draw: Callable[[], float]) -> None:
+        self.x, self.y, self.draw = x, y, draw
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return self.x[i] * (1 + 0.1 * self.draw()), self.y[i]
+
+
+def _of_torch() -> float:
+    return float(torch.randn(()))
+
+
+def _seed_worker(i: int) -> None:
+    random.seed(0)
+
+
+def _epochs(loader: DataLoader[Any], n: int, seed: int | None) -> Iterator[Batch]:
+    """Batches of epochs, each of which begins with a seed if there is one."""
+    for _ in range(n):
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield from loader
+
+
+@fault(FACTS_DATA_FAULTS, "a seed in each epoch, an MLP", codes=["random.epochs"])
+def seeded_epochs(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    batches = _epochs(DataLoader(_Jittered(*digits(seed, 512), _of_torch), 32), 3, seed)
+    return follow(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), batches, cbs, seed)
+
+
+@fault(FACTS_DATA_FAULTS, "a seed before each validation of a GPT", codes=["random.epochs"])
+def seeded_validations(seed: int, cbs: Callbacks) -> Run:
+    model, (x, y) = Gpt(), text_batches(seed, size=800, n_step=1)[0]
+
+    def drawn() -> Iterator[Batch]:
+        for i in range(50):
+            if i % 10 == 0:
+                torch.manual_seed(0)
+                model.eval()
+                with torch.no_grad():
+                    model(x[torch.randint(len(x), (32,))])
+                model.train()
+            rows = torch.randint(len(x), (32,))
+            yield x[rows], y[rows]
+
+    return follow(model, token_loss, Adam(model.parameters(), lr=3e-3), drawn(), cbs, seed)
+
+
+@fault(FACTS_DATA_FAULTS, "a shuffled loader with a seed in each epoch, an MLP", codes=["data.same_order"])
+def seeded_orders(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    batches = _epochs(DataLoader(TensorDataset(*digits(seed, 512)), 32, shuffle=True), 3, seed)
+    return follow(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), batches, cbs, seed)
+
+
+@fault(FACTS_DATA_FAULTS, "a sampler's generator made anew, a CNN", codes=["data.same_order"])
+def seeded_samplers(seed: int, cbs: Callbacks) -> Run:
+    model, data = Cnn(), TensorDataset(*images(seed, 512))
+
+    def batches() -> Iterator[Batch]:
+        for _ in range(3):
+            yield from DataLoader(data, 32, shuffle=True, generator=generator(seed))
+
+    return follow(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), batches(), cbs, seed)
+
+
+@fault(FACTS_DATA_FAULTS, "one seed for all workers, an MLP", codes=["random.workers"])
+def one_seed_for_workers(seed: int, cbs: Callbacks) -> Run:
+    model, data = Mlp(nn.ReLU), _Jittered(*digits(seed, 512), lambda: random.gauss(0, 1))
+    loader = DataLoader(data, 32, shuffle=True, num_workers=2, worker_init_fn=_seed_worker)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), loader, cbs, seed, n_epoch=2)
+
+
+@fault(FACTS_DATA_FAULTS, "one seed for all workers, a CNN", codes=["random.workers"])
+def one_seed_for_workers_of_images(seed: int, cbs: Callbacks) -> Run:
+    model, data = Cnn(), _Jittered(*images(seed, 512), lambda: random.gauss(0, 1))
+    loader = DataLoader(data, 32, num_workers=2, worker_init_fn=_seed_worker)
+    return follow(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), loader, cbs, seed)
+
+
+@control(FACTS_DATA_CONTROLS, "noise that is new in each epoch", target=1.9)
+def new_noise(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    batches = _epochs(DataLoader(_Jittered(*digits(seed, 800), _of_torch), 32, shuffle=True), 3, None)
+    return follow(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), batches, cbs, seed)
+
+
+@control(FACTS_DATA_CONTROLS, "the same batches in each epoch, each of which sets a seed", target=1.9)
+def fixed_batches(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    batches = _epochs(DataLoader(TensorDataset(*digits(seed, 800)), 32), 3, seed)
+    return follow(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), batches, cbs, seed)
+
+
+@control(FACTS_DATA_CONTROLS, "one batch on purpose", target=0.5)
+def one_batch(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    batches = batched(*digits(seed), seed=seed, n_step=1) * 120
+    return follow(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), batches, cbs, seed)
+
+
 class _Noisy(Dataset[tuple[Tensor, Tensor]]):
     """Digits with noise from a generator of its own."""
 
@@ -259,3 +367,38 @@ def split_stream(seed: int, cbs: Callbacks) -> Run:
     model = Mlp(nn.ReLU)
     loader = DataLoader(_Split(*digits(seed)), 32, num_workers=2)
     return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), loader, cbs, seed)
+
+
+def _split_by_class(x: Tensor, y: Tensor, seed: int, n_step: int = 80) -> tuple[list[Batch], list[Batch]]:
+    """Batches of a training without the last two classes, and of a validation with all."""
+    own, rows = y < 8, torch.arange(len(y)) % 4 == 0
+    train = batched(x[own & ~rows], y[own & ~rows], seed=seed, n_step=n_step)
+    return train, list(zip(x[rows].split(64), y[rows].split(64), strict=True))
+
+
+@fault(FACTS_DATA_FAULTS, "classes that only the validation has, an MLP", codes=["label.unseen"])
+def unseen_classes(seed: int, cbs: Callbacks) -> Run:
+    model, dls = Mlp(nn.ReLU), _split_by_class(*digits(seed), seed)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), dls, cbs, seed)
+
+
+@fault(FACTS_DATA_FAULTS, "classes that only the validation has, a CNN", codes=["label.unseen"])
+def unseen_classes_of_images(seed: int, cbs: Callbacks) -> Run:
+    model, (train, valid) = Cnn(), _split_by_class(*images(seed), seed)
+
+    def validate(step: int) -> None:
+        if step == len(train) - 1:
+            model.eval()
+            with torch.no_grad():
+                for x, y in valid:
+                    F.cross_entropy(model(x), y)
+
+    opt = Adam(model.parameters(), lr=2e-3)
+    return follow(model, F.cross_entropy, opt, train, cbs, seed, after_step=validate)
+
+
+@control(FACTS_DATA_CONTROLS, "a head that is wider than the labels", target=0.8)
+def wide_head(seed: int, cbs: Callbacks) -> Run:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16))
+    train, valid = _phases(seed, *digits(seed), digits(seed)[0], n_step=120)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=3e-3), (train, valid), cbs, seed)

@@ -21,6 +21,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 Hooks = dict[int, Callable[..., Any]]
@@ -41,6 +42,9 @@ DispatchMode = TorchDispatchMode
 
 DataLoaderIter = _BaseDataLoaderIter
 """Base class of the iterators of DataLoaders; without it `import hookcb` fails."""
+
+ListFetcher = _MapDatasetFetcher
+"""Class whose `fetch` makes each batch of a dataset with indices; without it `import hookcb` fails."""
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 """Base class of all batch norms, SyncBatchNorm included; a tuple of the public classes could replace it."""

@@ -199,6 +199,14 @@ def test_dataloaderiter(data, n_workers):
     assert type(found).__next__ is torch_private.DataLoaderIter.__next__  # which hookcb replaces for a while
 
 
+@pytest.mark.parametrize("size", [2, None])
+def test_listfetcher(size, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch_private.ListFetcher, "fetch", lambda self, index: calls.append(index))
+    list(DataLoader(list(range(4)), batch_size=size))
+    assert calls == ([[0, 1], [2, 3]] if size else [0, 1, 2, 3])
+
+
 def test_batchnorm():
     norms = nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2), nn.LazyBatchNorm1d()
     assert all(isinstance(m, torch_private.BatchNorm) for m in norms)

@@ -7,10 +7,18 @@ from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from hookcb.core.randomness import parts_of
 from hookcb.diagnosis.heard import Ear
+from hookcb.diagnosis.measurements.drawing import Workers, WorkerStates
 
 # names in code that may do something else in each worker
 OF_WORKERS = frozenset(
@@ -27,6 +35,9 @@ class Pass(NamedTuple):
         has_init: whether it has a `worker_init_fn`.
         is_unsharded: whether the dataset is an IterableDataset that never asks which worker it is in.
         held: name and state of each generator that the dataset holds and uses.
+        shuffles: whether a sampler of torch draws the order of the samples.
+        n_batches: number of batches that the loader has, 0 if unknown.
+        states: random states of its workers, None if it has none.
     """
 
     n_workers: int
@@ -34,6 +45,9 @@ class Pass(NamedTuple):
     has_init: bool
     is_unsharded: bool
     held: tuple[tuple[str, int], ...]
+    shuffles: bool
+    n_batches: int
+    states: WorkerStates | None
 
 
 class Loading(Ear):
@@ -41,28 +55,50 @@ class Loading(Ear):
 
     Attributes:
         last: the pass that began last, None if there was none.
+        n: number of passes.
     """
 
     calls = ((DataLoader, "__iter__", "iterates"),)
 
     def __init__(self) -> None:
         self.last: Pass | None = None
+        self.n = 0
 
     def iterates(self, loader: Any) -> Generator[None, Any, None]:
-        """Observes the beginning of a pass."""
-        self.last = None
-        if loader.num_workers:
-            self.last = pass_of(loader)
-        yield
+        """Observes the beginning of a pass, and lets the workers that it forks tell their random states."""
+        self.last, self.n = None, self.n + 1
+        self.last = pass_of(loader)
+        Workers.states = self.last.states
+        try:
+            yield
+        finally:
+            Workers.states = None
 
 
 def pass_of(loader: Any) -> Pass:
     """State of a loader and of its generators at the beginning of a pass."""
     kind = type(loader.dataset)
     is_unsharded = isinstance(loader.dataset, IterableDataset) and not _asks_for_worker(kind)
-    held = [*_held_by(loader.dataset), *_held_by(loader.collate_fn)]
-    has_init = loader.worker_init_fn is not None
-    return Pass(loader.num_workers, loader.persistent_workers, has_init, is_unsharded, tuple(held))
+    n, held = loader.num_workers, [*_held_by(loader.dataset), *_held_by(loader.collate_fn)]
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    shuffles = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
+    return Pass(
+        n,
+        loader.persistent_workers,
+        loader.worker_init_fn is not None,
+        is_unsharded,
+        tuple(held),
+        shuffles or (isinstance(sampler, DistributedSampler) and sampler.shuffle),
+        _length_of(loader),
+        WorkerStates(n) if n else None,
+    )
+
+
+def _length_of(loader: Any) -> int:
+    try:  # not that of the loader, which torch notes if it has a stream
+        return len(loader.batch_sampler or loader.sampler)
+    except (TypeError, NotImplementedError):
+        return 0
 
 
 def _held_by(owner: Any) -> Iterator[tuple[str, int]]:

@@ -3,21 +3,23 @@
 import math
 import random
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hookcb.core import graph
-from hookcb.core.batch import parts
+from hookcb.core.batch import batch_size, parts
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.loss_graph import LossGraph
 from hookcb.diagnosis.measurements.loss_terms import Term, main_term, read_terms
+from hookcb.diagnosis.measurements.tally import Tally, at_path, path_to, saved_labels
 from hookcb.diagnosis.run import Run
 
 MAX_ELEMENTS = 16_384  # of a batch that are kept, spread over it
 MAX_BATCHES = 64
+MAX_CLASSES = 1 << 17  # whose labels are counted
 MAX_ERROR = 1e-3  # of the loss that the recovered targets give; rounding to float32 stays below 1e-4
 MAX_DRIFT = 0.1  # of the variance; two halves of 160 shuffled values each differ by 0.0125
 # labels that tell of a single class; of a data set with 1 % of ones, 6 in 1,000 such samples have none
@@ -36,7 +38,14 @@ class Targets(Measurement):
     """Copies of targets of batches, on their device until they are read.
 
     All of the first 64 batches, later a random choice of 64 from all batches, so that data in any order is
-    seen with the shares that it has.
+    seen with the shares that it has. Class indices of a cross-entropy of torch are counted in all batches; if
+    the loop does not tell them or its loss, in the first 64, those of that choice, and inspected ones.
+
+    Attributes:
+        counts: number of labels of each class, [] if none were counted.
+        n_counted: number of batches whose labels were counted.
+        are_all: whether these are all batches.
+        are_of_samples: whether each sample has one label.
     """
 
     cadence = EVERY
@@ -50,6 +59,10 @@ class Targets(Measurement):
         self.are_given = False  # whether a loop tells them
         self._of_step = -1
         self._yb: tuple[Any, ...] = ()
+        self._tally: Tally | None = None
+        self._path: tuple[int, ...] | None = None  # from the loss to the node that has saved the labels
+        self.counts: list[int] = []
+        self.n_counted, self.are_all, self.are_of_samples = 0, False, False
 
     def of_batch(self, run: Run) -> Any:
         """Targets of the batch: those of the loop, those that the loss has saved, or else () if unknown."""
@@ -67,6 +80,32 @@ class Targets(Measurement):
     def on_first_graph(self, run: Run) -> None:
         self.are_given |= bool(len(run.loop.yb))
         self.is_of_output = compares_output(run.loop.loss_node, run.loop.pred)
+        self._begin_tally(run)
+
+    def _begin_tally(self, run: Run) -> None:
+        main = main_term(read_terms(run.loop.loss_node))
+        tensors = [y for _, y in parts(self.of_batch(run)) if isinstance(y, Tensor)]
+        y = tensors[0] if len(tensors) == 1 else None  # else the loss may compare either
+        if main is None or main.kind not in ("cross-entropy", "nll") or not _are_labels(y):
+            return
+        n_classes = main.given_shape[1] if len(main.given_shape) > 1 else 0
+        if 0 < n_classes <= MAX_CLASSES and y.numel() * n_classes == math.prod(main.given_shape):
+            self._tally = Tally(n_classes, main.ignored)
+            self._path = None if main.target is None else path_to(run.loop.loss_node, main.node)
+            self.are_of_samples = y.ndim == 1 and y.numel() == batch_size(run.loop.xb)
+
+    def _count(self, run: Run, tally: Tally, is_read: bool) -> None:
+        """Counts the labels of a batch, if they are known or `is_read`, as recovering them takes long."""
+        loop = run.loop
+        y: Tensor | None = None
+        if len(loop.yb) and isinstance(loop.yb[0], Tensor):
+            y = loop.yb[0]
+        elif self._path is not None:
+            y = saved_labels(at_path(loop.loss_node, self._path))
+        elif is_read:
+            y = next((y for _, y in parts(self.of_batch(run)) if isinstance(y, Tensor)), None)
+        if _are_labels(y):
+            tally.add(y)
 
     def on_loss(self, run: Run) -> None:
         self.are_given |= bool(len(run.loop.yb))
@@ -74,8 +113,11 @@ class Targets(Measurement):
         place = self._choice.randrange(self._n_losses) if self._n_losses > MAX_BATCHES else MAX_BATCHES
         if place < len(self._batches) == MAX_BATCHES:
             del self._batches[place]
-        if len(self._batches) < MAX_BATCHES:
+        is_chosen = len(self._batches) < MAX_BATCHES
+        if is_chosen:
             self.add_batch(self.of_batch(run))
+        if self._tally is not None:
+            self._count(run, self._tally, is_chosen or run.looking)
 
     def on_batch_end(self, run: Run) -> None:
         self._of_step, self._yb = -1, ()
@@ -94,8 +136,14 @@ class Targets(Measurement):
             self._batches.append(kept.clone())
             self.n_batches, self.is_known = len(self._batches), True
 
+    def tell(self, run: Run) -> None:
+        tally = self._tally
+        self.counts = [] if tally is None else tally.read()
+        self.n_counted = 0 if tally is None else tally.n_batches
+        self.are_all = self.n_counted == self._n_losses
+
     def freeze(self) -> None:
-        self._batches = []
+        self._batches, self._tally = [], None
 
     def classes(self, graph: LossGraph) -> Tensor | None:
         """Class indices or bits that a classifier is trained with; None if too few, or not known to be that.
@@ -133,6 +181,8 @@ class Targets(Measurement):
             return Losses()
         if graph.kind == "cross-entropy":
             found = losses_of_classes(self._batches, graph)
+            if sum(self.counts) and self.are_all and not graph.has_weights:
+                found = found._replace(constant=entropy_of(self.counts, graph.smoothing))
         elif graph.kind == "binary cross-entropy":
             found = losses_of_bits(self._batches, graph)
         else:
@@ -153,6 +203,18 @@ class Targets(Measurement):
         else:
             errors = errors.square() if kind == "mse" else errors.abs()
         return Losses(float(errors.mean()), noise=noise_of(errors, self._batches))
+
+
+def entropy_of(counts: Sequence[int], smoothing: float = 0.0) -> float:
+    """Cross-entropy of always predicting the shares of the classes, which are smoothed as the labels are."""
+    n, total = len(counts), sum(counts)
+    shares = [(1 - smoothing) * k / total + smoothing / n for k in counts]
+    return -sum(p * math.log(p) for p in shares if p)
+
+
+def _are_labels(y: Any) -> TypeGuard[Tensor]:
+    """Whether these may be class indices."""
+    return isinstance(y, Tensor) and not (y.is_floating_point() or y.is_complex()) and y.numel() > 0
 
 
 def compares_output(node: Any, pred: Any) -> bool:

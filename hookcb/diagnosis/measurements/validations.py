@@ -18,6 +18,7 @@ from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.heard import Ear, heard
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.tally import Tally
 from hookcb.diagnosis.run import Run, Series
 from hookcb.training.early_stopping import EarlyStopping
 from hookcb.training.ema import EMA
@@ -110,6 +111,8 @@ class Validations(Measurement):
         self.keeps_best = False  # whether a callback keeps the best weights, or ends the training
         self._ended: list[tuple[int, dict[Site, _Sums], bool]] = []  # with the step, and whether it is kept
         self._sums: dict[Site, _Sums] = {}
+        self._labels: dict[bool, Tally] = {}  # those of a Learner, or else those that are heard
+        self.labels: list[int] = []  # by class, of all validations
         self._kinds = set[str]()
         self._hooks: list[CallHook] = []
         self._step = self._n_reads = self._n_quick = 0
@@ -140,6 +143,8 @@ class Validations(Measurement):
             n_correct = _n_correct(loop.pred, yb[0]) if len(yb) == 1 and self._is_own else None
             sums = self._sums.setdefault((), _Sums())
             sums.add(detached_scalar(loop.loss), batch_size((*yb, loop.xb)), n_correct)
+            if n_correct is not None:
+                self._count(True, loop.pred, yb[0])
 
     def on_batch(self, run: Run) -> None:
         if self._is_open:
@@ -169,6 +174,8 @@ class Validations(Measurement):
         if not (isinstance(loss, Tensor) and loss.numel() == 1 and isinstance(y, Tensor) and y.numel()):
             return
         n_correct = _n_correct(pred, y) if kind == "cross-entropy" else None
+        if n_correct is not None:
+            self._count(False, pred, y)
         has_one_each = kind == "cross-entropy" and y.is_floating_point()  # a target for each class
         n = len(y) if has_one_each else y.numel()
         is_sum, weight = given.get("reduction") == "sum", given.get("weight")
@@ -179,6 +186,12 @@ class Validations(Measurement):
         value = detached_scalar(loss)
         self._sums.setdefault(_site(), _Sums()).add(value / n if is_sum else value, n, n_correct)
 
+    def _count(self, is_given: bool, pred: Tensor, y: Tensor) -> None:
+        """Counts the labels of a batch, if there is one for each sample."""
+        tally = self._labels.setdefault(is_given, Tally(pred.shape[1]))
+        if pred.ndim == 2 and pred.shape[1] == tally.n_classes and y.numel():
+            tally.add(y)
+
     # ---- for the verdict
 
     def tell(self, run: Run) -> None:
@@ -187,6 +200,8 @@ class Validations(Measurement):
             ended.append((self._step, self._sums, False))
         if not ended:
             return
+        tally = self._labels.get(True, self._labels.get(False))
+        self.labels = [] if tally is None else tally.read()
         site = self._site_to_judge([sums for _, sums, _ in ended], run)
         self.found = []
         for step, sums, is_kept in ended:
@@ -216,7 +231,7 @@ class Validations(Measurement):
             self._hooks.pop().remove()
 
     def freeze(self) -> None:
-        self._ended, self._sums = [], {}
+        self._ended, self._sums, self._labels = [], {}, {}
 
 
 def _n_correct(pred: Any, y: Any) -> tuple[Tensor, int] | None:

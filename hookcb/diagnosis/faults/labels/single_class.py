@@ -30,9 +30,9 @@ MAX_CHANGES = 0.34  # from batch to batch, if there are two classes, which may a
 class SingleClass(Fault):
     """All labels that a classifier is trained with are one class.
 
-    Exact: no label of 64 batches or fewer differs from the others; 512 samples in 8 batches or more. Read
-    if the loss is a cross-entropy of the model's raw scores, or of their sigmoid or softmax, and there is one
-    optimizer.
+    Exact: no label of all batches differs from the others, or of 64 batches or fewer if the loss is not a
+    cross-entropy of torch; 512 samples in 8 batches or more. Read if the loss is a cross-entropy of the
+    model's raw scores, or of their sigmoid or softmax, and there is one optimizer.
     """
 
     headline = "All labels are of a single class"
@@ -45,9 +45,11 @@ class SingleClass(Fault):
         targets, self.seen = run.measured(Targets), []
         y = targets.classes(run.measured(Loss).graph_of_one)
         self.is_known = y is not None
-        if y is not None and bool((y == y.flatten()[0]).all()):
+        if y is not None and bool((y == y.flatten()[0]).all()) and sum(map(bool, targets.counts)) < 2:
+            n, n_batches = sum(targets.counts), targets.n_counted
+            n, n_batches = (n, n_batches) if n else (y.numel(), targets.n_batches)
             self.see(
-                f"All {y.numel():,} labels read from {targets.n_batches} batches are "
+                f"All {n:,} labels read from {n_batches:,} batches are "
                 f"{y.flatten()[0].item():g}, so predicting that class is enough.",
                 value=1.0,
                 causes=("data sorted by class and not shuffled", "labels that were lost, or a wrong column"),

@@ -1,68 +1,18 @@
 """data.duplicated, data.repeated, data.same_order: batches that ranks or epochs have had before."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from hookcb.core.randomness import parts_of
 from hookcb.core.ranks import name_ranks
-from hookcb.diagnosis.fault import EVERY, Fault, Measurement, Result, Site, fault
-from hookcb.diagnosis.measurements.replicas import alike, can_compare, hash_of
-from hookcb.diagnosis.run import Passed, Run, Skipped
+from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.measurements.batch_hashes import MIN_BATCHES, BatchHashes, Window, in_same_order
+from hookcb.diagnosis.measurements.replicas import alike, can_compare
+from hookcb.diagnosis.run import Absent, Passed, Run, Skipped
 
-N_EPOCHS, N_BATCHES = 4, 20  # epochs, and first batches of each, that are hashed
-MIN_COMPARED, N_COMPARED = 4, 8  # batches that are compared between ranks
-MIN_BATCHES = 4  # whose order is compared
-Hashes = Sequence[int | None]  # of the inputs and of the targets of a batch; None if they have no tensors
-
-
-class BatchHashes(Measurement):
-    """Hashes the first batches of each epoch, on replicas; on a GPU, it waits for nothing."""
-
-    cadence = EVERY
-
-    def __init__(self) -> None:
-        self._epochs: list[list[tuple[Tensor | None, Tensor | None]]] = []
-        self._is_open = False  # whether the current epoch is hashed from its beginning
-        self.epochs: list[list[Hashes]] = []
-        # of each rank: hashes of the inputs of its first batches, and how many of an epoch have come before
-        self.inputs: list[list[int]] = []
-        self.n_repeated: list[int] = []
-        self.rank = 0
-        self.why_not_compared = "too little was seen of the batches of all ranks"
-
-    def on_model(self, run: Run) -> None:
-        self.done = not can_compare(run.loop)
-
-    def on_batch(self, run: Run) -> None:
-        loop = run.loop
-        if loop.iter == 0:
-            self._is_open = len(self._epochs) < N_EPOCHS
-            self.done = not self._is_open
-            self._epochs += [[]] if self._is_open else []
-        if self._is_open and len(self._epochs[-1]) == loop.iter < N_BATCHES:
-            self._epochs[-1].append((hash_of(loop.xb), hash_of(loop.yb)))
-
-    def tell(self, run: Run) -> None:
-        self.epochs = [
-            [[None if x is None else int(x) for x in batch] for batch in epoch] for epoch in self._epochs
-        ]
-
-    def state(self, run: Run) -> tuple[list[int], int]:
-        inputs = [x for epoch in self.epochs for x, _ in epoch if x is not None]
-        n_repeated = max((len(epoch) - len(set(map(tuple, epoch))) for epoch in self.epochs), default=0)
-        return inputs[:N_COMPARED], n_repeated
-
-    def merge(self, run: Run, of_ranks: Sequence[tuple[list[int], int]], rank: int) -> None:
-        n = min(len(inputs) for inputs, _ in of_ranks)
-        self.inputs, self.rank = [inputs[:n] for inputs, _ in of_ranks], rank
-        self.n_repeated = [n_repeated for _, n_repeated in of_ranks]
-        self.why_not_compared = "" if n >= MIN_COMPARED else "the batches of ranks were not compared"
-
-    def freeze(self) -> None:
-        self._epochs = []
+TOO_FEW = Skipped("fewer than two epochs of four batches were trained")
 
 
 @fault("data.duplicated", Site.INPUT, needs="batches", subject="replicas", exact=True)
@@ -130,19 +80,23 @@ class RepeatedBatches(Fault):
             )
 
 
-@fault("data.same_order", Site.INPUT, needs="batches", subject="replicas", exact=True)
+@fault("data.same_order", Site.INPUT, needs="batches", leads_to="random.epochs", exact=True)
 class SameOrder(Fault):
-    """Epochs with the same batches in the same order, as if `set_epoch` of a DistributedSampler is not called.
+    """Epochs with the same batches in the same order, although the data is shuffled.
 
     Formula: hashes of the inputs, or of the targets if inputs are augmented, of the first 4 to 20 batches,
-    which all differ, are the same in each of the first two to four epochs. A warning if the loader has a
-    DistributedSampler that shuffles; else a note, as the order may be meant. Not checked in one process.
+    which all differ, are the same in two epochs. In one process: a warning if a sampler of torch draws the
+    order of the DataLoader, and no new optimizer has come in between, as in a training that begins anew;
+    another order may be meant. Of replicas, all of the first two to four epochs are compared: a warning if
+    the loader has a DistributedSampler that shuffles, as if `set_epoch` is not called; else a note.
 
     Source: PyTorch, torch.utils.data.distributed.DistributedSampler, on `set_epoch`.
-    """  # noqa: E501
+    """
 
     headline = "Each epoch has the same order"
     uses = (BatchHashes,)
+    severity = "warning"
+    passed = "epochs in the same order"
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,11 +115,37 @@ class SameOrder(Fault):
         self._loader = None
 
     def findings(self, run: Run) -> Iterator[Result]:
-        epochs, stays = run.measured(BatchHashes).epochs, self.stays
+        found = run.measured(BatchHashes)
+        return self._of_ranks(found) if found.is_of_ranks else self._of_one(run, found)
+
+    def _of_one(self, run: Run, found: BatchHashes) -> Iterator[Result]:
+        """Compares epochs of one process, where an order that is not shuffled may be meant."""
+        shuffled = [x for x in found.windows if x.is_epoch and x.of is not None and x.of.shuffles]
+        pair, unseen = found.alike(_shuffle_alike), TOO_FEW
+        if pair is None:
+            is_known = len({x.n_pass for x in shuffled if len(x.hashes) >= MIN_BATCHES}) > 1
+            why = unseen if shuffled else Absent("no DataLoader that shuffles was heard of")
+            return self.told(run, (), "" if is_known else why)
+        n = min(len(x.hashes) for x in pair)
+        finding = self.finding(
+            f"The DataLoader shuffles, but the {n} batches from {pair[1].step} on are those from "
+            f"{pair[0].step} on, in the same order: both epochs were drawn from the same random state.",
+            when=pair[1].step,
+            value=float(n),
+            causes=(
+                "a seed that is set again in the training, as in each epoch or before a validation",
+                "a generator with a fixed seed that is made anew for each epoch",
+            ),
+            next_steps=("Set seeds once, before the training, or add the number of the epoch to them",),
+        )
+        return self.told(run, [finding])
+
+    def _of_ranks(self, found: BatchHashes) -> Iterator[Result]:
+        epochs, stays = found.epochs, self.stays
         if len(epochs) < 2 or min(map(len, epochs)) < MIN_BATCHES:
-            yield Skipped("fewer than two epochs of four batches were trained")
-        elif not _are_alike(epochs):
-            yield Passed("epochs in the same order")
+            yield TOO_FEW
+        elif not in_same_order(epochs):
+            yield Passed(self.passed)
         else:
             more, cause = "", "a loader that is not shuffled"
             advice = "Shuffle the training data, unless its order is meant"
@@ -184,11 +164,7 @@ class SameOrder(Fault):
             )
 
 
-def _are_alike(epochs: Sequence[Sequence[Hashes]]) -> bool:
-    """Whether inputs, or targets if inputs are augmented, come in the same order; not if all are the same."""
-    n = min(map(len, epochs))
-    for numbers in zip(*(batch for epoch in epochs for batch in epoch[:n]), strict=True):
-        orders = [numbers[i : i + n] for i in range(0, len(numbers), n)]
-        if None not in numbers and len(set(orders[0])) == n and all(x == orders[0] for x in orders):
-            return True
-    return False
+def _shuffle_alike(a: Window, b: Window) -> bool:
+    """Whether two passes that shuffle have the same order."""
+    both = [x.is_epoch and x.of is not None and x.of.shuffles for x in (a, b)]
+    return all(both) and a.n_pass != b.n_pass and in_same_order([a.hashes, b.hashes])

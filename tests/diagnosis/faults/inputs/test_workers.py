@@ -89,7 +89,71 @@ def seed_worker(i):
     get_worker_info().dataset.rng = np.random.default_rng(torch.initial_seed())
 
 
+class Augmented(Noisy):
+    """Changes samples with numbers of a global generator."""
+
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __getitem__(self, i):
+        return X[i] + self.draw(), X[i].sum()[None]
+
+
+def of_numpy():
+    return float(np.random.standard_normal())
+
+
+def of_torch():
+    return torch.randn(4)
+
+
+def one_seed(i):
+    np.random.seed(0)
+
+
+def seed_of_worker(i):
+    np.random.seed(40 + i)
+
+
+@pytest.mark.parametrize("train", [by_learner, by_watch])
+def test_one_seed_for_all_workers_is_found(train):
+    loader = DataLoader(Augmented(of_numpy), 8, shuffle=True, num_workers=2, worker_init_fn=one_seed)
+    verdict = train(loader)
+    assert found(verdict) == [("random.workers", "warning")]
+    text = next(x.message for x in verdict.findings if x.code == "random.workers")
+    assert "the global generator of numpy.random, with which 2 workers begin in the same state" in text
+
+
+def test_one_seed_for_each_epoch_is_a_note_if_samples_are_shuffled():
+    given = {"num_workers": 2, "worker_init_fn": seed_of_worker}
+    assert found(by_learner(DataLoader(Augmented(of_numpy), 8, shuffle=True, **given))) == [
+        ("random.workers", "info")
+    ]
+    kept = DataLoader(Augmented(of_numpy), 8, shuffle=True, persistent_workers=True, **given)
+    assert found(by_learner(kept)) == []
+
+
+def test_a_seed_of_a_generator_that_is_not_used_is_right():
+    loader = DataLoader(Augmented(of_torch), 8, num_workers=2, worker_init_fn=one_seed)
+    assert found(by_learner(loader)) == []
+
+
+class OfSample(Noisy):
+    """Has a seed for each sample."""
+
+    def __getitem__(self, i):
+        np.random.seed(i)
+        return X[i] + of_numpy(), X[i].sum()[None]
+
+
+def by_initial_seed(i):
+    np.random.seed(torch.initial_seed() % 2**32)
+
+
 RIGHT = {
+    "seeds of samples": lambda: DataLoader(OfSample(), 8, num_workers=2, worker_init_fn=one_seed),
+    "initial seed": lambda: DataLoader(Augmented(of_numpy), 8, num_workers=2, worker_init_fn=by_initial_seed),
+    "seeds of torch": lambda: DataLoader(Augmented(of_numpy), 8, num_workers=2),
     "seeded": lambda: DataLoader(Noisy(), 8, num_workers=2, worker_init_fn=seed_worker),
     "not used": lambda: DataLoader(Plain(), 8, num_workers=2),
     "split": lambda: DataLoader(Split(), 8, num_workers=2),

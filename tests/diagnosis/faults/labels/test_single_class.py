@@ -166,5 +166,5 @@ def test_all_labels_of_a_long_training_count():
     verdict = by_learner(batches, n_epoch=2)
     assert of_sorted(verdict) == ["warning"]
     (trivial,) = [x for x in verdict.findings if x.code == "loss.trivial"]
-    assert "shares of the classes would give 2.2" in trivial.message  # of 2.3, and not 1.4
+    assert "shares of the classes would give 2.3" in trivial.message  # and not 1.4
     assert "labels of a single class" in verdict.ruled_out

@@ -8,14 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from hookcb import Finding
-from hookcb.diagnosis.faults.ranks.batches import (
-    N_BATCHES,
-    N_EPOCHS,
-    BatchHashes,
-    DuplicatedBatches,
-    RepeatedBatches,
-    SameOrder,
-)
+from hookcb.diagnosis.faults.ranks.batches import DuplicatedBatches, RepeatedBatches, SameOrder
+from hookcb.diagnosis.measurements.batch_hashes import N_BATCHES, N_EPOCHS, N_WINDOWS, BatchHashes, Window
 from hookcb.diagnosis.measurements.replicas import N_ELEMENTS
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from tests.diagnosis.faults.ranks.support import merged
@@ -27,7 +21,7 @@ def batch(seed, n=8):
 
 
 def hash_batch(hashes, i, x, y):
-    hashes.on_batch(Run(loop=SimpleNamespace(iter=i, xb=x, yb=y)))
+    hashes.on_batch(Run(loop=SimpleNamespace(iter=i, train_iter=0, xb=x, yb=y)))
 
 
 def epochs_of(*epochs):
@@ -42,7 +36,8 @@ def epochs_of(*epochs):
 def hashed(*inputs, targets=None):
     """A run of batches with these hashes, in one epoch."""
     run, targets = Run(), range(len(inputs)) if targets is None else targets
-    run.measured(BatchHashes).epochs = [[*zip(inputs, targets, strict=True)]] if inputs else []
+    of_epoch = [*zip(inputs, targets, strict=True)]
+    run.measured(BatchHashes).windows = [Window(0, True, 0, None, of_epoch)] if inputs else []
     return run
 
 
@@ -85,7 +80,7 @@ def test_ranks_that_share_a_model_may_share_batches():
     run = Run(loop=SimpleNamespace(model=nn.Linear(2, 2), ranks=SimpleNamespace(world=2)))
     hashes = run.measured(BatchHashes)
     hashes.on_model(run)
-    assert hashes.done
+    assert not hashes.is_of_ranks
 
 
 def test_inputs_without_tensors_are_unknown():
@@ -123,8 +118,8 @@ class Around:
 
 def order(*epochs, loader=None):
     """Severity and text of the finding, or else why there is none."""
-    fault, run = SameOrder(), Run()
-    run.parts = {BatchHashes: epochs_of(*epochs), SameOrder: fault}
+    fault, run, hashes = SameOrder(), Run(), epochs_of(*epochs)
+    run.parts, hashes.is_of_ranks = {BatchHashes: hashes, SameOrder: fault}, True
     fault._loader = loader
     for part in run.parts.values():
         part.tell(run)
@@ -218,7 +213,7 @@ def test_an_epoch_that_is_resumed_is_left_out():
 
 def test_it_is_done_once_it_has_hashed_the_first_epochs():
     hashes = BatchHashes()
-    for _ in range(N_EPOCHS):
+    for _ in range(N_WINDOWS):
         hash_batch(hashes, 0, *batch(0))
     assert not hashes.done
     hash_batch(hashes, 0, *batch(0))

@@ -1,0 +1,81 @@
+"""Tally: counts of the labels of all batches by class, without a device sync."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookcb.core import graph
+
+N_WAITING = 64  # batches that are counted at a time, as each batch then costs a copy
+MAX_ELEMENTS = 4_096  # labels of a batch that are counted, spread over it
+MAX_EDGES = 16  # from the loss to the node that has saved the labels
+
+
+class Tally:
+    """Counts class indices, on their device.
+
+    Args:
+        n_classes: number of classes; other indices are left out.
+        ignored: an index that is left out, too.
+
+    Attributes:
+        n_batches: number of batches that were counted.
+        is_whole: whether all labels of these were.
+    """
+
+    def __init__(self, n_classes: int, ignored: int = -100) -> None:
+        self.n_classes, self.ignored = n_classes, ignored
+        self.n_batches, self.is_whole = 0, True
+        self._waiting: list[Tensor] = []
+        self._counts: Tensor | None = None
+
+    def add(self, y: Tensor) -> None:
+        """Counts the labels of a batch."""
+        if (n := y.numel()) > MAX_ELEMENTS:
+            y, self.is_whole = y.reshape(-1)[:: -(-n // MAX_ELEMENTS)], False
+        self.n_batches += 1
+        self._waiting.append(y.clone())  # the program may change its own
+        if len(self._waiting) == N_WAITING:
+            self._count()
+
+    def _count(self) -> None:
+        y = torch.cat([x.reshape(-1) for x in self._waiting]).long()
+        self._waiting = []
+        if self._counts is None:
+            self._counts = y.new_zeros(self.n_classes + 1)
+        is_class = (y >= 0) & (y < self.n_classes) & (y != self.ignored)
+        self._counts.scatter_add_(0, y.where(is_class, self.n_classes), torch.ones_like(y))
+
+    def read(self) -> list[int]:
+        """Number of labels of each class; waits for their device."""
+        if self._waiting:
+            self._count()
+        counts: list[int] = [] if self._counts is None else self._counts[:-1].tolist()
+        return counts
+
+
+def path_to(node: Any, of: Any) -> tuple[int, ...] | None:
+    """Places of the inputs that lead from a node to another one, None if that is far."""
+    waiting: list[tuple[Any, tuple[int, ...]]] = [(node, ())]
+    for at, path in waiting:
+        if at is of:
+            return path
+        if at is not None and len(path) < MAX_EDGES and len(waiting) < MAX_EDGES**2:
+            waiting += [(x, (*path, i)) for i, (x, _) in enumerate(at.next_functions)]
+    return None
+
+
+def at_path(node: Any, path: Sequence[int]) -> Any:
+    """The node at the end of a path, None if there is none."""
+    for i in path:
+        behind = () if node is None else node.next_functions
+        node = behind[i][0] if i < len(behind) else None
+    return node
+
+
+def saved_labels(node: Any) -> Tensor | None:
+    """Class indices that a loss of torch has saved, None if it has none or has freed them."""
+    y = graph.read_saved(node, "target")
+    return y if isinstance(y, Tensor) else None

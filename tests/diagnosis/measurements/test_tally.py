@@ -1,0 +1,114 @@
+"""Counts of the labels of all batches."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hookcb import Diagnose, Learner, watch
+from hookcb.diagnosis.measurements.tally import MAX_ELEMENTS, N_WAITING, Tally, at_path, path_to, saved_labels
+from hookcb.diagnosis.measurements.targets import Targets, entropy_of
+from tests.support import fit
+
+
+@pytest.mark.parametrize("n", [1, N_WAITING, 2 * N_WAITING + 3])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_all_labels_are_counted(n, dtype):
+    torch.manual_seed(0)
+    tally, batches = Tally(5), [torch.randint(5, (7, 2)).to(dtype) for _ in range(n)]
+    for y in batches:
+        tally.add(y)
+    expected = torch.bincount(torch.cat(batches).flatten().long(), minlength=5).tolist()
+    assert tally.read() == tally.read() == expected
+    assert (tally.n_batches, tally.is_whole) == (n, True)
+
+
+def test_other_indices_are_left_out():
+    tally = Tally(3, ignored=1)
+    tally.add(torch.tensor([0, 1, 2, 2, -100, 3, 255]))
+    assert tally.read() == [1, 0, 2]
+
+
+def test_later_changes_of_the_labels_do_not_count():
+    tally, y = Tally(2), torch.zeros(4).long()
+    tally.add(y)
+    y.fill_(1)
+    assert tally.read() == [4, 0]
+
+
+def test_many_labels_are_counted_in_part():
+    tally, y = Tally(2), torch.arange(3 * MAX_ELEMENTS).reshape(3, -1) % 2
+    tally.add(y)
+    assert not tally.is_whole
+    assert sum(tally.read()) == MAX_ELEMENTS
+
+
+def test_labels_are_found_behind_a_loss_that_is_scaled():
+    y = torch.tensor([0, 1])
+    loss = 1 + F.cross_entropy(nn.Linear(2, 2)(torch.ones(2, 2)), y) / 4
+    nll = loss.grad_fn.next_functions[0][0].next_functions[0][0]
+    path = path_to(loss.grad_fn, nll)
+    assert path == (0, 0)
+    assert saved_labels(at_path(loss.grad_fn, path)).tolist() == [0, 1]
+    assert path_to(nll, loss.grad_fn) is None
+    assert saved_labels(at_path(loss.grad_fn, (0, 5))) is None
+    loss.backward()
+    assert saved_labels(nll) is None
+
+
+class Seen(Diagnose):
+    """Keeps the counts."""
+
+    def after_fit(self):
+        super().after_fit()
+        self.targets = self.evidence().measured(Targets)
+
+
+def data(n):
+    torch.manual_seed(0)
+    return [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(n)]
+
+
+def test_a_training_counts_each_batch():
+    batches = data(200)
+    expected = torch.bincount(torch.cat([y for _, y in batches]), minlength=3).tolist()
+    seen = Seen("ignore", show=False)
+    fit(Learner(batches, nn.Linear(4, 3), F.cross_entropy, lr=1e-3), 1, cbs=seen)
+    assert (seen.targets.counts, seen.targets.n_counted) == (expected, 200)
+
+
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_a_plain_loop_counts_each_batch_whose_loss_it_reports_and_else_some(is_reported):
+    batches, model, seen = data(200), nn.Linear(4, 3), Seen("ignore", show=False)
+    opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with watch(model, opt, seen) as w:
+        for x, y in batches:
+            loss = F.cross_entropy(model(x), y)
+            if is_reported:
+                loss = w.report_loss(loss / 2)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+    counts, n = seen.targets.counts, seen.targets.n_counted
+    assert sum(counts) == 8 * n
+    assert seen.targets.are_all == is_reported == (n == 200)
+    assert n >= N_WAITING
+    if is_reported:
+        assert counts == torch.bincount(torch.cat([y for _, y in batches]), minlength=3).tolist()
+
+
+def test_other_targets_are_not_counted():
+    batches = [(x, y.float()[:, None].expand(-1, 3)) for x, y in data(20)]
+    for loss_func in (F.mse_loss, F.cross_entropy):
+        seen = Seen("ignore", show=False)
+        fit(Learner(batches, nn.Linear(4, 3), loss_func, lr=1e-3), 1, cbs=seen)
+        assert (seen.targets.counts, seen.targets.n_counted) == ([], 0)
+
+
+def test_the_entropy_of_counts_is_the_loss_of_their_shares():
+    counts, y = [1, 0, 3], torch.tensor([0, 2, 2, 2])
+    for smoothing in (0.0, 0.1):
+        shares = torch.tensor([(1 - smoothing) * k / 4 + smoothing / 3 for k in counts])
+        scores = shares.clamp_min(1e-30).log().expand(4, 3)
+        loss = F.cross_entropy(scores, y, label_smoothing=smoothing)
+        assert entropy_of(counts, smoothing) == pytest.approx(float(loss), rel=1e-4)
