@@ -57,6 +57,7 @@ class Load:
         clock: the clock at the call.
         file: index of the file that they come from, None if that is unknown.
         n_files: number of files with tensors that were read before.
+        is_assigned: whether the tensors given have become the parameters, by `assign=True`.
     """
 
     about: str
@@ -71,6 +72,7 @@ class Load:
     clock: Clock
     file: int | None
     n_files: int
+    is_assigned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,7 @@ class Loads(Ear):
                 dict(self.clock),
                 Counter(sources).most_common(1)[0][0] if sources else None,
                 len(self.files),
+                bool(args[1] if len(args) > 1 else kwargs.get("assign")),
             )
         )
 
