@@ -396,3 +396,43 @@ def evaluated_in_half(seed: int, cbs: Callbacks) -> Run:
         twin.bfloat16()(x.bfloat16())
 
     return changed_at(model, Adam(model.parameters(), lr=3e-3), seed, cbs, evaluate)
+
+
+def of_two(
+    model: nn.Module, batches: list[Batch], cbs: Callbacks, length: int, n_each: int, every: int = 1
+) -> Run:
+    """Body and head with an optimizer each; that of the head steps less often, and its schedule in epochs."""
+    opts = [
+        Adam((p for p in model.parameters() if all(p is not q for q in model.head.parameters())), lr=3e-3)
+    ]
+    opts.append(Adam(model.head.parameters(), lr=3e-3))
+    schedules = [CosineAnnealingLR(opts[0], len(batches)), CosineAnnealingLR(opts[1], length)]
+    with watch(model, opts, *cbs) as w:
+        run = Run(w, [], model=model)
+        for step, (x, y) in enumerate(batches):
+            model.zero_grad()
+            loss = w.report_loss(F.cross_entropy(model(x), y))
+            run.losses.append(loss.item())
+            loss.backward()
+            opts[0].step()
+            schedules[0].step()
+            if step % every == 0:
+                opts[1].step()
+                if (step + 1) % n_each == 0 or n_each == 1:
+                    schedules[1].step()
+    return run
+
+
+@fault(FACTS_FLAGS_FAULTS, "second optimizer's cosine over epochs stepped per batch", codes=["lr.schedule"])
+def second_cosine(seed: int, cbs: Callbacks) -> Run:
+    return of_two(Mlp(nn.ReLU), digit_batches(seed, n_step=100), cbs, 5, 1)
+
+
+@fault(FACTS_FLAGS_FAULTS, "second optimizer's cosine over batches stepped per epoch", codes=["lr.schedule"])
+def second_per_epoch(seed: int, cbs: Callbacks) -> Run:
+    return of_two(Cnn(), image_batches(seed, n_step=112), cbs, 112, 28)
+
+
+@control(FACTS_FLAGS_CONTROLS, "two optimizers, the second with half of the steps", target=1.0)
+def second_with_half(seed: int, cbs: Callbacks) -> Run:
+    return of_two(Mlp(nn.ReLU), digit_batches(seed, n_step=100), cbs, 50, 1, every=2)
