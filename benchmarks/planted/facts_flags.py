@@ -330,3 +330,109 @@ def head_in_float32(seed: int, cbs: Callbacks) -> Run:
     model = Mlp(nn.ReLU, depth=3, norm=True)
     model.head = InFloat32(model.head)
     return in_bfloat16(model, seed, cbs, digit_batches(seed, n_step=80))
+
+
+def changed_at(
+    model: nn.Module, opt: Optimizer, seed: int, cbs: Callbacks, change: Callable[[], object]
+) -> Run:
+    """Trains with the inputs in the dtype of the weights; `change` is called after step 60."""
+    data = image_batches(seed, n_step=120) if isinstance(model, Cnn) else digit_batches(seed, n_step=120)
+    batches = ((x.to(model.head.weight.dtype), y) for x, y in data)
+    return follow(
+        model,
+        lambda pred, y: F.cross_entropy(pred.float(), y),
+        opt,
+        batches,
+        cbs,
+        seed,
+        after_step=lambda step: change() if step == 60 else None,
+    )
+
+
+@fault(FACTS_FLAGS_FAULTS, "head that is created anew in mid-run", ["param.replaced"], ["head"], 60)
+def new_head(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+
+    def change() -> None:
+        model.head = nn.Linear(64, 10)
+
+    return changed_at(model, Adam(model.parameters(), lr=2e-3), seed, cbs, change)
+
+
+@fault(FACTS_FLAGS_FAULTS, "load in mid-run with assign=True", ["param.replaced"], planted_at=60)
+def assigned(seed: int, cbs: Callbacks) -> Run:
+    model = Cnn()
+
+    def change() -> None:
+        model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+
+    return changed_at(model, SGD(model.parameters(), lr=0.05, momentum=0.9), seed, cbs, change)
+
+
+@fault(FACTS_FLAGS_FAULTS, "model in bfloat16 from mid-run on", ["param.converted"], planted_at=60)
+def in_bfloat16_late(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU)
+    return changed_at(
+        model, SGD(model.parameters(), lr=0.05, momentum=0.9), seed, cbs, lambda: model.bfloat16()
+    )
+
+
+@fault(
+    FACTS_FLAGS_FAULTS, "convolutions in half precision from mid-run on", ["param.converted"], planted_at=60
+)
+def in_half_late(seed: int, cbs: Callbacks) -> Run:
+    model = Cnn()
+    return changed_at(model, SGD(model.parameters(), lr=0.02), seed, cbs, lambda: model.half())
+
+
+@control(FACTS_FLAGS_CONTROLS, "copy in half precision that is evaluated", target=1.0)
+def evaluated_in_half(seed: int, cbs: Callbacks) -> Run:
+    model, twin = Mlp(nn.ReLU), Mlp(nn.ReLU).eval()
+    x = digit_batches(seed + 1, n_step=1)[0][0]
+
+    @torch.no_grad()
+    def evaluate() -> None:
+        twin.load_state_dict(model.state_dict())
+        twin.bfloat16()(x.bfloat16())
+
+    return changed_at(model, Adam(model.parameters(), lr=3e-3), seed, cbs, evaluate)
+
+
+def of_two(
+    model: nn.Module, batches: list[Batch], cbs: Callbacks, length: int, n_each: int, every: int = 1
+) -> Run:
+    """Body and head with an optimizer each; that of the head steps less often, and its schedule in epochs."""
+    opts = [
+        Adam((p for p in model.parameters() if all(p is not q for q in model.head.parameters())), lr=3e-3)
+    ]
+    opts.append(Adam(model.head.parameters(), lr=3e-3))
+    schedules = [CosineAnnealingLR(opts[0], len(batches)), CosineAnnealingLR(opts[1], length)]
+    with watch(model, opts, *cbs) as w:
+        run = Run(w, [], model=model)
+        for step, (x, y) in enumerate(batches):
+            model.zero_grad()
+            loss = w.report_loss(F.cross_entropy(model(x), y))
+            run.losses.append(loss.item())
+            loss.backward()
+            opts[0].step()
+            schedules[0].step()
+            if step % every == 0:
+                opts[1].step()
+                if (step + 1) % n_each == 0 or n_each == 1:
+                    schedules[1].step()
+    return run
+
+
+@fault(FACTS_FLAGS_FAULTS, "second optimizer's cosine over epochs stepped per batch", codes=["lr.schedule"])
+def second_cosine(seed: int, cbs: Callbacks) -> Run:
+    return of_two(Mlp(nn.ReLU), digit_batches(seed, n_step=100), cbs, 5, 1)
+
+
+@fault(FACTS_FLAGS_FAULTS, "second optimizer's cosine over batches stepped per epoch", codes=["lr.schedule"])
+def second_per_epoch(seed: int, cbs: Callbacks) -> Run:
+    return of_two(Cnn(), image_batches(seed, n_step=112), cbs, 112, 28)
+
+
+@control(FACTS_FLAGS_CONTROLS, "two optimizers, the second with half of the steps", target=1.0)
+def second_with_half(seed: int, cbs: Callbacks) -> Run:
+    return of_two(Mlp(nn.ReLU), digit_batches(seed, n_step=100), cbs, 50, 1, every=2)

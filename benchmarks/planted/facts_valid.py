@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from case import Callbacks, Case, Losses, Run, control, fault
@@ -301,3 +302,40 @@ def narrow_densities(seed: int, cbs: Callbacks) -> Run:
                 loss.backward()
                 opt.step()
     return Run(w, losses, model=model)
+
+
+def normed(*sizes: int) -> nn.Sequential:
+    """Linear layers with a batch norm and ReLU between them."""
+    layers: list[nn.Module] = []
+    for n, m in pairwise(sizes):
+        layers += [nn.Linear(n, m), nn.BatchNorm1d(m), nn.ReLU()]
+    return nn.Sequential(*layers[:-2])
+
+
+@fault(FACTS_VALID_FAULTS, "an average by hand without the running statistics", codes=["average.statistics"])
+def without_statistics(seed: int, cbs: Callbacks) -> Run:
+    model = normed(64, 64, 10)
+    average = copy.deepcopy(model)
+    return averaged(model, average, lambda m: lerp(average, m, 0.1), seed, cbs)
+
+
+@fault(FACTS_VALID_FAULTS, "parameters of a swapped-in average only", codes=["average.statistics"])
+def parameters_only(seed: int, cbs: Callbacks) -> Run:
+    """The average is kept as a list of tensors, and copied into a second model before each evaluation."""
+    model = normed(64, 48, 48, 10)
+    second, kept = copy.deepcopy(model), [p.detach().clone() for p in model.parameters()]
+
+    @torch.no_grad()
+    def update(m: nn.Module) -> None:
+        for a, p, q in zip(kept, m.parameters(), second.parameters(), strict=True):
+            a.lerp_(p, 0.2)
+            q.copy_(a)
+
+    return averaged(model, second, update, seed, cbs)
+
+
+@control(FACTS_VALID_CONTROLS, "AveragedModel that averages its buffers", target=0.6)
+def with_buffers(seed: int, cbs: Callbacks) -> Run:
+    model = normed(64, 48, 48, 10)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    return averaged(model, average, average.update_parameters, seed, cbs)

@@ -148,9 +148,10 @@ def make_parser() -> Parser:
         help="write saved records as a page, or look for faults in weights and curves of any program",
         description="Write what files have of a run as one HTML page: records.save(), a checkpoint, or a "
         "folder of them, of which the newest checkpoint is read. For files of other programs, weights "
-        "(.pt, .pth, .bin, .ckpt, .safetensors), a table (.csv) and events of TensorBoard, print what is "
-        "wrong with them, and write a page with -o; no code in them is run. The exit code is 1 if a weight "
-        "or the end of a loss is NaN or inf, and 2 if the file cannot be read.",
+        "(.pt, .pth, .bin, .ckpt, .safetensors, or the .index.json of several), a table (.csv) and events "
+        "of TensorBoard, print what is wrong with them, and write a page with -o; no code in them is run. "
+        "The exit code is 1 if a weight or the end of a loss is NaN or inf, or the index has what its "
+        "files lack, and 2 if the file cannot be read.",
     )
     page.add_argument("run", type=Path, help="file or folder")
     page.add_argument("-o", "--output", type=_page, metavar="FILE", help="page to write, by default RUN.html")

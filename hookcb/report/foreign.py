@@ -1,6 +1,7 @@
 """Reading files that other programs have written: weights, tables of numbers, and events of TensorBoard."""
 
 import csv
+import json
 import math
 import re
 import warnings
@@ -23,10 +24,13 @@ SAFE = ".safetensors"
 TABLES = (".csv", ".tsv")
 OF_TORCH = (".pt", ".pth", ".bin", ".ckpt", ".th", ".tar")
 EVENTS = "*tfevents*"
+OF_INDEX = ".index.json"
 IN_FOLDERS = (
     EVENTS,
     "results.csv",
     "metrics.csv",
+    f"*.safetensors{OF_INDEX}",
+    f"*.bin{OF_INDEX}",
     "*.safetensors",
     "pytorch_model*.bin",
     "adapter_model.bin",
@@ -43,6 +47,7 @@ class Foreign:
         path: the file or folder.
         kind: "weights", "table" or "events".
         weights: paths of files with weights, which are read tensor by tensor.
+        index: of weights in several files, the name of the file that has each, by the index of Hugging Face.
         curves: numbers by name, over steps or epochs.
         unit: what these are over: "step" or "epoch".
     """
@@ -52,6 +57,7 @@ class Foreign:
     weights: list[Path] = field(default_factory=list)
     curves: dict[str, Series] = field(default_factory=dict)
     unit: str = "step"
+    index: dict[str, str] = field(default_factory=dict)
 
 
 def find_foreign(path: Path) -> Foreign | None:
@@ -69,13 +75,16 @@ def find_foreign(path: Path) -> Foreign | None:
         raise ValueError(f"{path} is empty")
     if path.match(EVENTS):
         return Foreign(path, "events", curves=read_events(path))
+    if path.name.endswith(OF_INDEX):
+        return read_index(path)
     if path.suffix.lower() in TABLES:
         curves, unit = read_table(path)
         return Foreign(path, "table", curves=curves, unit=unit)
     if path.suffix == SAFE:
         return Foreign(path, "weights", [path])
     if not _is_of_torch(path):
-        known = "weights (.pt, .pth, .bin, .ckpt, .safetensors), a table (.csv), or events of TensorBoard"
+        files = ".pt, .pth, .bin, .ckpt, .safetensors, .index.json"
+        known = f"weights ({files}), a table (.csv), or events of TensorBoard"
         raise ValueError(f"{path} is of no known kind; give a page or records of hookcb, {known}")
     return None if _is_ours(path) else Foreign(path, "weights", [path])
 
@@ -89,10 +98,30 @@ def _in_folder(folder: Path) -> Foreign | None:
             continue
         if pattern == EVENTS:
             return Foreign(folder, "events", curves=read_events(folder))
-        if found[0].suffix in TABLES:
+        if pattern.endswith(OF_INDEX) or found[0].suffix in TABLES:
             return find_foreign(found[0])
         return Foreign(folder, "weights", found)
     return None
+
+
+def read_index(path: Path) -> Foreign:
+    """Weights in several files, by an index such as `model.safetensors.index.json`.
+
+    Raises:
+        ValueError: If it is damaged, or names no files in its folder.
+    """
+    try:
+        index = json.loads(path.read_text("utf-8"))["weight_map"]
+        files = sorted(set(index.values()))
+        is_known = all(isinstance(x, str) for x in (*index, *files))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged, or has no 'weight_map' of names and files") from error
+    if not (files and is_known):
+        raise ValueError(f"{path} has an empty 'weight_map', or one that is not of names and files")
+    if any(Path(x).name != x for x in files):
+        raise ValueError(f"{path} names files outside of its folder: {files[0]!r}")
+    present = [path.parent / x for x in files if (path.parent / x).is_file()]
+    return Foreign(path, "weights", present, index=index)
 
 
 def _is_of_torch(file: Path) -> bool:

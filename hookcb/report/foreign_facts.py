@@ -139,16 +139,39 @@ class _Weights:
 
 
 def _of_weights(found: Foreign) -> FileFacts:
-    counts, shown = _Weights(), set[str]()
+    counts, shown, names = _Weights(), set[str](), dict[str, set[str]]()
     for file in found.weights:
         for name, x, is_state in read_weights(file):
             counts.add(name, x, is_state)
             shown.add(file.name)
+            names.setdefault(file.name, set()).add(name)
     of = f" in {len(shown)} files" if len(shown) > 1 else ""
     kinds = join_names([f"{n} {kind}" for kind, n in counts.dtypes.most_common()])
     facts = FileFacts(str(found.path), f"{counts.n:,} tensors, {counts.n_elements:,} elements{of} ({kinds})")
-    facts.told = list(_told_of(counts))
+    facts.told = [*_told_of_index(found.index, names), *_told_of(counts)]
     return facts
+
+
+def _told_of_index(index: dict[str, str], names: dict[str, set[str]]) -> Iterator[Told]:
+    """What an index of several files and their contents contradict each other in."""
+    files = sorted(set(index.values()))
+    if gone := [x for x in files if x not in names]:
+        n, are = sum(file in gone for file in index.values()), "are" if len(gone) > 1 else "is"
+        yield (
+            "error",
+            f"{len(gone)} of {len(files)} files of the index {are} missing, with "
+            f"{n} of {len(index)} tensors: {_counted(gone)}.",
+        )
+    if lacking := [name for name, file in index.items() if file in names and name not in names[file]]:
+        yield (
+            "error",
+            f"The index has tensors that are not in its files ({len(lacking)}): {_counted(lacking)}.",
+        )
+    if extra := [name for x in names.values() for name in x if index and name not in index]:
+        yield (
+            "warning",
+            f"The files have tensors that are not in the index ({len(extra)}): {_counted(extra)}.",
+        )
 
 
 def _told_of(counts: _Weights) -> Iterator[Told]:

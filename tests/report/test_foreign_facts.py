@@ -1,5 +1,6 @@
 """What is wrong with weights and curves of other programs, on a terminal, as a page, and as exit code."""
 
+import json
 import math
 
 import pytest
@@ -140,3 +141,51 @@ def test_the_page_of_a_table_has_its_curves(tmp_path, capsys):
     assert data.epochs["loss"].steps == list(range(6))
     assert data.headline.startswith("nothing wrong was found")
     assert "Nothing wrong was found." in capsys.readouterr().out
+
+
+def shards(folder, drop_file=False, drop_key=False, **more):
+    """A model in two files, with an index of Hugging Face."""
+    state = list(net().state_dict().items())
+    parts = {"pytorch_model-1-of-2.bin": dict(state[:3]), "pytorch_model-2-of-2.bin": dict(state[3:])}
+    index = {name: file for file, part in parts.items() for name in part} | more
+    file = folder / "pytorch_model.bin.index.json"
+    file.write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": index}))
+    for name, part in list(parts.items())[drop_file:]:
+        torch.save(dict(list(part.items())[drop_key:]), folder / name)
+    return file
+
+
+def test_the_files_of_an_index_are_one_model(tmp_path):
+    file = shards(tmp_path)
+    for path in (file, tmp_path):
+        facts = facts_of(find_foreign(path))
+        assert "9 tensors" in facts.summary
+        assert "in 2 files" in facts.summary
+        assert facts.told == []
+
+
+def test_missing_files_and_tensors_of_an_index_are_errors(tmp_path):
+    facts = facts_of(find_foreign(shards(tmp_path, drop_file=True, drop_key=True)))
+    (_, gone), (_, lacking) = facts.told
+    assert gone == ("1 of 2 files of the index is missing, with 3 of 9 tensors: pytorch_model-1-of-2.bin.")
+    assert lacking == "The index has tensors that are not in its files (1): 1.bias."
+    assert facts.has_error
+    assert main(["report", str(tmp_path)]) == 1
+
+
+def test_tensors_that_an_index_lacks_are_told(tmp_path):
+    file = shards(tmp_path)
+    index = json.loads(file.read_text())
+    del index["weight_map"]["2.bias"]
+    file.write_text(json.dumps(index))
+    assert facts_of(find_foreign(file)).told == [
+        ("warning", "The files have tensors that are not in the index (1): 2.bias.")
+    ]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": "../b.bin"}}'])
+def test_an_index_that_is_damaged_or_leaves_its_folder_is_refused(tmp_path, text):
+    file = tmp_path / "model.safetensors.index.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"weight_map|outside"):
+        find_foreign(file)

@@ -8,7 +8,9 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer
 
+from hookcb.core.torch_private import BatchNorm
 from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.measurements.parameters import Parameters
 from hookcb.diagnosis.run import Run
@@ -29,6 +31,8 @@ class _Copy:
     def __init__(self, m: nn.Module, run: Run) -> None:
         self.model, self._loop = ref(m), run.loop
         self.samples, self.first = _samples(m), run.step
+        self.statistics = {name: x.clone() for name, x in _statistics(m).items()}
+        self.uses_statistics = False  # whether it was evaluated in eval mode
         self.steps = set[int]()  # numbers of training batches before a call without gradients
         self.is_trained = False
         self.hook = Hook(m, self._called, pre=True, detach=False)
@@ -36,6 +40,7 @@ class _Copy:
     def _called(self, m: nn.Module, *seen: Any) -> None:
         if not torch.is_grad_enabled():
             self.steps.add(self._loop.train_iter)
+            self.uses_statistics |= not m.training
         elif m.training:
             self.is_trained = True
 
@@ -50,13 +55,16 @@ class Copies(Measurement):
     `moved` has, of each copy that was evaluated and has changed, ‖copy - start‖ / ‖model - start‖ over the
     sampled elements, and the number of batches at which it was evaluated. A copy that is called at more than
     a quarter of the batches gives targets, as in BYOL; one that is trained is a model of its own; one that
-    does not change is a reference.
+    does not change is a reference. `stale` has the number of batch norms of each of them that was evaluated
+    in eval mode, and whose running statistics have all stayed while those of the model have changed, and that
+    of batches at which it was evaluated.
     """
 
     uses = (Parameters,)
 
     def __init__(self) -> None:
         self.moved: list[tuple[float, int]] = []
+        self.stale: list[tuple[int, int]] = []
         self.n_scans = 0
         self._copies: list[_Copy] = []
 
@@ -80,7 +88,7 @@ class Copies(Measurement):
             self._copies.append(_Copy(m, run))
 
     def tell(self, run: Run) -> None:
-        self.moved = []
+        self.moved, self.stale = [], []
         named = {id(p): x for p, x in run.measured(Parameters).begins.values()}
         for copy in self._copies:
             n = run.n_batches - copy.first
@@ -98,6 +106,13 @@ class Copies(Measurement):
                 far, own = _distance(trained, begins), _distance(now, begins)
                 if far > 0:
                     self.moved.append((own / far, len(copy.steps)))
+                mine, theirs = _statistics(m), _statistics(model)
+                stay = [name for name, x in copy.statistics.items() if torch.equal(x, mine.get(name, x))]
+                change = [
+                    name for name, x in mine.items() if name in theirs and not torch.equal(x, theirs[name])
+                ]
+                if copy.uses_statistics and len(stay) == len(mine) == len(change) > 0:
+                    self.stale.append((len(stay), len(copy.steps)))
 
     def close(self, run: Run) -> None:
         for copy in self._copies:
@@ -121,6 +136,16 @@ def _alike(model: nn.Module) -> Iterator[nn.Module]:
 
 def _samples(m: nn.Module) -> Samples:
     return {name: sketch_copy(p) for name, p in m.named_parameters() if is_readable(p) and p.numel()}
+
+
+def _statistics(m: nn.Module) -> Samples:
+    """Running means of batch norms, by name."""
+    norms = ((name, x) for name, x in m.named_modules() if isinstance(x, BatchNorm))
+    return {
+        name: x.running_mean.detach()
+        for name, x in norms
+        if isinstance(x.running_mean, Tensor) and not isinstance(x.running_mean, UninitializedBuffer)
+    }
 
 
 def _distance(samples: Samples, begins: Samples) -> float:

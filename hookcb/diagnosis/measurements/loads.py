@@ -1,5 +1,6 @@
 """Loads and Saves: calls of load_state_dict, torch.load and torch.save, heard while a program runs."""
 
+import sys
 from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
+from hookcb.core.call_hook import CallHook
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.heard import Ear, heard
 from hookcb.diagnosis.measurements.parameters import Parameters
@@ -31,6 +33,8 @@ from hookcb.gradients.stats import sketch_copy
 MAX_CALLS = 1_000  # that are kept
 N_KNOWN = 4  # first and last tensors of a state dict, by which it is known again
 MIN_STEPS = 20  # after which all weights of a training have changed
+# functions of safetensors.torch that each save calls, in this order of preference
+OF_SAFETENSORS = "_evaluate_tensors_for_save", "_flatten"
 Observer = Generator[None, Any, None]
 Shapes = dict[str, tuple[int, ...]]
 Clock = dict[int, int]  # steps that were made by each run, by the id of its `LoadClock`
@@ -57,6 +61,7 @@ class Load:
         clock: the clock at the call.
         file: index of the file that they come from, None if that is unknown.
         n_files: number of files with tensors that were read before.
+        is_assigned: whether the tensors given have become the parameters, by `assign=True`.
     """
 
     about: str
@@ -71,6 +76,7 @@ class Load:
     clock: Clock
     file: int | None
     n_files: int
+    is_assigned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +118,10 @@ class Dict:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Contents of a file that `torch.save` has written.
+    """Contents of a file that `torch.save` or safetensors has written.
 
     Attributes:
-        path: absolute path, "" if it is no path.
+        path: absolute path, "" if it is no path, or of safetensors.
         dicts: dicts with tensors in it, other than the states of optimizers.
         optimizers: for each optimizer in it the number of its parameters.
         is_opaque: whether it has objects that are not read, such as a module.
@@ -204,6 +210,7 @@ class Loads(Ear):
                 dict(self.clock),
                 Counter(sources).most_common(1)[0][0] if sources else None,
                 len(self.files),
+                bool(args[1] if len(args) > 1 else kwargs.get("assign")),
             )
         )
 
@@ -251,16 +258,45 @@ class Loads(Ear):
 
 
 class Saves(Ear):
-    """Files that `torch.save` has written: dicts of tensors in them; other objects are not read."""
+    """Files of `torch.save` and of safetensors: dicts of tensors in them; other objects are not read.
 
-    calls = ((torch, "save", "observe_save"),)
+    Attributes:
+        saves: in the order of the calls.
+        clocks: `LoadClock.is_as_begun` of each run.
+        misses_safe: whether safetensors is there, and what it saves is not heard.
+    """
+
+    calls = ((torch, "save", "observe_save"), (nn.Module, "state_dict", "observe_state"))
     options = {"nested": False, "all_threads": True}  # noqa: RUF012  # as in its base
 
     def __init__(self) -> None:
         self.saves: list[Save] = []
-        self.clocks: list[WeakMethod[Any]] = []  # `LoadClock.is_as_begun` of each run
+        self.clocks: list[WeakMethod[Any]] = []
+        self._hooks: list[CallHook] = []  # gone with this object
+
+    @property
+    def misses_safe(self) -> bool:
+        self.hear_safetensors()
+        return "safetensors" in sys.modules and not self._hooks
+
+    def hear_safetensors(self) -> None:
+        """Hears what safetensors saves, if the program has imported it."""
+        library = sys.modules.get("safetensors.torch")
+        if library is not None and not self._hooks:  # a program may have bound save_file, so what that calls
+            name = next((x for x in OF_SAFETENSORS if hasattr(library, x)), "")
+            if name:
+                hook = CallHook(library, name, self.observe_safe, self.failed, **self.options)
+                self._hooks.append(hook)
+
+    def observe_state(self, m: nn.Module, /, *args: Any, **kwargs: Any) -> Observer:
+        self.hear_safetensors()
+        yield
+
+    def observe_safe(self, tensors: Any = None, *args: Any, **kwargs: Any) -> Observer:
+        yield from self.observe_save(tensors)
 
     def observe_save(self, obj: Any = None, f: Any = None, *args: Any, **kwargs: Any) -> Observer:
+        self.hear_safetensors()
         loads, found = heard(Loads), list(dicts_in(obj))
         dicts = [_dict_of(key, tensors(state), loads) for key, state, _ in found if not is_optimizer(state)]
         counts = [n_params(state["param_groups"]) for _, state, _ in found if is_optimizer(state)]
@@ -298,6 +334,7 @@ class LoadClock(Measurement):
         self.has_heard_start = self._ear.from_start
         self._begins = run.measured(Parameters).begins
         heard(Saves).clocks.append(WeakMethod(self.is_as_begun))
+        heard(Saves).hear_safetensors()
 
     def on_between(self, run: Run) -> None:
         if self._ear is not None:

@@ -1,5 +1,7 @@
 """Schedules: schedulers of torch, their lengths, and how often they are stepped beside batches and steps."""
 
+import math
+from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -151,12 +153,18 @@ class Use:
         is_foreign: whether its optimizer has parameters of the model, and is not among those that step.
         is_ours: whether its optimizer is among those that step.
         is_early: whether it was stepped before the first step of the optimizer.
+        key: id of that optimizer.
+        n_steps: steps of that optimizer.
+        rates: its smallest, largest and last learning rate, the largest of its groups at each step.
     """
 
     n_before: int = 0
     is_foreign: bool = False
     is_ours: bool = False
     is_early: bool = False
+    key: int = 0
+    n_steps: int = 0
+    rates: tuple[float, float, float] = (math.nan, math.nan, math.nan)
 
 
 class Schedules(Measurement):
@@ -170,6 +178,8 @@ class Schedules(Measurement):
         self.used: list[tuple[Scheduler, Use]] = []
         self.n_epochs = self.n_validations = 0  # epochs: 0 if it is unknown when they end
         self._n_heard = -1
+        self._n_steps = Counter[int]()  # of each optimizer, by its id
+        self._rates: dict[int, tuple[float, float, float]] = {}
 
     def on_model(self, run: Run) -> None:
         ear = heard(Schedulers)
@@ -181,6 +191,16 @@ class Schedules(Measurement):
             self._add()
             for one, use in self.used:
                 use.is_early = one.n > use.n_before and not one.is_inner
+
+    def on_between(self, run: Run) -> None:
+        if isinstance(opt := run.loop.opt, Optimizer):
+            key, now = (
+                id(opt),
+                max((x for g in opt.param_groups if isinstance(x := g.get("lr"), float)), default=math.nan),
+            )
+            low, high, _ = self._rates.get(key, (now, now, now))
+            self._rates[key] = min(low, now), max(high, now), now
+            self._n_steps[key] += 1
 
     def on_batch_end(self, run: Run) -> None:
         n = heard(Schedulers).n_steps
@@ -210,12 +230,14 @@ class Schedules(Measurement):
         """Compares optimizers of schedulers with those that step."""
         self._add()
         stepping = list(run.measured(Steps).optimizers.values())
-        groups = {id(group) for opt in stepping for group in opt.param_groups}
         trained = {key for opt in stepping for key in params_of(opt)}
         for one, use in self.used:
             opt = None if one.opt is None else one.opt()
-            if stepping and opt is not None:
-                use.is_ours |= any(opt is x for x in stepping) or any(
-                    id(g) in groups for g in opt.param_groups
-                )
-                use.is_foreign = not use.is_ours and not trained.isdisjoint(params_of(opt))
+            if not stepping or opt is None:
+                continue
+            groups = set(map(id, opt.param_groups))
+            for own in stepping:
+                if own is opt or not groups.isdisjoint(map(id, own.param_groups)):
+                    use.is_ours, use.key, use.n_steps = True, id(own), self._n_steps[id(own)]
+                    use.rates = self._rates.get(id(own), use.rates)
+            use.is_foreign = not use.is_ours and not trained.isdisjoint(params_of(opt))

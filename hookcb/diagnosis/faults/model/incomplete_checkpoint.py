@@ -1,6 +1,5 @@
 """checkpoint.incomplete: files that lack trained weights."""
 
-import sys
 from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
@@ -111,7 +110,7 @@ class IncompleteCheckpoint(Fault):
         lost = tuple(files.names[id(p)] for p in files.lost(params.values()))
         kept = tuple(name for name in params if name not in lost)
         share = sum(params[name].numel() for name in kept) / max(sum(p.numel() for p in params.values()), 1)
-        if 0 < share <= MAX_HEAD and "safetensors" not in sys.modules:  # which writes files too
+        if 0 < share <= MAX_HEAD and not heard(Saves).misses_safe:
             self._head = kept, lost, share, place_of(save), run.measured(LoadClock).steps(save.clock)
 
     def findings(self, run: Run) -> Iterator[Result]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from hookcb.core.text import join_names
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.faults.steps.replaced import Replaced
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.measurements.parameters import Parameters
 from hookcb.diagnosis.measurements.steps import Steps
@@ -15,7 +16,7 @@ class NotInOptimizer(Fault):
     """A parameter that gets gradients but is in no optimizer, so it is never updated.
 
     Formula: `.grad` is not None at some step, and no parameter group of a known optimizer contains the
-    parameter. Left out is one that has changed, as something else updates it.
+    parameter. Left out is one that has changed, as something else updates it, and one of `param.replaced`.
     """
 
     headline = "The optimizer lacks some parameters"
@@ -26,7 +27,8 @@ class NotInOptimizer(Fault):
             yield Skipped("the loop updates its weights without a torch.optim.Optimizer")
             return
         is_compared = "batches" in run.sources  # weights at the end with those at the beginning
-        with_gradient = [p for p in run.params.values() if p.stats]
+        replaced = run.measured(Replaced).names
+        with_gradient = [p for p in run.params.values() if p.stats and p.name not in replaced]
         params = [p for p in with_gradient if not p.is_optimized and not (is_compared and p.has_moved)]
         if not with_gradient:
             yield Skipped("no parameter had a gradient at a step")

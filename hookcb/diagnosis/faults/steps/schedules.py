@@ -7,7 +7,7 @@ from typing import Any
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.schedules import Scheduler, Schedules, Use
 from hookcb.diagnosis.measurements.steps import Steps
-from hookcb.diagnosis.rules import finite, rates
+from hookcb.diagnosis.rules import finite, rates, ratio
 from hookcb.diagnosis.run import Run, Skipped
 from hookcb.diagnosis.verdict import Finding, Severity
 
@@ -33,13 +33,14 @@ class WrongSchedule(Fault):
     """A scheduler that counts batches but is stepped once per epoch, or the reverse; or of no use at all.
 
     Exact: its length (`total_steps`, `T_max`, the last of `milestones`, `total_iters`) and the number of its
-    steps contradict each other. It is as long as the training has batches, to 2 %, but half of it or less was
-    stepped; or it ended in the first quarter of the training, with a thousandth of the rate; or a cosine was
-    stepped beyond its end, where it rises again, to a tenth of the rate or more at the end of training, or up
-    and down ten times in 200 batches each. Or its optimizer has parameters of the model, but makes no step,
-    while the rate of the one that does stays the same; or it is never stepped in two epochs or more. A note
-    if a cosine rises and falls several times, as that may be meant, or if the first step of the schedule
-    comes before that of the optimizer. A schedule that is cut short otherwise is not told.
+    steps contradict each other; of several optimizers, each with its own steps. It is as long as the training
+    has batches, to 2 %, but half of it or less was stepped; or it ended in the first quarter of the training,
+    with a thousandth of the rate; or a cosine was stepped beyond its end, where it rises again, to a tenth of
+    the rate or more at the end of training, or up and down ten times in 200 batches each. Or its optimizer
+    has parameters of the model, but makes no step, while the rate of the one that does stays the same; or it
+    is never stepped in two epochs or more. A note if a cosine rises and falls several times, as that may be
+    meant, or if the first step of the schedule comes before that of the optimizer. A schedule that is cut
+    short otherwise is not told.
 
     Source: torch.optim.lr_scheduler, whose `step` counts its calls: of batches, or of epochs.
     """
@@ -57,15 +58,18 @@ class WrongSchedule(Fault):
             yield Skipped(f"the learning rate of fewer than {MIN_BATCHES} batches is known")
             return
         stepped = [(one, use) for one, use in used if one.n - use.n_before >= MIN_STEPS]
-        rate = values[-1] / max(values)
-        found = [x for one, use in stepped for x in self._judged(run, one, use, rate)]
-        ours = [one for one, use in used if use.is_ours]
-        if ours and not any(one.n for one, _ in used) and min(values) == max(values):
-            found += self._never(ours[0], schedules.n_epochs, schedules.n_validations)
+        found = [x for one, use in stepped for x in self._judged(run, one, use)]
+        has_several = run.measured(Steps).n_optimizers > 1
+        for one, use in used:
+            low, high, _ = use.rates if has_several else (min(values), max(values), 0.0)
+            others = (x for x, y in used if not has_several or y.key == use.key)
+            if use.is_ours and low == high and not any(x.n for x in others):
+                found += self._never(one, schedules.n_epochs, schedules.n_validations)
         yield from self.told(run, found, "" if stepped else "fewer than two steps of a scheduler were seen")
 
-    def _judged(self, run: Run, one: Scheduler, use: Use, rate: float) -> Iterator[Finding]:
+    def _judged(self, run: Run, one: Scheduler, use: Use) -> Iterator[Finding]:
         n, n_batches, values = one.n - use.n_before, run.n_batches, finite(rates(run).values)
+        rate, what = values[-1] / max(values), "batches"
         if use.is_foreign and min(values) == max(values):
             yield self._told(
                 f"{one.kind} was stepped {n} times, but its optimizer makes no step: another one trains the "
@@ -75,13 +79,18 @@ class WrongSchedule(Fault):
                 "an optimizer that was created anew after the scheduler",
                 "Create the scheduler after the optimizer, with the one whose step() is called",
             )
-        if not use.is_ours or run.measured(Steps).n_optimizers > 1:
+        if not use.is_ours:
             return
+        if run.measured(Steps).n_optimizers > 1:
+            _, high, last = use.rates
+            n_batches, rate, what = use.n_steps, ratio(last, high), "steps of its optimizer"
+            if n_batches < MIN_BATCHES or math.isnan(rate):
+                return
         is_per_batch, length = n >= PER_BATCH * n_batches, one.length
         if length and abs(length - n_batches) <= SAME * n_batches and n <= MAX_CUT * length:
             may_be_epochs = one.kind != "OneCycleLR" and length <= MAX_EPOCHS and length % 10 == 0
             yield self._told(
-                f"{one.kind} has {one.length_name} of {length}, about the number of batches ({n_batches}), "
+                f"{one.kind} has {one.length_name} of {length}, about the number of {what} ({n_batches}), "
                 f"but was stepped {n} times: at the end it is at {one.at / length:.0%} of its length (limit "
                 f"{MAX_CUT:.0%}), and the learning rate at {rate:.0%} of its largest value.",
                 one.at / length,
@@ -95,7 +104,7 @@ class WrongSchedule(Fault):
         elif length and is_per_batch and length < MAX_ENDED * n and rate <= 1.001 * TINY:
             yield self._told(
                 f"{one.kind} has {one.length_name} of {length}, but was stepped in each of {n_batches} "
-                f"batches: it ended after {length / n:.1%} of the training (limit {MAX_ENDED:.0%}), with "
+                f"{what}: it ended after {length / n:.1%} of the training (limit {MAX_ENDED:.0%}), with "
                 f"{rate:.1g} of the largest learning rate.",
                 length / n,
                 MAX_ENDED,

@@ -1,4 +1,4 @@
-"""average.slow: an average of the weights that is evaluated, and is still near its start."""
+"""average.slow, average.statistics: averages of the weights that are evaluated, and lag behind the model."""
 
 from collections.abc import Iterator
 
@@ -57,3 +57,45 @@ class SlowAverage(Fault):
                 "Let the decay grow: min(decay, (1 + step) / (10 + step))",
             ),
         )
+
+
+@fault("average.statistics", Site.OPTIMIZER, needs="model", leads_to="valid.*", exact=True)
+class StaleStatistics(Fault):
+    """An average of the weights that is evaluated with the batch-norm statistics of its start.
+
+    Exact: the running means of all batch norms of a copy that is evaluated in eval mode are bit-identical to
+    those when it was found, in an early batch, and differ from those of the model, while its weights have
+    changed. The copy is one of `average.slow`.
+
+    Source: torch.optim.swa_utils, whose AveragedModel copies buffers or averages them, and `update_bn`.
+    """
+
+    headline = "The averaged weights are evaluated with old batch-norm statistics"
+    uses = (Copies,)
+    severity = "warning"
+    passed = "an average of the weights with the batch-norm statistics of its start"
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        copies = run.measured(Copies)
+        if run.n_steps < MIN_STEPS or not copies.n_scans:
+            yield Skipped(f"fewer than {MIN_STEPS} steps were seen")
+            return
+        found = []
+        if copies.stale:
+            n, n_called = max(copies.stale)
+            found.append(
+                self.finding(
+                    f"A copy of the model with averaged weights was evaluated at {n_called} batches, but the "
+                    f"running means of its {n} batch norm{'s' * (n > 1)} are bit-identical to those near the "
+                    "beginning: its activations are normalized by statistics of other weights.",
+                    when=(0, run.n_batches - 1),
+                    value=0.0,
+                    limit=0.0,
+                    causes=("an average of the parameters that leaves out the buffers",),
+                    next_steps=(
+                        "Copy the buffers of the model as well, or use torch.optim.swa_utils.AveragedModel",
+                        "Or call torch.optim.swa_utils.update_bn(loader, average) before it is evaluated",
+                    ),
+                )
+            )
+        yield from self.told(run, found)

@@ -1,7 +1,9 @@
 """Files that lack weights that were trained."""
 
 import copy
+import sys
 from io import BytesIO
+from types import ModuleType
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from hookcb.diagnosis.faults.model.incomplete_checkpoint import IncompleteCheckpoint
+from hookcb.diagnosis.measurements.loads import Saves
 from hookcb.diagnosis.run import Run, Skipped
 from tests.diagnosis.faults.support import found_in_loop, from_start
 
@@ -101,3 +104,52 @@ def test_adapters_and_tied_weights_are_whole():
 
 def test_a_run_without_records_is_skipped():
     assert [type(x) for x in IncompleteCheckpoint().findings(Run())] == [Skipped]
+
+
+@pytest.fixture(params=["_evaluate_tensors_for_save", "_flatten"])
+def safe(request, monkeypatch):
+    """A stand-in of safetensors, whose save calls one of two functions, by its version."""
+    library = ModuleType("safetensors.torch")
+    setattr(library, request.param, lambda tensors: None)
+    library.save_file = lambda tensors, file: getattr(library, request.param)(tensors)
+    monkeypatch.setitem(sys.modules, "safetensors", ModuleType("safetensors"))
+    monkeypatch.setitem(sys.modules, "safetensors.torch", library)
+    return library
+
+
+def found_safe(safe, save):
+    """Findings of a training at whose end this is called with the model, its optimizer, and save_file."""
+    model = Net()
+    opt = Adam(model.parameters(), lr=1e-3)
+    save_file = safe.save_file  # as "from safetensors.torch import save_file" binds it
+    return found_in_loop(model, opt, CODE, end=lambda: save(model, opt, save_file))
+
+
+def test_a_head_that_safetensors_saves_alone_is_found(safe):
+    ((severity, message),) = found_safe(safe, lambda m, opt, save: save(m.head.state_dict(), "a"))
+    assert severity == "warning"
+    assert "All that was saved of the model is head.weight, head.bias." in message
+
+
+def test_weights_that_safetensors_saves_are_in_a_file(safe):
+    def save(m, opt, save_file):
+        save_file({name: x.clone() for name, x in m.state_dict().items()}, "a")
+        torch.save({"body": m.body.state_dict(), "opt": opt.state_dict()}, BytesIO())
+
+    assert found_safe(safe, save) == []
+
+
+def test_safetensors_is_as_it_was_afterwards(safe):
+    names = [name for name in vars(safe) if name in ("_evaluate_tensors_for_save", "_flatten")]
+    real = [getattr(safe, name) for name in names]
+    ear = Saves()
+    ear.hear_safetensors()
+    assert [getattr(safe, name) for name in names] != real
+    del ear
+    assert [getattr(safe, name) for name in names] == real
+
+
+def test_a_head_alone_is_not_told_if_safetensors_cannot_be_heard(monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", ModuleType("safetensors"))
+    monkeypatch.setitem(sys.modules, "safetensors.torch", ModuleType("safetensors.torch"))
+    assert found(lambda m, opt: [m.head.state_dict()]) == []

@@ -1,5 +1,8 @@
 """Spectral norms that are evaluated before their first training batch."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -49,3 +52,50 @@ def test_a_validation_before_the_training_is_noted():
 )
 def test_others_are_silent(norm, first):
     assert CODE not in [f.code for f in verdict_of(norm, first).findings]
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+torch.manual_seed(0)
+
+def net():
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 8)), nn.ReLU(), nn.Linear(8, 3))
+
+def validate(model):
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(16, 4))
+    model.train()
+
+model = net()
+{first}
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for i in range(12):
+    opt.zero_grad()
+    F.cross_entropy(model(torch.randn(16, 4)), torch.randint(0, 3, (16,))).backward()
+    opt.step()
+validate(model)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "is_told"),
+    [
+        ("validate(model)", True),
+        ("", False),
+        ("model(torch.randn(16, 4)); validate(model)", False),
+        (
+            "a = net(); a(torch.randn(16, 4)); model.load_state_dict(a.state_dict()); validate(model)",
+            False,
+        ),
+    ],
+    ids=["first", "last", "after a forward", "loaded"],
+)
+def test_the_command_hears_validations_before_the_training(tmp_path, first, is_told):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(first=first))
+    command = [sys.executable, "-m", "hookcb", "diagnose", str(script)]
+    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+    assert (CODE in out) is is_told

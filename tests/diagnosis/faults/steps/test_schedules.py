@@ -4,6 +4,7 @@ import pickle
 import sys
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch.optim import SGD
 from torch.optim.lr_scheduler import (
@@ -194,3 +195,63 @@ def test_the_command_hears_a_script(length, before, found, tmp_path, capsys, mon
     script.write_text(SCRIPT.format(length=length, before=before, after="" if before else "schedule.step()"))
     assert main(["diagnose", str(script)]) == (found == "WARNING")
     assert (f"{found}  lr.schedule" in capsys.readouterr().out) == bool(found)
+
+
+def of_two(make_first, make_second, every=1, per_epoch=False):
+    """Severities of a training in which the second optimizer makes one step in `every` batches."""
+    model = small_net()
+    opts = [SGD(m.parameters(), lr=1e-3) for m in (model[0], model[-1])]
+    schedules = [make(opt) for make, opt in zip((make_first, make_second), opts, strict=True)]
+    with watch(model, opts, cbs=Diagnose("ignore", show=False)) as w:
+        for i in range(N):
+            x = numbers(16, 4, seed=i)
+            model.zero_grad()
+            F.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+            for opt, schedule in list(zip(opts, schedules, strict=True))[: 1 + (i % every == 0)]:
+                opt.step()
+                if schedule is not None and not (per_epoch and opt is opts[1]):
+                    schedule.step()
+            if per_epoch and (i + 1) % N_EACH == 0:
+                schedules[1].step()
+    return told(w.diagnose())
+
+
+def constant(opt):
+    return None
+
+
+def test_of_several_optimizers_each_schedule_is_compared_with_the_steps_of_its_own():
+    def whole(opt):
+        return CosineAnnealingLR(opt, N)
+
+    def half(opt):
+        return CosineAnnealingLR(opt, N // 2)
+
+    assert of_two(whole, half, every=2) == []
+    assert of_two(constant, half, every=2) == []
+    assert of_two(whole, half) == ["warning"]  # it rises again, and ends at its top
+    assert of_two(whole, whole, per_epoch=True) == ["warning"]
+    assert of_two(constant, lambda opt: MultiStepLR(opt, [2, 3, 4])) == ["warning"]
+    assert of_two(whole, lambda opt: CosineAnnealingLR(opt, N_EPOCHS), per_epoch=True) == []
+
+
+@pytest.mark.parametrize("n_stepped", [1, 2])
+def test_of_several_optimizers_a_schedule_that_is_never_stepped_is_told(n_stepped):
+    model = small_net()
+    opts = [SGD(m.parameters(), lr=1e-3) for m in (model[0], model[-1])]
+    with watch(model, opts, cbs=Diagnose("ignore", show=False)) as w:
+        schedules = [ExponentialLR(opt, 0.9) for opt in opts]
+        for i in range(N):
+            x = numbers(16, 4, seed=i)
+            model.zero_grad()
+            F.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+            for opt in opts:
+                opt.step()
+            if i % N_EACH == N_EACH - 1:
+                model.eval()
+                with torch.no_grad():
+                    model(x)
+                model.train()
+                for schedule in schedules[:n_stepped]:
+                    schedule.step()
+    assert told(w.diagnose()) == ["info"] * (2 - n_stepped)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hookcb import EMA, Diagnose, Learner, watch
-from hookcb.diagnosis.faults.steps.slow_average import SlowAverage
+from hookcb.diagnosis.faults.steps.slow_average import SlowAverage, StaleStatistics
 from hookcb.diagnosis.measurements.copies import Copies
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.testing import assert_no_hooks
@@ -130,3 +130,60 @@ def test_a_bare_run_is_not_judged_and_few_steps_are_not():
     assert isinstance(
         only(SlowAverage, measured(Run(n_steps=50), Copies, moved=[(0.5, 3)], n_scans=1)), Passed
     )
+
+
+def normed():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def stale(update, mode=False, freeze=False):
+    """Severities of an average with batch norms that is evaluated, in eval mode or not."""
+    x, y = data()
+    model = normed()
+    if freeze:
+        model[1].eval()
+    average = copy.deepcopy(model).train(mode)
+    opt = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with watch(model, opt, Diagnose("ignore", show=False)) as w:
+        for i in range(60):
+            a, b = x[i % 10 :: 10], y[i % 10 :: 10]
+            opt.zero_grad()
+            F.mse_loss(model(a), b).backward()
+            opt.step()
+            update(average, model)
+            if i % 20 == 19:
+                with torch.no_grad():
+                    average(x)
+    return [f.severity for f in w.diagnose().findings if f.code == "average.statistics"]
+
+
+def with_buffers(average, model):
+    by_hand(0.3)(average, model)
+    for a, b in zip(average.buffers(), model.buffers(), strict=True):
+        a.copy_(b)
+
+
+def test_an_average_that_is_evaluated_with_the_statistics_of_its_start_is_a_warning():
+    assert stale(by_hand(0.3)) == ["warning"]
+
+
+def test_nothing_is_said_of_averages_whose_statistics_are_copied_or_not_used_or_frozen():
+    assert stale(with_buffers) == []
+    assert stale(by_hand(0.3), mode=True) == []
+    assert stale(by_hand(0.3), freeze=True) == []
+    assert stale(lambda average, model: None) == []  # a reference
+
+
+def test_statistics_that_update_bn_renews_before_an_evaluation_are_fine():
+    from torch.optim.swa_utils import update_bn
+
+    def update(average, model):
+        by_hand(0.3)(average, model)
+        update_bn([data()[0]], average)
+
+    assert stale(update) == []
+
+
+def test_stale_statistics_are_not_ruled_out_of_a_run_that_was_not_seen():
+    assert isinstance(next(StaleStatistics().findings(Run())), Skipped)
