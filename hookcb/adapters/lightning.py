@@ -92,6 +92,17 @@ class HookcbCallback(Attached, LightningCallback):
             fit.report_outputs(outputs)
             fit.end_batch()
 
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """A validation begins."""
+        self._logged_before = dict(trainer.callback_metrics)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """A validation of all loaders has ended, and what it has logged is known."""
+        before, self._logged_before = self._logged_before, {}
+        if fit := self.running:
+            logged = trainer.callback_metrics.items()
+            fit.report_metrics({name: x for name, x in logged if before.get(name) is not x})
+
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """An epoch has ended, including its validation."""
         if fit := self.running:
@@ -122,6 +133,16 @@ def _inputs(batch: Any) -> Any:
     return batch if isinstance(batch, Mapping) else (batch,)
 
 
+def _who_keeps(trainer: Any) -> str | None:
+    """Who keeps the best weights; "" if checkpoints have the last ones, None if that is not known."""
+    kept = [cb for cb in trainer.checkpoint_callbacks if getattr(cb, "save_top_k", 0)]
+    if any(cb.save_top_k < 0 or (cb.monitor is not None and "train" not in cb.monitor) for cb in kept):
+        return "ModelCheckpoint keeps the best weights"
+    if trainer.early_stopping_callbacks:
+        return "EarlyStopping ends the fit"
+    return "" if kept else None
+
+
 class LightningFit(ExternalLoop):
     """A fit of Lightning's Trainer, reported by `HookcbCallback`."""
 
@@ -133,6 +154,7 @@ class LightningFit(ExternalLoop):
         self._has_pred = False  # whether the output of this batch is reported
         # wrappers such as DistributedDataParallel call training_step through the module's forward
         self._is_redirected = trainer.strategy.model is not module
+        self.keeps_best = _who_keeps(trainer)
         optimizers, scaler = trainer.optimizers, getattr(trainer.precision_plugin, "scaler", None)
         self._hooks: list[Any] = []  # exists even if an error in `before_fit` closes the loop
         super().__init__(module, cbs, optimizers[0] if optimizers else None, scaler)

@@ -46,7 +46,7 @@ class HookcbCallback(Attached, TrainerCallback):
         """A training begins; model and optimizer are ready."""
         self._is_epoch_over = False
         scaler = getattr(optimizer, "scaler", None)  # Accelerate's wrapper has it
-        self.follow(lambda cbs: TrainerRun(model, unwrapped(optimizer), cbs, scaler))
+        self.follow(lambda cbs: TrainerRun(model, unwrapped(optimizer), cbs, scaler, _who_keeps(args)))
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """An epoch begins."""
@@ -58,8 +58,12 @@ class HookcbCallback(Attached, TrainerCallback):
         if not control.should_evaluate:
             self._end_epoch(control)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         """An evaluation has ended."""
+        if run := self.running:
+            run.report_metrics(metrics or {})
         self._end_epoch(control)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -85,13 +89,23 @@ class HookcbCallback(Attached, TrainerCallback):
             control.should_training_stop = True
 
 
+def _who_keeps(args: Any) -> str | None:
+    """Who keeps the weights of the best evaluation; "" if only the last ones are kept, None if unknown."""
+    if args.load_best_model_at_end:
+        return "load_best_model_at_end brings the best weights back"
+    return None if args.save_total_limit is None else ""
+
+
 class TrainerRun(Watch):
     """A training of Hugging Face's Trainer, whose models return their loss."""
 
     honors_stop = True
     way = "transformers"
 
-    def __init__(self, model: nn.Module, opt: Any, cbs: list[Callback], scaler: Any) -> None:
+    def __init__(
+        self, model: nn.Module, opt: Any, cbs: list[Callback], scaler: Any, keeps_best: str | None
+    ) -> None:
+        self.keeps_best = keeps_best
         super().__init__(model, [opt] if isinstance(opt, Optimizer) else [], cbs, scaler)
 
     def _group_of(self, model: nn.Module) -> Any:

@@ -69,8 +69,11 @@ class TrainingState:
         self.run_backward: Callable[[Tensor], None] = backward  # of the loss, or the scaled loss
         self._depth = 0
         self.row: dict[str, float] = {}  # results of this epoch, by column; any callback may add one
+        # what a loop hookcb does not run has reported of its last validation, by name
+        self.reported_metrics: dict[str, float | Tensor] = {}
 
     honors_stop = True  # whether the fit ends if a callback asks for it; the user's own loop may not
+    keeps_best: str | None = None  # who keeps the weights of the best validation, "" if nobody does
 
     # ---- fetches of batches
 

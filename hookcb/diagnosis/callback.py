@@ -227,6 +227,9 @@ class Diagnose(Callback):
         self._n_eval = 0
         self._emit("on_validation")
 
+    def after_validate(self) -> None:
+        self._emit("on_validated")
+
     def _emit(self, event: str, *args: Any) -> None:
         if self._dispatcher is not None:
             self._dispatcher.emit(event, *args)

@@ -36,6 +36,7 @@ HANDLERS = (
     "on_between",  # a step has ended; also one that was cancelled
     "on_batch_end",  # a batch has ended
     "on_validation",  # a validation begins
+    "on_validated",  # a validation has ended, and the loop has reported what it measured
     # one of the first batches of a validation begins, or has an output; any has a loss, if that is seen
     *("on_eval_batch", "on_eval_prediction", "on_eval_loss"),
     "on_epoch",  # the training of an epoch has ended
@@ -45,7 +46,16 @@ HANDLERS = (
     "on_doubt",  # it has been judged: (run, findings); True if this has found something more
 )
 RARE = (  # those at which the cadence does not matter
-    *("on_model", "on_first_graph", "on_validation", "on_epoch", "on_cancel", "on_error", "on_end"),
+    *(
+        "on_model",
+        "on_first_graph",
+        "on_validation",
+        "on_validated",
+        "on_epoch",
+        "on_cancel",
+        "on_error",
+        "on_end",
+    ),
     *("on_eval_batch", "on_eval_prediction", "on_eval_loss", "on_doubt"),
 )
 

@@ -55,7 +55,7 @@ ADVICE: Mapping[str, Mapping[Way, str]] = {  # what to do, by how the reader run
     "validation": {
         "learner": "give the Learner two loaders, (train, valid)",
         "watch": "call the model in eval mode on new data, and report the loss with w.report_loss(loss)",
-        "lightning": "return the loss from validation_step",
+        "lightning": "return the loss from validation_step, or log it as val_loss",
         "transformers": "give Trainer(eval_dataset=…), and TrainingArguments(eval_strategy='epoch')",
         "command": "evaluate the model on new data in eval mode, with a loss of torch.nn.functional",
     },

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 from weakref import ref
@@ -18,6 +18,7 @@ from hookcb.core.callback_list import Callbacks
 from hookcb.core.console import show, warn
 from hookcb.core.events import CancelException, CancelFitException, CancelStepException, Event
 from hookcb.core.loop import stray_cancels_as_errors
+from hookcb.core.optim import detached_scalar
 from hookcb.core.ranks import describe_alone, group_of
 from hookcb.core.torch_private import after_backward, in_backward, in_transform, transforms_left
 from hookcb.diagnosis.callback import diagnose_loop
@@ -191,6 +192,19 @@ class ExternalLoop(NamedLoop):
         if self.training:
             self._follow_backward(loss)
         return loss
+
+    def report_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Reports what the loop has measured in the validation that is under way or has just ended.
+
+        A verdict reads the loss and the accuracy, such as `val_loss` and `val_acc`, where it has not seen
+        them itself.
+
+        Args:
+            metrics: numbers by name, or tensors of one element; anything else is left out.
+        """
+        for name, x in metrics.items():
+            if isinstance(x, int | float) or (isinstance(x, Tensor) and x.numel() == 1):
+                self.reported_metrics[name] = detached_scalar(x)
 
     def _set_loss(self, loss: Tensor, node: Any) -> None:
         self.loss, self._loss_node = loss, node
@@ -374,6 +388,7 @@ class ExternalLoop(NamedLoop):
             self.emit("before_epoch")
         else:
             self.emit(f"after_{self._phase}")
+        self.reported_metrics = {} if phase == "validate" else self.reported_metrics
         self.set_phase(training=phase == "train", dl=None, n_iter=None)
         self._phase = phase
         self.emit(f"before_{phase}")

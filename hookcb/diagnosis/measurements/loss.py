@@ -47,6 +47,7 @@ class Loss(Measurement):
         self.is_of_others = False  # whether the last layer before it is another model's: a discriminator's
         self.n_operations = 0  # from the model's output to the loss, if known
         self.is_seen = self.is_open = self.has_penalty = False  # open: nothing hides what it is computed from
+        self.scale = 1.0  # factor of the mean over samples, NaN if unknown
         self.guess = math.nan  # ln C for cross-entropy over C classes, the mean square of the targets for MSE
         self.constant = math.nan  # of the best constant prediction for the targets: their entropy or variance
         self.perfect = 0.0  # of a perfect prediction, above 0 for soft or smoothed targets
@@ -66,6 +67,8 @@ class Loss(Measurement):
         own = {id(p) for p in loop.model.parameters()}
         self.n_operations = loss_graph.n_between(node, loop.pred)
         self.is_of_others = any(id(p) not in own for p in loss_graph.last_parameters(node))
+        if math.isnan(self.graph.scale) and run.measured(Targets).has_shown_scale:
+            self.graph = self.graph._replace(scale=1.0)
         self.guess = guess_of(self.graph, loop.pred, yb)
         if self.graph.hidden_by == COMPILED:
             batch = ExternalBatch(loop) if loop.is_external else loop
@@ -87,7 +90,7 @@ class Loss(Measurement):
     def tell(self, run: Run) -> None:
         if (graph := self.graph) is None:
             return
-        self.kind, self.kinds = graph.sure_kind, graph.kinds
+        self.kind, self.kinds, self.scale = graph.sure_kind, graph.kinds, graph.scale
         self.graph_of_one = graph if run.measured(Steps).n_optimizers <= 1 else LossGraph()
         self.penalty, targets = self._penalty.series(), run.measured(Targets)
         if len(self.penalty) or not self.has_penalty:
@@ -122,10 +125,10 @@ class Loss(Measurement):
         curves.losses = dict(zip(curves.losses, losses, strict=True))
         self.guess, self.constant = _agreed(guesses), _agreed(constants)
 
-    def constant_in_words(self) -> str:
-        """The best constant prediction and its loss."""
+    def constant_in_words(self, scale: float = 1.0) -> str:
+        """The best constant prediction and its loss, before a factor of the loss."""
         predicting = PREDICTIONS.get(self.kind, "always predicting the median of the targets")
-        return f"{predicting} would give {self.constant:.3g}"
+        return f"{predicting} would give {self.constant / scale:.3g}"
 
     def freeze(self) -> None:
         self.graph = self.autocasts = None

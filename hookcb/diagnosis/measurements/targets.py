@@ -57,6 +57,8 @@ class Targets(Measurement):
         self._is_only = True  # whether no batch had a second tensor among its targets
         self.is_of_output = False  # whether the loss compares the model's output itself with them
         self.are_given = False  # whether a loop tells them
+        # whether those of a loss with an unknown factor, as `loss / n`, were recovered with a factor of 1
+        self.has_shown_scale = False
         self._of_step = -1
         self._yb: tuple[Any, ...] = ()
         self._tally: Tally | None = None
@@ -74,6 +76,7 @@ class Targets(Measurement):
                 y = None if main is None else main.target  # saved by a loss of torch for its backward
                 if y is None:
                     y = recovered_target(main, loop.pred, loop.pred_grad, loop.loss)
+                    self.has_shown_scale |= not (y is None or main is None or math.isfinite(main.scale))
                 self._yb = () if y is None else (y,)
         return self._yb
 

@@ -1,8 +1,9 @@
-"""Validations: the loss of each validation, beside the training loss of the batches before it."""
+"""Validations: loss and accuracy of each validation, beside the training loss of the batches before it."""
 
 import math
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -40,6 +41,11 @@ MIN_BETWEEN = 4  # training batches between two validations; fewer are a metric 
 MAX_QUICK, MAX_VALIDATIONS = 16, 1_000
 MAX_DEPTH = 8  # lines of a site
 OF_TRAINING = 1.2  # times the training loss; of several data sets, those below are taken for the training's
+MAX_PERCENT = 100.0
+# names of what a loop reports of a validation
+OF_VALIDATION = r"(avg_|mean_)?((val|valid|validation|eval|test|dev)[_/ -])?"
+LOSS_NAME = re.compile(OF_VALIDATION + r"loss", re.IGNORECASE)
+ACCURACY_NAME = re.compile(OF_VALIDATION + r"acc(uracy)?", re.IGNORECASE)
 Site = tuple[tuple[str, int], ...]  # lines of the program that were being run
 
 
@@ -66,12 +72,24 @@ class Validation(NamedTuple):
         train: mean loss of the training batches since the one before.
         accuracy: share of correct classes, NaN if unknown.
         is_kept: whether the weights were read as a whole between it and the next training batch.
+        epoch: number of epochs that had ended before it.
     """
 
     step: int
     loss: float
     train: float = math.nan
     accuracy: float = math.nan
+    is_kept: bool = False
+    epoch: int = 0
+
+
+class _Ended(NamedTuple):
+    """Numbers of a validation; tensors stay on their device."""
+
+    step: int
+    epoch: int
+    sums: dict[Site, "_Sums"]
+    metrics: dict[str, float | Tensor]  # that the loop has reported
     is_kept: bool = False
 
 
@@ -95,7 +113,15 @@ class Validations(Measurement):
     A validation is what comes between two training batches; its loss is the mean over its samples. While one
     is under way, the losses of torch.nn.functional are heard; a training batch pays for a closed gate. If
     several data sets are evaluated, by different lines of the program, the one with the smallest loss counts,
-    but none whose loss is that of the training.
+    but none whose loss is that of the training. What a loop or a trainer reports by name, such as `val_loss`
+    and `val_acc`, counts where neither is known otherwise.
+
+    Attributes:
+        found: the validations whose loss or accuracy is known.
+        is_seen: whether there was a validation, with or without a loss.
+        is_one_scale: whether its loss can be compared with that of the training.
+        scale: factor of the training's loss on that scale, as of a loss that is divided to accumulate.
+        why_kept: who keeps the best weights, "" if that is not known.
     """
 
     cadence = EVERY
@@ -105,21 +131,24 @@ class Validations(Measurement):
     def __init__(self) -> None:
         self.found: list[Validation] = []
         self._is_open = False  # whether a validation is under way
+        self._reads_keep = True  # whether whoever reads the weights may keep them for good
         self._is_own = False  # whether the loop is a Learner's, which has one loss function
-        self.is_seen = False  # whether there was a validation, with or without a loss
-        self.is_one_scale = False  # whether its loss can be compared with that of the training
-        self.keeps_best = False  # whether a callback keeps the best weights, or ends the training
-        self._ended: list[tuple[int, dict[Site, _Sums], bool]] = []  # with the step, and whether it is kept
+        self.is_seen = self.is_one_scale = False
+        self.scale, self.why_kept = 1.0, ""
+        self._ended: list[_Ended] = []
         self._sums: dict[Site, _Sums] = {}
         self._labels: dict[bool, Tally] = {}  # those of a Learner, or else those that are heard
         self.labels: list[int] = []  # by class, of all validations
+        self._metrics: dict[str, float | Tensor] = {}
         self._kinds = set[str]()
         self._hooks: list[CallHook] = []
-        self._step = self._n_reads = self._n_quick = 0
+        self._step = self._epoch = self._n_reads = self._n_quick = 0
 
     def on_model(self, run: Run) -> None:
         self._is_own = not run.loop.is_external
-        self.keeps_best = any(isinstance(cb, EarlyStopping | EMA) for cb in run.loop.cbs)
+        stops = any(isinstance(cb, EarlyStopping | EMA) for cb in run.loop.cbs)
+        self._reads_keep = run.loop.keeps_best is None
+        self.why_kept = run.loop.keeps_best or ("EarlyStopping or EMA is attached" if stops else "")
         self._hooks = [
             CallHook(F, name, self._hear(kind), self.failed, gate=self._hears)
             for name, kind in FUNCTIONS.items()
@@ -131,8 +160,8 @@ class Validations(Measurement):
     def on_validation(self, run: Run) -> None:
         if self.done:
             return
-        self.is_seen, self._step = True, run.step
-        self._is_open = True
+        self.is_seen, self._step, self._epoch = True, run.step, run.loop.epoch
+        self._is_open, self._n_reads = True, heard(WeightReads).n
 
     def on_eval_loss(self, run: Run) -> None:
         """Takes the loss that the loop has reported, instead of those that are heard."""
@@ -146,6 +175,14 @@ class Validations(Measurement):
             if n_correct is not None:
                 self._count(True, loop.pred, yb[0])
 
+    def on_validated(self, run: Run) -> None:
+        """Takes what the loop has reported by name."""
+        self._metrics = {
+            name: x
+            for name, x in run.loop.reported_metrics.items()
+            if self._is_open and (LOSS_NAME.fullmatch(name) or ACCURACY_NAME.fullmatch(name))
+        }
+
     def on_batch(self, run: Run) -> None:
         if self._is_open:
             self._end(run)
@@ -153,15 +190,20 @@ class Validations(Measurement):
     def _end(self, run: Run) -> None:
         """Ends a validation, as a training batch begins."""
         self._is_open = False
-        sums, self._sums = self._sums, {}
-        is_quick = self._ended and self._step - self._ended[-1][0] < MIN_BETWEEN
+        is_quick = self._ended and self._step - self._ended[-1].step < MIN_BETWEEN
         self._n_quick += bool(is_quick)
-        if sums:
-            self._ended.append((self._step, sums, heard(WeightReads).n > self._n_reads))
+        self._ended += self._open(self._reads_keep and heard(WeightReads).n > self._n_reads)
+        self._sums, self._metrics = {}, {}
         # metrics of each step are no validations
         self.done = self._n_quick >= MAX_QUICK or len(self._ended) >= MAX_VALIDATIONS
         if self.done:
             self.close(run)
+
+    def _open(self, is_kept: bool) -> list[_Ended]:
+        """The validation that is under way, if anything is known of it."""
+        is_known = self._sums or self._metrics
+        open_now = _Ended(self._step, self._epoch, self._sums, self._metrics, is_kept)
+        return [open_now] if is_known else []
 
     def _hear(self, kind: str) -> Any:
         def observe(pred: Any = None, target: Any = None, *args: Any, **given: Any) -> Iterator[None]:
@@ -195,30 +237,40 @@ class Validations(Measurement):
     # ---- for the verdict
 
     def tell(self, run: Run) -> None:
-        ended = list(self._ended)
-        if self._sums:
-            ended.append((self._step, self._sums, False))
+        ended = [*self._ended, *self._open(is_kept=False)]
         if not ended:
             return
         tally = self._labels.get(True, self._labels.get(False))
         self.labels = [] if tally is None else tally.read()
-        site = self._site_to_judge([sums for _, sums, _ in ended], run)
+        site = self._site_to_judge([x.sums for x in ended], run)
+        self._tell_scale(run, site, ended[-1].sums)
         self.found = []
-        for step, sums, is_kept in ended:
-            if site in sums and not (self.found and step - self.found[-1].step < MIN_BETWEEN):
-                before = self.found[-1].step if self.found else 0
-                loss, accuracy = _means(sums[site], sums)
-                self.found.append(Validation(step, loss, _mean(run.loss, before, step), accuracy, is_kept))
+        for x in ended:
+            loss, accuracy = _means(x.sums[site], x.sums) if site in x.sums else (math.nan, math.nan)
+            loss = _named(LOSS_NAME, x.metrics) if math.isnan(loss) else loss
+            accuracy = _named(ACCURACY_NAME, x.metrics) if math.isnan(accuracy) else accuracy
+            before = self.found[-1].step if self.found else 0
+            is_known = not (math.isnan(loss) and math.isnan(accuracy))
+            if is_known and not (self.found and x.step - before < MIN_BETWEEN):
+                train = _mean(run.loss, before, x.step) / self.scale
+                self.found.append(Validation(x.step, loss, train, accuracy, x.is_kept, x.epoch))
+        if any(x.accuracy > 1 for x in self.found):
+            self.found = [x._replace(accuracy=x.accuracy / MAX_PERCENT) for x in self.found]
+
+    def _tell_scale(self, run: Run, site: Site, sums: Mapping[Site, _Sums]) -> None:
         known = run.measured(Loss)
         kinds = {ALIKE.get(kind, kind) for kind in (known.kinds or (known.kind,)) if kind}
         graph = known.graph
         is_plain = graph is None or not (graph.smoothing or graph.has_weights)
-        self.is_one_scale = self._is_own or (is_plain and bool(self._kinds) and self._kinds == kinds)
+        is_alike = is_plain and bool(self._kinds) and self._kinds == kinds
+        scale = 1.0 if self._is_own or graph is None else graph.scale / _factor(site, sums)
+        self.is_one_scale = self._is_own or (is_alike and (scale > 0 or math.isnan(known.constant)))
+        self.scale = scale if self.is_one_scale and math.isfinite(scale) else 1.0
 
     def _site_to_judge(self, ended: Sequence[dict[Site, _Sums]], run: Run) -> Site:
         sites = list(dict.fromkeys(site for sums in ended for site in sums))
-        if () in sites or len(sites) == 1:
-            return () if () in sites else sites[0]
+        if () in sites or len(sites) < 2:
+            return sites[0] if sites and () not in sites else ()
         latest = {site: next(sums[site] for sums in reversed(ended) if site in sums) for site in sites}
         losses = {site: _means(sums, {})[0] for site, sums in latest.items()}
         train = run.loss.values[-20:]
@@ -231,7 +283,7 @@ class Validations(Measurement):
             self._hooks.pop().remove()
 
     def freeze(self) -> None:
-        self._ended, self._sums, self._labels = [], {}, {}
+        self._ended, self._sums, self._labels, self._metrics = [], {}, {}, {}
 
 
 def _n_correct(pred: Any, y: Any) -> tuple[Tensor, int] | None:
@@ -253,6 +305,21 @@ def _means(sums: _Sums, every: dict[Site, _Sums]) -> tuple[float, float]:
     counted = next((x for x in (sums, *every.values()) if x.n_labels), None)
     accuracy = math.nan if counted is None else float(counted.correct) / counted.n_labels
     return float(sums.loss) / max(1, sums.n), accuracy
+
+
+def _factor(site: Site, sums: Mapping[Site, _Sums]) -> float:
+    """Factor of a reported loss to that of torch.nn.functional it is computed from; NaN if unknown."""
+    heard_of = [x for other, x in sums.items() if other]
+    if site or site not in sums:
+        return 1.0
+    own, plain = _means(sums[site], {})[0], _means(heard_of[0], {})[0] if len(heard_of) == 1 else 0.0
+    return own / plain if plain else math.nan
+
+
+def _named(name: re.Pattern[str], metrics: Mapping[str, float | Tensor]) -> float:
+    """The only number of such a name, NaN if there is none or several."""
+    found = [x for key, x in metrics.items() if name.fullmatch(key)]
+    return float(found[0]) if len(found) == 1 else math.nan
 
 
 def _mean(loss: Series, first: int, last: int) -> float:

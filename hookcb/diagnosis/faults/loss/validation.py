@@ -49,10 +49,10 @@ class Overfit(Fault):
         known = run.measured(Validations)
         found = [x for x in known.found if math.isfinite(x.loss)]
         if len(found) < MIN_RISING:
-            yield Skipped(why_not_judged(run, MIN_RISING))
+            yield from self._by_accuracy(run)
             return
         best, now = min(found, key=lambda x: x.loss), min(found[-2:], key=lambda x: x.loss)
-        lost = rules.ratio(now.loss - best.loss, _start(run, found) - best.loss)
+        lost = _share_lost(best.loss, now.loss, _start(run, found))
         falls = found[-1].train < TRAIN_FALLS * best.train
         if best in found[-2:] or not (lost > MAX_LOST and falls):
             share = 0.0 if best in found[-2:] or math.isnan(lost) else lost
@@ -61,12 +61,12 @@ class Overfit(Fault):
         constant_loss = _far_above(run, best, found)
         why = _why_note(run, best, now, found, math.isfinite(constant_loss))
         loss = run.measured(Loss)
-        learns = not (known.is_one_scale and best.loss > LEARNS * loss.constant)
-        constant = "" if learns else f"; {loss.constant_in_words()}"
+        learns = not (known.is_one_scale and best.loss * known.scale > LEARNS * loss.constant)
+        constant = "" if learns else f"; {loss.constant_in_words(known.scale)}"
         if math.isfinite(constant_loss):
             constant += f"; it ends at {found[-1].loss:.3g}, worse than a constant ({constant_loss:.3g})"
         yield self.finding(
-            f"The validation loss was best at step {best.step}, {best.loss:.3g}, and has risen to "
+            f"The validation loss was best at {place_of(best, known)}, {best.loss:.3g}, and has risen to "
             f"{now.loss:.3g}, while the training loss fell from {best.train:.3g} to "
             f"{found[-1].train:.3g}{constant}{why}.",
             "info" if why else "warning",
@@ -77,37 +77,80 @@ class Overfit(Fault):
                 *(() if learns else MEMORIZED),
                 "overfitting: the model learns what is true of the training data only",
             ),
-            next_steps=(
-                f"{'Use' if known.keeps_best or best.is_kept else 'Keep'} the weights of step {best.step}, "
-                "and end the training there",
-                "Use more data, augmentation, dropout or weight decay",
-            ),
+            next_steps=_advice(known, best),
         )
+
+    def _by_accuracy(self, run: Run) -> Iterator[Result]:
+        """Judges the accuracy, if the loss is unknown."""
+        known = run.measured(Validations)
+        found = [x._replace(loss=1 - x.accuracy) for x in known.found if math.isfinite(x.accuracy)]
+        if len(found) < MIN_RISING:
+            yield Skipped(why_not_judged(run, MIN_RISING))
+            return
+        best, now = min(found, key=lambda x: x.loss), min(found[-2:], key=lambda x: x.loss)
+        lost = rules.ratio(now.loss - best.loss, found[0].loss - best.loss)
+        why = _why_note(run, best, now, found, False)
+        if not (lost > MAX_LOST and found[-1].train < TRAIN_FALLS * best.train) or why:
+            yield Passed("an accuracy in validation that falls again")
+            return
+        yield self.finding(
+            f"The accuracy in validation was best at {place_of(best, known)}, {best.accuracy:.1%}, and has "
+            f"fallen to {now.accuracy:.1%}, while the training loss fell from {best.train:.3g} to "
+            f"{found[-1].train:.3g}.",
+            "warning",
+            when=(best.step, found[-1].step),
+            value=lost,
+            limit=MAX_LOST,
+            causes=("overfitting: the model learns what is true of the training data only",),
+            next_steps=_advice(known, best),
+        )
+
+
+def place_of(found: Validation, known: Validations) -> str:
+    """Step of a validation, and its epoch or place among the others."""
+    n = len(known.found)
+    if known.found[-1].epoch:
+        return f"step {found.step} (epoch {found.epoch + 1} of {known.found[-1].epoch + 1})"
+    places = [x.step for x in known.found]
+    return f"step {found.step} (validation {places.index(found.step) + 1} of {n})"
+
+
+def _advice(known: Validations, best: Validation) -> tuple[str, ...]:
+    keep = "Use" if known.why_kept or best.is_kept else "Keep"
+    return (
+        f"{keep} the weights of step {best.step}, and end the training there",
+        "Use more data, augmentation, dropout or weight decay",
+    )
+
+
+def _share_lost(best: float, now: float, start: float) -> float:
+    """Share of the fall of a loss that is lost again; of the loss itself if it has not fallen."""
+    return rules.ratio(now - best, start - best if start > best else abs(best))
 
 
 def _start(run: Run, found: Sequence[Validation]) -> float:
     """Loss of a model that has learned nothing, on the scale of the validations."""
-    known = run.measured(Loss)
-    losses = (known.constant, known.guess, run.first_loss) if run.measured(Validations).is_one_scale else ()
-    start = next((x for x in losses if math.isfinite(x)), -math.inf)
+    known, of = run.measured(Loss), run.measured(Validations)
+    losses = (known.constant, known.guess, run.first_loss) if of.is_one_scale else ()
+    start = next((x / of.scale for x in losses if math.isfinite(x)), -math.inf)
     return max(start, found[0].loss)
 
 
 def _good_share(loss: Loss) -> float:
     """Share of correct classes that guessing cannot have: twice that of the classes, or halfway to 1."""
-    entropy = loss.constant if math.isfinite(loss.constant) else loss.guess
+    entropy = (loss.constant if math.isfinite(loss.constant) else loss.guess) / loss.scale
     chance = math.exp(-entropy) if loss.kind == "cross-entropy" and math.isfinite(entropy) else 0.5
     return min(2 * chance, (1 + chance) / 2)
 
 
 def _far_above(run: Run, best: Validation, found: Sequence[Validation]) -> float:
     """Loss of a constant, if the validation ends above it, far above its best, and the training far below."""
-    known = run.measured(Loss)
-    constant = next((x for x in (known.constant, known.guess) if math.isfinite(x)), math.nan)
+    known, of = run.measured(Loss), run.measured(Validations)
+    constant = next((x / of.scale for x in (known.constant, known.guess) if math.isfinite(x)), math.nan)
     later = rules.median([x.loss for x in found if x.step > best.step])
     is_above = min(later, found[-1].loss) > constant and later >= FAR_RISEN * best.loss
     is_far = is_above and found[-1].train < MAX_LEARNED * constant
-    return constant if is_far and run.measured(Validations).is_one_scale else math.nan
+    return constant if is_far and of.is_one_scale else math.nan
 
 
 def _why_note(run: Run, best: Validation, now: Validation, found: Sequence[Validation], is_far: bool) -> str:
@@ -115,8 +158,8 @@ def _why_note(run: Run, best: Validation, now: Validation, found: Sequence[Valid
     noise = _noise([x.loss for x in found])
     if not is_far and now.loss - best.loss < rules.CONFIDENCE * noise:
         return f"; the rise is within the noise of validations, whose deviation is {noise:.2g}"
-    if known.keeps_best or best.is_kept:
-        return "; the best weights are kept"
+    if known.why_kept or best.is_kept:
+        return f"; {known.why_kept or 'the weights were read then, as they are to be kept'}"
     if now.accuracy >= max(best.accuracy, _good_share(run.measured(Loss))):
         return f"; but {now.accuracy:.1%} of the classes are correct now, and {best.accuracy:.1%} were then"
     return ""
@@ -157,22 +200,23 @@ class TrivialValidation(Fault):
             yield Skipped("the losses of training and validation are not on one scale, or of unknown kinds")
             return
         best = min(found, key=lambda x: x.loss)
-        ratio, left = (rules.ratio_to_constant(run, x) for x in (best.loss, found[-1].train))
+        losses = (best.loss * known.scale, found[-1].train * known.scale)
+        ratio, left = (rules.ratio_to_constant(run, x) for x in losses)
         if math.isnan(ratio) or math.isnan(left):
             yield Skipped(rules.why_unknown(run, "the loss of the best constant prediction is unknown"))
         elif left <= rules.MAX_OF_CONSTANT < ratio:
             is_sure = left < MAX_LEARNED and len(found) >= MIN_TRIVIAL
-            yield self._trivial(loss, found, best, ratio, is_sure)
+            yield self._trivial(run, found, best, ratio, is_sure)
         else:
             yield Passed(
                 f"a useless validation (loss {ratio:.2g} of a constant's)", ratio, rules.MAX_OF_CONSTANT
             )
 
     def _trivial(
-        self, loss: Loss, found: Sequence[Validation], best: Validation, ratio: float, is_sure: bool
+        self, run: Run, found: Sequence[Validation], best: Validation, ratio: float, is_sure: bool
     ) -> Finding:
-        far = loss.perfect + N_FAR * (loss.constant - loss.perfect)
-        is_apart = found[-1].loss >= MAX_APART * found[-1].train and best.loss >= far
+        known, loss = run.measured(Validations), run.measured(Loss)
+        is_apart = found[-1].loss >= MAX_APART * found[-1].train and ratio >= N_FAR
         is_better = not is_apart and best.accuracy > _good_share(loss)
         times = found[-1].loss / found[-1].train if found[-1].train > 0 else math.inf
         since = " and far off from the first one on" if is_apart else ""
@@ -184,8 +228,8 @@ class TrivialValidation(Fault):
         )
         return self.finding(
             f"The loss is {found[-1].train:.3g} in training but {found[-1].loss:.3g} in validation, "
-            f"{rules.format_factor(times)} times as much{since}; {loss.constant_in_words()}, and no "
-            f"validation was better than {best.loss:.3g}{right}.",
+            f"{rules.format_factor(times)} times as much{since}; {loss.constant_in_words(known.scale)}, and "
+            f"no validation was better than {best.loss:.3g}, at {place_of(best, known)}{right}.",
             "warning" if is_sure and not is_better else "info",
             when=(0, found[-1].step),
             value=ratio,

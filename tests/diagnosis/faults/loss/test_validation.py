@@ -34,13 +34,13 @@ def test_a_validation_loss_that_rises_while_training_falls_is_a_warning_with_the
     found = only(Overfit, of(RISING))
     assert (found.code, found.severity, found.step, found.last_step) == ("valid.overfit", "warning", 30, 60)
     assert found.value == pytest.approx((0.6 - 0.4) / (1.0 - 0.4))
-    assert "best at step 30, 0.4, and has risen to 0.6" in found.message
+    assert "best at step 30 (validation 3 of 6), 0.4, and has risen to 0.6" in found.message
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"kept": [2]}, "the best weights are kept"),
+        ({"kept": [2]}, "the weights were read then"),
         (
             {"accuracy": [0.7, 0.75, 0.8, 0.8, 0.81, 0.82], "loss_kind": "cross-entropy"},
             "81.0% of the classes",
@@ -50,6 +50,25 @@ def test_a_validation_loss_that_rises_while_training_falls_is_a_warning_with_the
 def test_a_rise_that_costs_nothing_is_a_note(changed, words):
     found = only(Overfit, of(RISING, constant=float("nan"), **changed))
     assert (found.severity, words in found.message) == ("info", True)
+
+
+def test_a_first_validation_that_is_never_reached_again_is_a_warning():
+    found = only(Overfit, of([0.4, 0.5, 0.6, 0.7, 0.8, 0.9], constant=float("nan"), is_one_scale=False))
+    assert (found.severity, found.step) == ("warning", 10)
+    assert found.value == pytest.approx((0.8 - 0.4) / 0.4)
+
+
+NAN = [float("nan")] * 6
+
+
+def test_an_accuracy_is_judged_where_no_loss_is_known():
+    found = only(Overfit, of(NAN, accuracy=[0.7, 0.78, 0.8, 0.76, 0.72, 0.67]))
+    assert (found.severity, found.step) == ("warning", 30)
+    assert "best at step 30 (validation 3 of 6), 80.0%, and has fallen to 72.0%" in found.message
+    kept = of(NAN, accuracy=[0.7, 0.78, 0.8, 0.76, 0.72, 0.67], kept=[2])
+    for fine in (kept, of(NAN, accuracy=[0.5, 0.7, 0.8, 0.8, 0.81, 0.8])):
+        assert isinstance(only(Overfit, fine), Passed)
+    assert "fewer than 4" in only(Overfit, of(NAN[:2], FALLING[:2], accuracy=[0.5, 0.6])).reason
 
 
 def test_a_rise_within_the_noise_is_a_note():
@@ -180,6 +199,55 @@ def loop(w=None, report=False, evaluated=("valid",), save=False, model=None):
             if save:
                 model.state_dict()
     return w, losses
+
+
+def validated(report, factor=1.0, loss_func=None):
+    """A loop whose training loss has a factor, as to accumulate gradients; it validates ten times."""
+    x, y = data(noise=0.1)
+    loss_func, model = loss_func or (lambda pred, y: F.cross_entropy(pred, y)), net()
+    opt = torch.optim.Adam(model.parameters(), lr=5e-3)
+    losses = []
+    with watch(model, opt, Diagnose(show=False)) as w:
+        for _ in range(10):
+            model.train()
+            for a, b in batches(x[:100], y[:100]):
+                loss = loss_func(model(a), b)
+                losses.append(loss.item())
+                if report:
+                    w.report_loss(loss * factor)
+                (loss * factor).backward()
+                opt.step()
+                opt.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                pred = model(x[100:])
+                loss = loss_func(pred, y[100:])
+            n = (pred.argmax(1) == y[100:]).float().mean()
+            w.report_metrics({"val_loss": loss, "val_acc": 100 * n, "names": "left out", "other": 3})
+    return w.diagnosis.evidence().measured(Validations), losses
+
+
+@pytest.mark.parametrize("factor", [0.25, 3.0])
+def test_a_training_loss_with_a_factor_is_compared_without_it(factor):
+    known, losses = validated(report=True, factor=factor)
+    assert (known.is_one_scale, known.scale) == (True, pytest.approx(factor))
+    assert known.found[-1].train == pytest.approx(sum(losses[-5:]) / 5)
+
+
+def test_a_factor_of_one_is_found_in_a_loss_that_nobody_reports():
+    known, _ = validated(report=False, factor=torch.ones(()))
+    assert (known.is_one_scale, known.scale) == (True, 1.0)
+
+
+def test_a_loop_reports_what_it_has_computed_itself():
+    def by_hand(pred, y):
+        return -pred.log_softmax(1)[torch.arange(len(y)), y].mean()
+
+    known, _ = validated(report=False, loss_func=by_hand)
+    plain, _ = validated(report=False)
+    assert not known.is_one_scale
+    for one, other in zip(known.found, plain.found, strict=True):
+        assert (one.loss, one.accuracy) == pytest.approx((other.loss, other.accuracy), rel=1e-3)
 
 
 def test_a_learner_is_told_of_its_overfitting():
