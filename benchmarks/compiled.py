@@ -6,6 +6,7 @@
 import contextlib
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -39,7 +40,7 @@ def compare(
     """Compile for each contestant named in `rows`, all at once; then train a block of each in turn.
 
     Args:
-        rows: where the figures of each contestant go.
+        rows: where the figures of each contestant go, `PLAIN` among them.
         net: key in `NETS`.
         device: for the model.
         backend: of torch.compile.
@@ -58,9 +59,7 @@ def compare(
             for who in (who for who in rows if "error" not in rows[who] and left() > 0):
                 found = workers[who](limit, ask=True)
                 blocks[who] += [found] if clock in found else []
-                rows[who] |= (
-                    found if "error" in found else figures(blocks[who], blocks[PLAIN] or blocks[who], clock)
-                )
+                rows[who] |= found if "error" in found else figures(blocks[who], blocks[PLAIN], clock)
 
 
 @contextlib.contextmanager
@@ -134,7 +133,8 @@ def main(who: str, net: str, device: str, backend: str) -> None:
 
 def cpu_seconds() -> float:
     """Processor time of this process, and of compilers that it has waited for."""
-    return sum(os.times()[:4])
+    both = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(x.ru_utime + x.ru_stime for x in both)
 
 
 if __name__ == "__main__":

@@ -90,9 +90,11 @@ CONTESTANTS: Mapping[str, Attach] = {
 
 
 def figures(blocks: Sequence[Row], plain: Sequence[Row], clock: str = "ms") -> Row:
-    """Medians over blocks; ratios are to the plain loop of the same turn."""
+    """Medians over blocks; ratios are to the plain loop of the same turn, if that was timed."""
     ratios = [a[clock] / b[clock] for a, b in zip(blocks, plain, strict=False)]
-    found = {clock: 0.0, "ratio": median(ratios), "least": min(ratios), "most": max(ratios)}
+    found = {clock: 0.0}
+    if ratios:
+        found |= {"ratio": median(ratios), "least": min(ratios), "most": max(ratios)}
     found |= {key: median(x[key] for x in blocks if key in x) for key in blocks[0]}
     return found | {"turns": len(blocks), "blocks": list(blocks)}
 
