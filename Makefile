@@ -10,7 +10,7 @@ CHROMIUM ?= /usr/bin/chromium
 
 NOTEBOOKS = $(patsubst nbs/%,build/notebooks/%,$(wildcard nbs/*.ipynb))
 
-.PHONY: demo test test-all interop pages lint notebooks docs release bench gpu planted real mutants clean $(NOTEBOOKS)
+.PHONY: demo test test-all interop pages lint notebooks docs release bench gpu host planted real mutants clean $(NOTEBOOKS)
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/hookcb demo
@@ -66,6 +66,10 @@ bench: $(VENV)/.installed-bench
 # what a CUDA device shows in 240 s: costs, compiled models, the kernel, tests marked cuda; nothing without one
 gpu: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/gpu.py
+
+# what watching costs the host, and compilation, counted and timed without a GPU
+host: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/host.py
 
 # every planted fault and every control, five seeds, with the rules of three other tools; then those of two ranks
 planted: $(VENV)/.installed-dev

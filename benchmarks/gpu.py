@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -35,7 +35,7 @@ import torch
 from compiled import ROOT, compare, end, started
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from watched import CONTESTANTS, DIAGNOSE, PLAIN, STEPS, Attach, Loop, Row, figures, wait
+from watched import BOTH, CONTESTANTS, DIAGNOSE, PLAIN, STEPS, Attach, Loop, Row, figures, lines, wait
 from workloads import ON_GPU, SMALL, Workload
 
 from hookcb import ActivationStats, watch
@@ -44,7 +44,7 @@ WARM, TURNS = 3, 9  # steps before a block; blocks of each contestant, at most
 MARKS = 20, 100, 500  # steps of `Diagnose` after which its cost so far is noted
 LEAST = 10  # seconds; no part is begun with less time left
 DIAGNOSED = CONTESTANTS[DIAGNOSE]
-IN_TURN = {who: attach for who, attach in CONTESTANTS.items() if who != DIAGNOSE}
+IN_TURN = {who: attach for who, attach in CONTESTANTS.items() if who not in (BOTH, DIAGNOSE)}
 COMPILED = PLAIN, "ActivationStats()", "GradientHealth()", DIAGNOSE
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cuGraphLaunch")
 WAITS = ("cudaStreamSync", "cudaDeviceSync", "cudaEventSync", "cuStreamSync", "cuCtxSync", "cuEventSync")
@@ -73,19 +73,6 @@ class Report:
         text = "\n".join([head, *(line for name, rows in self.tables.items() for line in lines(name, rows))])
         (self.folder / "gpu.txt").write_text(text + "\n")
         return text
-
-
-def lines(name: str, rows: Mapping[str, Row]) -> Iterator[str]:
-    """A table as text, with a column for each figure that a row has."""
-    columns = {key: None for row in rows.values() for key, x in row.items() if not isinstance(x, list | str)}
-    yield f"{name:42}" + "".join(f"{key:>9}" for key in columns)
-    for who, row in rows.items():
-        cells = "".join(f"{shown(row[key]) if key in row else '':>9}" for key in columns)
-        yield f"  {who:40}{cells}  {'; '.join(x for x in row.values() if isinstance(x, str))[:120]}"
-
-
-def shown(x: float) -> str:
-    return str(x) if isinstance(x, int) else f"{x:,.3f}" if abs(x) < 100 else f"{x:,.0f}"
 
 
 # ---- costs

@@ -13,12 +13,16 @@ from workloads import Workload, loss_func
 from hookcb import ActivationStats, Callback, Diagnose, GradientHealth, watch
 
 STEPS = 10  # of a block
-PLAIN, DIAGNOSE = "plain", "Diagnose()"
+PLAIN, NOTHING, BOTH, DIAGNOSE = "plain", "torch's hooks that do nothing", "both", "Diagnose()"
 Row = dict[str, Any]  # figures by their names
 
 
 class Loop:
-    """A plain training loop on one batch; `net` is the model, or what torch.compile makes of it."""
+    """A plain training loop on one batch, in bfloat16 on a GPU.
+
+    Attributes:
+        net: the model, or what torch.compile makes of it.
+    """
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -28,7 +32,7 @@ class Loop:
         self.opt = torch.optim.AdamW(self.net.parameters(), lr=1e-5, fused=True)
 
     def step(self) -> None:
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type != "cpu"):
             loss = loss_func(self.net(self.x), self.y)
         loss.backward()
         self.opt.step()
@@ -75,18 +79,35 @@ def watched(make: Callable[[], Callback | list[Callback]]) -> Attach:
 CONTESTANTS: Mapping[str, Attach] = {
     PLAIN: contextlib.nullcontext,
     "plain again (noise)": contextlib.nullcontext,
-    "torch's hooks that do nothing": hooks_that_do_nothing,
+    NOTHING: hooks_that_do_nothing,
     "ActivationStats()": watched(lambda: ActivationStats()),
     "ActivationStats(with_hist=True)": watched(lambda: ActivationStats(with_hist=True)),
     "GradientHealth()": watched(lambda: GradientHealth()),
+    BOTH: watched(lambda: [ActivationStats(), GradientHealth()]),
     "both, every=10": watched(lambda: [ActivationStats(every=10), GradientHealth(every=10)]),
     DIAGNOSE: watched(lambda: Diagnose("ignore", show=False)),
 }
 
 
 def figures(blocks: Sequence[Row], plain: Sequence[Row], clock: str = "ms") -> Row:
-    """Medians over blocks; ratios are to the plain loop of the same turn."""
+    """Medians over blocks; ratios are to the plain loop of the same turn, if that was timed."""
     ratios = [a[clock] / b[clock] for a, b in zip(blocks, plain, strict=False)]
-    found = {clock: 0.0, "ratio": median(ratios), "least": min(ratios), "most": max(ratios)}
+    found = {clock: 0.0}
+    if ratios:
+        found |= {"ratio": median(ratios), "least": min(ratios), "most": max(ratios)}
     found |= {key: median(x[key] for x in blocks if key in x) for key in blocks[0]}
     return found | {"turns": len(blocks), "blocks": list(blocks)}
+
+
+def lines(name: str, rows: Mapping[str, Row]) -> Iterator[str]:
+    """A table as text, with a column for each figure that a row has."""
+    keys = [key for row in rows.values() for key, x in row.items() if not isinstance(x, list | str)]
+    columns = {key: max(9, len(key) + 2) for key in keys}
+    yield f"{name:42}" + "".join(f"{key:>{w}}" for key, w in columns.items())
+    for who, row in rows.items():
+        cells = "".join(f"{shown(row[key]) if key in row else '':>{w}}" for key, w in columns.items())
+        yield f"  {who:40}{cells}  {'; '.join(x for x in row.values() if isinstance(x, str))[:120]}"
+
+
+def shown(x: float) -> str:
+    return str(x) if isinstance(x, int) else f"{x:,.3f}" if abs(x) < 100 else f"{x:,.0f}"

@@ -66,6 +66,14 @@ def test_one_that_does_not_compile_in_time_is_killed_with_its_children(gpu):
     assert rows == {"plain": {"error": "killed: not done in time"}}
 
 
+@pytest.mark.slow
+def test_the_error_of_a_process_is_its_row(gpu):
+    rows = {"plain": {}, "no such contestant": {}}
+    sys.modules["compiled"].compare(rows, "tiny small", "cpu", "eager", lambda: 100.0, turns=1)
+    assert rows["plain"]["turns"] == 1
+    assert "KeyError: 'no such contestant'" in rows["no such contestant"]["error"]
+
+
 def test_an_error_of_one_contestant_is_a_row(gpu, monkeypatch, tmp_path):
     def broken(loop):
         raise RuntimeError("out of memory")
@@ -87,6 +95,7 @@ def test_a_ratio_compares_times_of_the_same_turn(gpu):
     plain, other = ([{"ms": x} for x in ms] for ms in ((1.0, 2.0, 1.0), (3.0, 2.0, 1.5)))
     found = gpu.figures(other, plain)
     assert (found["ratio"], found["least"], found["most"], found["ms"]) == (1.5, 1.0, 3.0, 2.0)
+    assert "ratio" not in gpu.figures(other, [])
 
 
 def test_kernels_that_a_watch_adds_are_told_from_those_of_the_step(gpu, tmp_path):
