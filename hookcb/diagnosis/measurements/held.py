@@ -396,7 +396,9 @@ def _update(p: Tensor, opt: Optimizer, settings: dict[str, Any], is_scaled: bool
     if isinstance(opt, Adam | AdamW | NAdam) and mean is not None and square is not None:
         (beta1, beta2), n = settings.get("betas", (0.9, 0.999)), state.get("step", math.inf)
         unbiased = (1 - beta2**n) ** 0.5 / (1 - beta1**n)
-        update = unbiased * _placed(mean, p).abs() / (_placed(square, p).abs().sqrt() + settings.get("eps", 1e-8))
+        update = (
+            unbiased * _placed(mean, p).abs() / (_placed(square, p).abs().sqrt() + settings.get("eps", 1e-8))
+        )
     elif is_scaled:  # its gradients are still multiplied by the scale
         return torch.zeros_like(like)
     elif isinstance(opt, SGD):
