@@ -33,27 +33,28 @@ class Tally:
 
     def add(self, y: Tensor) -> None:
         """Counts the labels of a batch."""
-        if (n := y.numel()) > MAX_ELEMENTS:
-            y, self.is_whole = y.reshape(-1)[:: -(-n // MAX_ELEMENTS)], False
+        y = y if y.ndim == 1 else y.reshape(-1)
+        if (n := len(y)) > MAX_ELEMENTS:
+            y, self.is_whole = y[:: -(-n // MAX_ELEMENTS)], False
         self.n_batches += 1
         self._waiting.append(y.clone())  # the program may change its own
         if len(self._waiting) == N_WAITING:
             self._count()
 
     def _count(self) -> None:
-        y = torch.cat([x.reshape(-1) for x in self._waiting]).long()
+        y = torch.cat(self._waiting).long()
         self._waiting = []
-        if self._counts is None:
-            self._counts = y.new_zeros(self.n_classes + 1)
-        is_class = (y >= 0) & (y < self.n_classes) & (y != self.ignored)
-        self._counts.scatter_add_(0, y.where(is_class, self.n_classes), torch.ones_like(y))
+        if self._counts is None:  # with one place more for what is below, and above
+            self._counts = y.new_zeros(self.n_classes + 2)
+        places = y.clamp(-1, self.n_classes).add_(1)
+        self._counts.scatter_add_(0, places, torch.ones_like(places))
 
     def read(self) -> list[int]:
         """Number of labels of each class; waits for their device."""
         if self._waiting:
             self._count()
-        counts: list[int] = [] if self._counts is None else self._counts[:-1].tolist()
-        return counts
+        counts: list[int] = [] if self._counts is None else self._counts[1:-1].tolist()
+        return [0 if i == self.ignored else n for i, n in enumerate(counts)]
 
 
 def path_to(node: Any, of: Any) -> tuple[int, ...] | None:

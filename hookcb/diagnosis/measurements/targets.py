@@ -20,6 +20,7 @@ from hookcb.diagnosis.run import Run
 MAX_ELEMENTS = 16_384  # of a batch that are kept, spread over it
 MAX_BATCHES = 64
 MAX_CLASSES = 1 << 17  # whose labels are counted
+INDICES = {torch.int64, torch.int32, torch.uint8}  # dtypes of these
 MAX_ERROR = 1e-3  # of the loss that the recovered targets give; rounding to float32 stays below 1e-4
 MAX_DRIFT = 0.1  # of the variance; two halves of 160 shuffled values each differ by 0.0125
 # labels that tell of a single class; of a data set with 1 % of ones, 6 in 1,000 such samples have none
@@ -217,7 +218,7 @@ def entropy_of(counts: Sequence[int], smoothing: float = 0.0) -> float:
 
 def _are_labels(y: Any) -> TypeGuard[Tensor]:
     """Whether these may be class indices."""
-    return isinstance(y, Tensor) and not (y.is_floating_point() or y.is_complex()) and y.numel() > 0
+    return isinstance(y, Tensor) and y.dtype in INDICES and y.numel() > 0
 
 
 def compares_output(node: Any, pred: Any) -> bool:
