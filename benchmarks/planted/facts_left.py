@@ -45,7 +45,7 @@ def train(model: nn.Module, opt: Optimizer, batches: list[tuple[Tensor, ...]], c
     losses = []
     with watch(model, opt, cbs) as w:
         for batch in batches:
-            loss = model(*batch)[-1]
+            loss = w.report_loss(model(*batch)[-1])
             opt.zero_grad()
             loss.backward()
             opt.step()
