@@ -45,7 +45,7 @@ def train(model: nn.Module, opt: Optimizer, batches: list[tuple[Tensor, ...]], c
     losses = []
     with watch(model, opt, cbs) as w:
         for batch in batches:
-            loss = model(*batch)[-1]
+            loss = w.report_loss(model(*batch)[-1])
             opt.zero_grad()
             loss.backward()
             opt.step()
@@ -77,6 +77,51 @@ def by_loss(seed: int, cbs: Callbacks) -> Run:
 def causal_autoencoder(seed: int, cbs: Callbacks) -> Run:
     model, inputs = Decoder(), [x[:, :16] for x, _ in character_batches(seed, n_step=60)]
     batches = [(x, F.pad(x[:, :-1], (1, 0)), x) for x in inputs]
+    return train(model, Adam(model.parameters(), lr=3e-3), batches, cbs)
+
+
+class RecurrentDecoder(nn.Module):
+    """A recurrent decoder of tokens; `how` says what it gets of the targets.
+
+    Args:
+        how: "beside" for their embedding beside that of the inputs, "state" for the last state of an encoder
+            that reads them, "" for nothing.
+        kind: the decoder's layer.
+    """
+
+    def __init__(self, how: str, kind: type[nn.RNNBase], width: int = 48) -> None:
+        super().__init__()
+        self.how, self.tokens = how, nn.Embedding(N_CHARACTER, width)
+        self.encoder = nn.GRU(width, width, batch_first=True) if how == "state" else None
+        self.layer = kind(width * (1 + (how == "beside")), width, batch_first=True)
+        self.head = nn.Linear(width, N_CHARACTER)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.tokens(x)
+        if self.how == "beside":
+            h = torch.cat([h, self.tokens(y)], -1)
+        elif self.encoder is not None:
+            h = h + self.encoder(self.tokens(y))[1][-1][:, None]
+        scores = self.head(self.layer(h)[0])
+        return scores, F.cross_entropy(scores.flatten(0, 1), y.flatten())
+
+
+@fault(FACTS_LEFT_FAULTS, "LM: an LSTM gets its targets beside the input", codes=["label.copies_input"])
+def lstm_sees(seed: int, cbs: Callbacks) -> Run:
+    model = RecurrentDecoder("beside", nn.LSTM)
+    return train(model, Adam(model.parameters(), lr=3e-3), character_batches(seed, n_step=20), cbs)
+
+
+@fault(FACTS_LEFT_FAULTS, "LM: a GRU with targets that are not shifted", codes=["label.copies_input"])
+def gru_copies(seed: int, cbs: Callbacks) -> Run:
+    model, batches = RecurrentDecoder("", nn.GRU), [(x, x) for x, _ in character_batches(seed, n_step=20)]
+    return train(model, Adam(model.parameters(), lr=3e-3), batches, cbs)
+
+
+@control(FACTS_LEFT_CONTROLS, "LM: a recurrent autoencoder", target=3.5)
+def recurrent_autoencoder(seed: int, cbs: Callbacks) -> Run:
+    model, inputs = RecurrentDecoder("state", nn.LSTM), [x[:, :16] for x, _ in character_batches(seed, 60)]
+    batches = [(F.pad(x[:, :-1], (1, 0)), x) for x in inputs]
     return train(model, Adam(model.parameters(), lr=3e-3), batches, cbs)
 
 

@@ -153,7 +153,7 @@ def _of_weights(found: Foreign) -> FileFacts:
 
 
 def _told_of_index(index: dict[str, str], names: dict[str, set[str]]) -> Iterator[Told]:
-    """What an index of several files and their contents contradict each other in."""
+    """Contradictions between an index of several files and their contents."""
     files = sorted(set(index.values()))
     if gone := [x for x in files if x not in names]:
         n, are = sum(file in gone for file in index.values()), "are" if len(gone) > 1 else "is"

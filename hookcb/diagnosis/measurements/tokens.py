@@ -4,9 +4,10 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from hookcb.core import graph
 from hookcb.core.batch import parts
 from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.measurements.loss_terms import main_term, read_terms
@@ -19,6 +20,11 @@ MIN_LENGTH = 4  # tokens of a sequence
 MIN_TARGETS = 64  # in all batches
 MIN_WEIGHT = 1e-6  # of attention; a mask of -1e4 leaves 0
 MIN_ROWS = 8  # of a table of positions
+
+# operations that compute each position by itself; some others do along certain dimensions
+BY_POSITION = frozenset([*graph.SAME_ORDER, *graph.OF_LAYERS[:2], *graph.SCALING, *graph.SHIFTING])
+BY_POSITION |= {"T", "Mm", "Relu", "Gelu", "Tanh", "Sigmoid", "Silu", "NativeDropout", "NativeLayerNorm"}
+Place = tuple[int, tuple[int, ...], tuple[int, ...]]  # of indices: their address, shape and strides
 
 UNKNOWN = -1  # index of a target that does not count
 
@@ -33,6 +39,7 @@ class Counts(NamedTuple):
     numbers: Tensor
     seeing: dict[str, Tensor]  # share of the positions with a target that attend to later ones, by layer
     has_others: bool = False  # whether the model embeds sequences of another length too, as of an encoder
+    is_read: bool = False  # see `Relation`
 
 
 class Relation(NamedTuple):
@@ -46,6 +53,9 @@ class Relation(NamedTuple):
     seeing: dict[str, float]  # as in `Counts`, the smallest share over the batches
     has_others: bool = False  # as in `Counts`
     call: int = 0  # number of the embedding's call in its batch
+    # whether a recurrent layer reads it from left to right, and each score is computed from that layer's
+    # output at the same position
+    is_read: bool = False
 
 
 class Tokens(Measurement):
@@ -60,6 +70,10 @@ class Tokens(Measurement):
     def __init__(self) -> None:
         # of the calls in this batch: the layer, the index of the padding or -1, and the indices
         self._embedded: list[tuple[str, int, Tensor]] = []
+        self._places: list[Place] = []  # of the indices of these
+        # nodes of the outputs and inputs of recurrent layers that read from left to right, in this batch
+        self._read: list[tuple[Any, Any]] = []
+        self._recurrent: list[Hook] = []
         # the layer, the number of tokens that attend to each other, and which places attend to later ones
         self._views: list[tuple[str, int, Tensor, Tensor]] = []
         self._counts: dict[tuple[int, int], list[Counts]] = {}  # by order of the call in its batch, and `dim`
@@ -84,14 +98,29 @@ class Tokens(Measurement):
 
     def on_model(self, run: Run) -> None:
         run.measured(Operations).listeners.append(self)
+        layers = (m for m in run.loop.model.modules() if isinstance(m, nn.RNNBase) and not m.bidirectional)
+        self._recurrent = [Hook(m, self._take_recurrent, detach=False, gate=self._is_taken) for m in layers]
+
+    def _is_taken(self) -> bool:
+        return self.is_open and bool(self._embedded)
+
+    def _take_recurrent(self, m: nn.Module, args: Any, output: Any) -> None:
+        given, made = args[0], output[0]
+        if isinstance(given, Tensor) and isinstance(made, Tensor) and made.grad_fn is not None:
+            self._read.append((made.grad_fn, given.grad_fn))
 
     def on_batch(self, run: Run) -> None:
-        self._embedded, self._views = [], []
+        self._embedded, self._views, self._places, self._read = [], [], [], []
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
-    on_batch_end = close = on_batch
+    on_batch_end = on_batch
+
+    def close(self, run: Run) -> None:
+        self.on_batch(run)
+        for hook in self._recurrent:
+            hook.remove()
 
     def on_cancel(self, run: Run, level: str) -> None:
         if level == "batch":
@@ -106,6 +135,7 @@ class Tokens(Measurement):
             self._ends.setdefault(layer, []).append(torch.stack(indices.aminmax()))
         if indices.ndim == 2:
             self._embedded.append((layer, padding, indices.clone()))
+            self._places.append(_place(indices))
 
     def add_attention(self, layer: str, weights: Tensor, places: Tensor) -> None:
         """Records which of these positions attend to later ones, by their weights `(…, len(places), T)`."""
@@ -120,29 +150,33 @@ class Tokens(Measurement):
         outputs = (x for _, x in parts(run.loop.pred) if isinstance(x, Tensor) and x.is_floating_point())
         scores = next((x for x in outputs if x.grad_fn is not None and x.ndim in (2, 3)), None)
         if self._embedded and self._hook is None and scores is not None:
-            self._hook = Hook(scores, lambda _, grad: self._take(grad), pre=True)
+            node = scores.grad_fn
+            self._hook = Hook(scores, lambda _, grad: self._take(grad, node), pre=True)
 
     def on_loss(self, run: Run) -> None:
         """Likewise for a model that returns its loss and no scores; the graph of the loss shows them."""
         if self._embedded and self._hook is None:
             main = main_term(read_terms(run.loop.loss_node))
             if main is not None and main.given is not None:
-                self._hook = main.given.register_prehook(self._take_first)
+                node = main.given
+                self._hook = node.register_prehook(lambda grads: self._take_first(grads, node))
 
-    def _take_first(self, grads: tuple[Any, ...]) -> None:
+    def _take_first(self, grads: tuple[Any, ...], node: Any) -> None:
         if isinstance(grads[0], Tensor):
-            self._take(grads[0].detach())
+            self._take(grads[0].detach(), node)
 
-    def _take(self, grad: Tensor) -> None:
+    def _take(self, grad: Tensor, node: Any) -> None:
         if self.failure is None:
             try:
-                self._compare(grad)
+                self._compare(grad, node)
             except Exception as error:  # the user's backward must go on, whatever it is
                 self.failure = error
 
-    def _compare(self, grad: Tensor) -> None:
+    def _compare(self, grad: Tensor, node: Any) -> None:
         # the gradient of a cross-entropy is negative for the target alone, and zero if that does not count
         embedded, self._embedded = self._embedded, []
+        places, read = self._places, _read_places(node, self._read) if self._read else set()
+        self._places, self._read = [], []
         self.n_batches += 1
         for i, (layer, padding, x) in enumerate(embedded):
             for dim in (1, 0):
@@ -151,7 +185,7 @@ class Tokens(Measurement):
                     lengths = {
                         at.shape[dim] for _, _, at in embedded if at.shape[1 - dim] == x.shape[1 - dim]
                     }
-                    counts = counts._replace(has_others=len(lengths) > 1)
+                    counts = counts._replace(has_others=len(lengths) > 1, is_read=places[i] in read)
                     self._counts.setdefault((i, dim), []).append(counts)
                     self.has_compared = True
 
@@ -188,7 +222,7 @@ class Tokens(Measurement):
             run.lack(Skipped(unknown), "padding of the tokens")
 
     def freeze(self) -> None:
-        self._counts, self._ends = {}, {}
+        self._counts, self._ends, self._recurrent = {}, {}, []
 
 
 def _relation(counts: list[Counts]) -> Relation | None:
@@ -199,7 +233,46 @@ def _relation(counts: list[Counts]) -> Relation | None:
     layers = [name for name in first.seeing if all(name in x.seeing for x in others)]
     seeing = {name: min(float(x.seeing[name]) for x in counts) for name in layers}
     is_next, has_others = not n_not_next, any(x.has_others for x in counts)
-    return Relation(is_next, first.layer, first.padding, n, n_padding, seeing, has_others)
+    is_read = all(x.is_read for x in counts)
+    return Relation(is_next, first.layer, first.padding, n, n_padding, seeing, has_others, is_read=is_read)
+
+
+def _place(indices: Tensor) -> Place:
+    return indices.data_ptr(), tuple(indices.shape), indices.stride()
+
+
+def _read_places(node: Any, recurrent: list[tuple[Any, Any]]) -> set[Place]:
+    """Indices whose embedding a recurrent layer reads, from which scores are computed position by position.
+
+    Args:
+        node: of the scores.
+        recurrent: nodes of the outputs of recurrent layers, and of their inputs.
+    """
+    found, seen, waiting = set[Place](), set[Any](), [(node, False)]
+    while waiting and len(seen) < graph.MAX_NODES:
+        at, is_behind = waiting.pop()
+        if at is None or (at, is_behind) in seen:
+            continue
+        seen.add((at, is_behind))
+        kind = graph.name(at)
+        inner = [given for made, given in recurrent if made is at]
+        if inner:
+            waiting += [(given, True) for given in inner]
+        elif kind == "Embedding":
+            indices = graph.read_saved(at, "indices")
+            if is_behind and isinstance(indices, Tensor):
+                found.add(_place(indices))
+        elif kind in BY_POSITION or _keeps_positions(at, kind):
+            waiting += [(x, is_behind) for x in graph.inputs(at)]
+    return found
+
+
+def _keeps_positions(node: Any, kind: str) -> bool:
+    """Whether it joins features, or exchanges samples and positions, of tensors with three dimensions."""
+    if kind == "Cat":
+        return graph.read_saved(node, "dim") in (2, -1, 2**64 - 1)
+    dims = {graph.read_saved(node, "dim0"), graph.read_saved(node, "dim1")} if kind == "Transpose" else set()
+    return dims == {0, 1}
 
 
 def _targets_like(x: Tensor, grad: Tensor, dim: int) -> Tensor | None:

@@ -35,7 +35,10 @@ class CopiedInput(Fault):
     or whose sequences have another length: the decoder gets its targets, not the tokens before. An error,
     too, if one call has the tokens before the targets and another the targets themselves, all layers with
     attention hide later positions, and the loss has fallen below a twentieth, as it does if the answer is in
-    the input; not with recurrent or convolutional layers, by which an autoencoder may read its input.
+    the input; not with recurrent or convolutional layers, by which an autoencoder may read its input. A
+    recurrent layer that reads the targets from left to right, and from whose output at each position the
+    score there is computed without another layer that combines positions, is as a causal layer of attention,
+    whatever the loss.
     """
 
     headline = "The targets are the input tokens"
@@ -48,7 +51,7 @@ class CopiedInput(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         relations, graph = run.measured(Tokens).relations, run.measured(Loss).graph_of_one
-        copied = [x for x in relations if not x.is_next]
+        copied = sorted((x for x in relations if not x.is_next), key=lambda x: not x.is_read)
         following = len(relations) > len(copied)
         if not copied or graph.sure_kind != "cross-entropy" or (following and not self._leaks(run, copied)):
             return self.told(run, (), "" if relations else run.why_not("tokens that are targets"))
@@ -73,13 +76,15 @@ class CopiedInput(Fault):
         return self.told(run, [finding])
 
     def _leaks(self, run: Run, copied: Sequence[Relation]) -> bool:
+        if any(x.is_read for x in copied):
+            return True
         seeing = copied[0].seeing
         is_causal = bool(seeing) and not any(seeing.values())
         return is_causal and not self.has_encoder and loss_left(run, run.first_loss) < COPIED
 
     def _severity(self, copied: Sequence[Relation]) -> Severity:
         first, calls = copied[0], {x.call for x in copied}
-        if len(calls) > 1 or 0.0 not in first.seeing.values():
+        if len(calls) > 1 or not (first.is_read or 0.0 in first.seeing.values()):
             return "info"
         return "error" if first.has_others or any(first.seeing.values()) else "warning"
 

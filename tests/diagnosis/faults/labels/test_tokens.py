@@ -137,3 +137,67 @@ def test_an_autoencoder_with_a_decoder_is_fine_and_a_copy_gets_a_note():
     assert severity_of(COPIES, verdict_on(Translator(), [(x, begun(x), x) for x in inputs], 2)) == ""
     verdict = verdict_on(Translator(), [(x, x, x) for x in inputs])
     assert severity_of(COPIES, verdict) == "info"
+
+
+class Recurrent(nn.Module):
+    """A recurrent model of tokens; `how` says what its layer gets."""
+
+    def __init__(self, how="", kind=nn.LSTM, bidirectional=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, width = how, D * (1 + (how == "beside"))
+        self.tokens, self.encoder = nn.Embedding(V, D), nn.GRU(D, 16, batch_first=True)
+        self.layer = kind(width, 16, batch_first=True, bidirectional=bidirectional)
+        self.norm, self.head = nn.Dropout(0.1), nn.Linear(16 * (1 + bidirectional), V)
+
+    def forward(self, x, y):
+        h = self.tokens(x)
+        if self.how == "beside":
+            h = torch.cat([h, self.tokens(y)], -1)
+        elif self.how == "autoencoder":  # from the last state of an encoder
+            _, state = self.encoder(self.tokens(y))
+            h = h + state[-1][:, None]
+        scores = self.head(self.norm(self.layer(h)[0]))
+        return scores, F.cross_entropy(scores.flatten(0, 1), y.flatten())
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_targets_embedded_for_a_recurrent_decoder_beside_the_input_are_an_error(kind):
+    batches = [(w[:, :-1], w[:, 1:]) for w in sentences(20)]
+    verdict = verdict_on(Recurrent("beside", kind), batches)
+    assert severity_of(COPIES, verdict) == "error"
+    assert verdict.primary.code == COPIES
+    assert "call 2 of an embedding" in verdict.primary.next_steps[0]
+
+
+def test_a_recurrent_model_with_targets_that_are_not_shifted_is_a_warning():
+    copied, shifted = ([(w[:, :-1], w[:, i : T + i]) for w in sentences(20)] for i in (0, 1))
+    assert severity_of(COPIES, verdict_on(Recurrent(), copied)) == "warning"
+    assert severity_of(COPIES, verdict_on(Recurrent(), shifted)) == ""
+
+
+def test_a_recurrent_autoencoder_and_a_tagger_in_both_directions_are_right():
+    batches = [(F.pad(w[:, : T - 1], (1, 0)), w[:, :T]) for w in sentences(20)]
+    assert severity_of(COPIES, verdict_on(Recurrent("autoencoder"), batches)) == ""
+    copied = [(w[:, :T], w[:, :T]) for w in sentences(20)]
+    assert severity_of(COPIES, verdict_on(Recurrent(bidirectional=True), copied)) == "info"
+
+
+class LastState(nn.Module):
+    """An autoencoder whose decoder gets the last state of its encoder at each step, and no tokens."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.encoder = nn.Embedding(V, D), nn.LSTM(D, 16, batch_first=True)
+        self.decoder, self.head = nn.LSTM(16, 16, batch_first=True), nn.Linear(16, V)
+
+    def forward(self, x, y):
+        made, _ = self.encoder(self.tokens(x))
+        scores = self.head(self.decoder(made[:, -1:].expand(-1, x.shape[1], -1))[0])
+        return scores, F.cross_entropy(scores.flatten(0, 1), y.flatten())
+
+
+def test_an_autoencoder_from_the_last_state_is_a_note():
+    copied = [(w[:, :T], w[:, :T]) for w in sentences(20)]
+    assert severity_of(COPIES, verdict_on(LastState(), copied)) == "info"
