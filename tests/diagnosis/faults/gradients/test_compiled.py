@@ -1,5 +1,7 @@
 """Compiled gradients beside those of the same batch without torch.compile, with backends that lose some."""
 
+import shutil
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,8 @@ from tests.support import fit
 
 CODE = "grad.compiled"
 OUR = "gradients that torch.compile changes"
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+OF_INDUCTOR = "ignore:.*is deprecated:DeprecationWarning"  # torch's own, at its import
 
 
 def net(drop=0.0):
@@ -124,3 +128,56 @@ def test_the_inputs_of_the_batch_are_not_kept():
     part._xb, part._start = (torch.ones(2),), None
     part.freeze()
     assert part._xb is None
+
+
+def through_inductor(graph, examples):
+    """Inductor, given a graph from which the output of the first layer is cut off."""
+    from torch._inductor.compile_fx import compile_fx
+
+    linear = next(node for node in graph.graph.nodes if "linear" in str(node.target))
+    with graph.graph.inserting_after(linear):
+        cut = graph.graph.call_method("detach", (linear,))
+    linear.replace_all_uses_with(cut, delete_user_cb=lambda user: user is not cut)
+    graph.recompile()
+    return compile_fx(graph, examples)
+
+
+def convolutions():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 2, 2)),
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.LayerNorm(32),
+        nn.Dropout(0.1),
+        nn.Linear(32, 3),
+    )
+
+
+@pytest.mark.slow
+@NEEDS_COMPILER
+@pytest.mark.filterwarnings(OF_INDUCTOR)
+@pytest.mark.parametrize("make", [net, convolutions])
+def test_inductor_is_right_and_the_training_stays_the_same(make):
+    ends = []
+    for is_wanted in (True, False):
+        model = make()
+        torch.manual_seed(3)
+        verdict = watched(torch.compile(model), asked(is_wanted))
+        assert CODE not in {x.code for x in verdict.findings}
+        ends.append([*model.state_dict().values(), torch.get_rng_state()])
+        if is_wanted and make is net:  # the other one draws random numbers
+            assert OUR in verdict.ruled_out
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.slow
+@NEEDS_COMPILER
+@pytest.mark.filterwarnings(OF_INDUCTOR)
+def test_a_gradient_that_inductor_is_not_given_is_named():
+    verdict = watched(torch.compile(net(), backend=through_inductor), asked())
+    found = next(x for x in verdict.findings if x.code == CODE)
+    assert (found.severity, found.param) == ("error", "0.weight")
+    assert "is zero" in found.message
