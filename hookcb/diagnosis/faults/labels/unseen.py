@@ -15,7 +15,7 @@ MIN_LABELS, MIN_EXPECTED = 8, 30.0  # of a class in a validation; in the trainin
 Counts = tuple[Sequence[int], Sequence[int], int]  # of the training and of validations, and how many of these
 
 
-@fault("label.unseen", Site.INPUT, needs="batch graph", leads_to="valid.* loss.overfit", exact=True)
+@fault("label.unseen", Site.INPUT, needs="batch graph", leads_to="valid.*", exact=True)
 class UnseenClasses(Fault):
     """Classes that validations have and no training label ever had, so they cannot be learned.
 

@@ -28,9 +28,11 @@ class Overfit(Fault):
 
     Formula: (smaller one of the last two validation losses - best one) / (loss at the beginning - best one),
     of four validations or more, two of them after the best one. The loss at the beginning is that of the best
-    constant prediction if it is known, else of guessing, else the first ones. Limit: 0.1, while the training
-    loss has fallen by 5 % since then. A warning; a note if the best weights are kept (`EarlyStopping`, `EMA`,
-    or weights that were read by `state_dict` or `torch.save` after the best validation), if the share of
+    constant prediction if it is known, else of guessing, else the first ones; if no validation is above the
+    best one, the rise is divided by that. If only an accuracy is known, its fall is judged likewise. Limit:
+    0.1, while the training loss has fallen by 5 % since then. A warning; a note if the best weights are kept
+    (`EarlyStopping`, `EMA`, Lightning's and transformers' own, or weights that were read by `state_dict` or
+    `torch.save` after the best validation), if the share of
     correct classes is above that of guessing and as high as at the best one, as a model that is too sure of
     itself has a high loss where it is wrong, or if the rise is less than three times the noise:
     the median of |second differences| of the validation losses / 0.6745 √6, their standard deviation if they

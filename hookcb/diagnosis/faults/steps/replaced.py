@@ -51,7 +51,7 @@ class Replaced(Fault):
     element has changed in 20 batches or more, up to the end.
     """
 
-    headline = "The optimizer holds parameters that the model no longer has"
+    headline = "The optimizer holds parameters that were replaced"
     cadence = EVERY
     uses = (Steps,)
     hears = (Loads,)
@@ -150,7 +150,7 @@ class Converted(Fault):
     a state of the optimizer has another dtype or device than its parameter.
     """
 
-    headline = "The dtype or device of parameters changes under the optimizer"
+    headline = "Parameters change their dtype under the optimizer"
     cadence = 64
     uses = (Steps,)
     severity = "warning"
