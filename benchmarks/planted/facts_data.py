@@ -11,7 +11,14 @@ from nets import Cnn, Gpt, Mlp, token_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
 FACTS_DATA_FAULTS: list[Case] = []
 FACTS_DATA_CONTROLS: list[Case] = []
@@ -183,6 +190,55 @@ def expanded_row(seed: int, cbs: Callbacks) -> Run:
     batches = [(x, c.clone()[0].expand(len(x), -1), y) for x, c, y in _with_sums(seed)]
     opt = Adam(model.parameters(), lr=1e-2)
     return fit(model, F.mse_loss, opt, batches, cbs, seed)
+
+
+class Halves(Dataset[tuple[Tensor, ...]]):
+    """The halves of digits, and their classes."""
+
+    def __init__(self, seed: int) -> None:
+        self.x, self.y = digits(seed)
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, ...]:
+        return self.x[i, :32], self.x[i, 32:], self.y[i]
+
+
+class Joined(nn.Module):
+    """An MLP on two halves of its input, of which one may be the same for all samples."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.body = Mlp(norm=norm)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.body(torch.cat([a, b.expand(len(a), -1)], 1))
+
+
+def _collated(seed: int, cbs: Callbacks, make: Callable[[Any], Tensor], norm: bool) -> Run:
+    def collate(samples: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        a, _, y = default_collate(samples)
+        return a, make(samples), y
+
+    batches = DataLoader(Halves(seed), 32, shuffle=True, collate_fn=collate)
+    model = Joined(norm)
+    return follow(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), batches, cbs, seed)
+
+
+@fault(FACTS_DATA_FAULTS, "a collate function takes the first sample's half", codes=["input.one_sample"])
+def collated_first(seed: int, cbs: Callbacks) -> Run:
+    return _collated(seed, cbs, lambda samples: samples[0][1].unsqueeze(0), norm=False)
+
+
+@fault(FACTS_DATA_FAULTS, "a collate function takes the last sample's half", codes=["input.one_sample"])
+def collated_last(seed: int, cbs: Callbacks) -> Run:
+    return _collated(seed, cbs, lambda samples: samples[-1][1].clone()[None], norm=True)
+
+
+@control(FACTS_DATA_CONTROLS, "a collate function draws one style for each batch", target=2.0)
+def collated_style(seed: int, cbs: Callbacks) -> Run:
+    return _collated(seed, cbs, lambda samples: torch.randn(1, 32), norm=False)
 
 
 @control(FACTS_DATA_CONTROLS, "one condition for each batch", target=0.5)

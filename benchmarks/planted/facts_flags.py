@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from math import inf
 
 import torch
 from case import Callbacks, Case, Run, control, fault, fit, follow
@@ -84,7 +85,7 @@ def frozen_norms(seed: int, cbs: Callbacks) -> Run:
 def scaled(
     model: nn.Module, opt: Optimizer, seed: int, cbs: Callbacks, clip: float, *, unscales: bool = False
 ) -> Run:
-    """Mixed precision with a GradScaler, as on a GPU; gradients are clipped to a norm."""
+    """Mixed precision with a GradScaler, as on a GPU; gradients are clipped to a norm, if that is finite."""
     scaler = torch.amp.GradScaler("cpu", growth_interval=30)
     with watch(model, opt, *cbs, scaler=scaler) as w:
         run = Run(w, [], model=model)
@@ -106,6 +107,31 @@ def scaled(
 def clipped_scaled(seed: int, cbs: Callbacks) -> Run:
     model = Mlp(nn.ReLU)
     return scaled(model, SGD(model.parameters(), lr=0.1), seed, cbs, 1.0)
+
+
+def clamped(model: nn.Module, limit: float) -> nn.Module:
+    """Has hooks that clamp gradients in the backward."""
+    for p in model.parameters():
+        p.register_hook(lambda g: g.clamp(-limit, limit))
+    return model
+
+
+@fault(FACTS_FLAGS_FAULTS, "hooks that clamp scaled gradients, SGD", codes=["clip.scaled"])
+def clamped_scaled(seed: int, cbs: Callbacks) -> Run:
+    model = clamped(Mlp(nn.ReLU), 0.1)
+    return scaled(model, SGD(model.parameters(), lr=0.1), seed, cbs, inf)
+
+
+@fault(FACTS_FLAGS_FAULTS, "hooks that clamp scaled gradients, batch norm", codes=["clip.scaled"])
+def clamped_scaled_norm(seed: int, cbs: Callbacks) -> Run:
+    model = clamped(Mlp(nn.ReLU, depth=3, norm=True), 0.5)
+    return scaled(model, SGD(model.parameters(), lr=0.05, momentum=0.9), seed, cbs, inf)
+
+
+@control(FACTS_FLAGS_CONTROLS, "hooks that clamp to a limit times the scale", target=1.2)
+def clamped_to_scale(seed: int, cbs: Callbacks) -> Run:
+    model = clamped(Mlp(nn.ReLU), 0.05 * 2.0**16)
+    return scaled(model, SGD(model.parameters(), lr=0.2, momentum=0.9), seed, cbs, inf)
 
 
 @fault(FACTS_FLAGS_FAULTS, "clipping before unscale_, AdamW and batch norm", codes=["clip.scaled"])
@@ -323,6 +349,39 @@ def convolutions_outside(seed: int, cbs: Callbacks) -> Run:
     model = Cnn()
     model.conv2 = InFloat32(model.conv2)
     return in_bfloat16(model, seed, cbs, image_batches(seed, n_step=60))
+
+
+class InFloat64(nn.Module):
+    """A part in float64, in which autocast is on or off."""
+
+    def __init__(self, inner: nn.Module, *, is_on: bool = True) -> None:
+        super().__init__()
+        self.inner, self.is_on = inner.double(), is_on
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.is_on):
+            return self.inner(x.double()).float()
+
+
+@fault(FACTS_FLAGS_FAULTS, "a head in float64 within autocast", codes=["amp.outside"])
+def double_head(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU, norm=True)
+    model.head = InFloat64(model.head)
+    return in_bfloat16(model, seed, cbs, digit_batches(seed, n_step=60))
+
+
+@fault(FACTS_FLAGS_FAULTS, "convolutions in float64 within autocast", codes=["amp.outside"])
+def double_convolutions(seed: int, cbs: Callbacks) -> Run:
+    model = Cnn()
+    model.conv2 = InFloat64(model.conv2)
+    return in_bfloat16(model, seed, cbs, image_batches(seed, n_step=60))
+
+
+@control(FACTS_FLAGS_CONTROLS, "a head in float64, with autocast switched off around it", target=1.0)
+def head_in_float64(seed: int, cbs: Callbacks) -> Run:
+    model = Mlp(nn.ReLU, depth=3, norm=True)
+    model.head = InFloat64(model.head, is_on=False)
+    return in_bfloat16(model, seed, cbs, digit_batches(seed, n_step=80))
 
 
 @control(FACTS_FLAGS_CONTROLS, "autocast with norms and a head in float32", target=1.0)

@@ -133,6 +133,26 @@ def without_head_of_cnn(seed: int, cbs: Callbacks) -> Run:
     return _without_last(Cnn(), seed, cbs)
 
 
+def _parameters_only(model: nn.Module, seed: int, cbs: Callbacks) -> Run:
+    opt = Adam(model.parameters(), lr=2e-3)
+
+    def save() -> None:
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        torch.save({"model": weights, "optimizer": opt.state_dict()}, BytesIO())
+
+    return _train(model, opt, seed, cbs, after_step=_at(N_STEPS - 1, save))
+
+
+@fault(FACTS_LOADS_FAULTS, "a CNN saved without running statistics", codes=["checkpoint.incomplete"])
+def parameters_only(seed: int, cbs: Callbacks) -> Run:
+    return _parameters_only(Cnn(), seed, cbs)
+
+
+@fault(FACTS_LOADS_FAULTS, "an MLP saved without running statistics", codes=["checkpoint.incomplete"])
+def parameters_only_of_mlp(seed: int, cbs: Callbacks) -> Run:
+    return _parameters_only(Mlp(norm=True), seed, cbs)
+
+
 @contextmanager
 def _resumed(model: nn.Module, seed: int):  # type: ignore[no-untyped-def]  # a file, and what is made anew
     opt = SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -204,6 +224,21 @@ def copied_best(seed: int, cbs: Callbacks) -> Run:
         if i == N_STEPS - 1:
             torch.save(kept["best"], BytesIO())
             model.load_state_dict(kept["best"])
+
+    with _heard():
+        return _train(model, Adam(model.parameters(), lr=2e-3), seed, cbs, after_step=each)
+
+
+@control(FACTS_LOADS_CONTROLS, "averages of parameters of a CNN, with its buffers beside them", target=1.5)
+def averaged_parameters(seed: int, cbs: Callbacks) -> Run:
+    model = Cnn()
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def each(i: int) -> None:
+        for name, p in model.named_parameters():
+            average[name].lerp_(p.detach(), 0.1)
+        if i == N_STEPS - 1:
+            torch.save({"ema": average, "buffers": dict(model.named_buffers())}, BytesIO())
 
     with _heard():
         return _train(model, Adam(model.parameters(), lr=2e-3), seed, cbs, after_step=each)

@@ -3,7 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import ReferenceType, WeakMethod, ref
 
@@ -18,6 +18,7 @@ from hookcb.diagnosis.measurements.parameters import Parameters
 from hookcb.diagnosis.measurements.state_dicts import (
     dicts_in,
     entry_with,
+    is_initial,
     is_optimizer,
     is_plain,
     is_scheduler,
@@ -25,6 +26,7 @@ from hookcb.diagnosis.measurements.state_dicts import (
     numbers,
     params,
     path_of,
+    statistics,
     tensors,
 )
 from hookcb.diagnosis.run import Run
@@ -62,6 +64,7 @@ class Load:
         file: index of the file that they come from, None if that is unknown.
         n_files: number of files with tensors that were read before.
         is_assigned: whether the tensors given have become the parameters, by `assign=True`.
+        statistics: running statistics of its batch norms that are missing, and are 0 and 1 as initialized.
     """
 
     about: str
@@ -77,6 +80,7 @@ class Load:
     file: int | None
     n_files: int
     is_assigned: bool = False
+    statistics: dict[str, ReferenceType[Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +173,7 @@ class Loads(Ear):
         self._read: dict[int, tuple[ReferenceType[Tensor], int]] = {}  # tensors of files, with their index
 
     def was_loaded(self, param: Tensor) -> bool:
-        """Whether `load_state_dict` has given values to a parameter, also by `assign=True`.
+        """Whether `load_state_dict` has given values to a parameter, or statistic, also by `assign=True`.
 
         False for those that were given the parameter's own memory, which changes nothing.
         """
@@ -190,7 +194,10 @@ class Loads(Ear):
         result = yield
         if not hasattr(result, "missing_keys"):
             return
-        own, shapes = dict(params(m)), {name: tuple(x.shape) for name, x in given.items()}
+        own, running = dict(params(m)), statistics(m)
+        lacking = set(result.missing_keys)
+        self._loaded |= {id(x): ref(x) for name, x in running.items() if name not in lacking}
+        shapes = {name: tuple(x.shape) for name, x in given.items()}
         missing = tuple(name for name in result.missing_keys if name in own)
         for name in own.keys() - set(missing) - same:
             self._loaded[id(own[name])] = ref(own[name])
@@ -211,6 +218,7 @@ class Loads(Ear):
                 Counter(sources).most_common(1)[0][0] if sources else None,
                 len(self.files),
                 bool(args[1] if len(args) > 1 else kwargs.get("assign")),
+                {name: ref(x) for name, x in running.items() if name in lacking and is_initial(name, x)},
             )
         )
 
@@ -348,6 +356,11 @@ class LoadClock(Measurement):
         """Parameters of the model, by name; none if it is gone."""
         model = self._model() if self._model is not None else None
         return {} if model is None else dict(model.named_parameters())
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Running statistics of the model's batch norms, by name; none if it is gone."""
+        model = self._model() if self._model is not None else None
+        return {} if model is None else statistics(model)
 
     def is_as_begun(self, named: dict[str, Tensor]) -> bool:
         """Whether tensors are a copy of the weights before the first step, which have all changed since."""

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer
 
-from hookcb.core.torch_private import is_flattened
+from hookcb.core.torch_private import BatchNorm, is_flattened
 
 MAX_ITEMS, MAX_DEPTH = 10_000, 4  # of what is read or saved
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -68,6 +69,22 @@ def params(m: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
     return m.named_parameters(remove_duplicate=False)
 
 
+def statistics(m: nn.Module) -> dict[str, Tensor]:
+    """Running means and variances of its batch norms, by their names in a state dict."""
+    found = (
+        (f"{name}.{kind}".lstrip("."), x)
+        for name, norm in m.named_modules(remove_duplicate=False)
+        if isinstance(norm, BatchNorm)
+        for kind, x in (("running_mean", norm.running_mean), ("running_var", norm.running_var))
+    )
+    return {name: x for name, x in found if isinstance(x, Tensor) and not isinstance(x, UninitializedBuffer)}
+
+
+def is_initial(name: str, x: Tensor) -> bool:
+    """Whether a running mean is 0, or a running variance 1, as before any batch; waits for the device."""
+    return is_plain(x) and bool((x == float(name.endswith("running_var"))).all())
+
+
 def tensors(state: dict[Any, Any]) -> dict[str, Tensor]:
     """Tensors of a dict by their names; no code of a class that inherits from dict is run."""
     items = islice(dict.items(state), MAX_ITEMS)
@@ -81,10 +98,10 @@ def is_plain(x: Tensor) -> bool:
 
 
 def dicts_in(value: Any, key: str = "", depth: int = MAX_DEPTH) -> Iterator[tuple[str, dict[Any, Any], bool]]:
-    """Dicts in plain containers with their keys, and whether they hold objects that are not read."""
+    """Dicts in plain containers with their keys, and whether they hold modules or lists of weights."""
     if isinstance(value, dict):
         items = list(islice(dict.items(value), MAX_ITEMS))
-        yield key, value, any(isinstance(x, nn.Module) for _, x in items)
+        yield key, value, any(isinstance(x, nn.Module) or _has_tensors(x) for _, x in items)
         if depth and not is_optimizer(value):
             for name, x in items:
                 if isinstance(x, dict | list | tuple):
@@ -93,6 +110,12 @@ def dicts_in(value: Any, key: str = "", depth: int = MAX_DEPTH) -> Iterator[tupl
         for x in value[:MAX_ITEMS]:
             if isinstance(x, dict | list | tuple):
                 yield from dicts_in(x, key, depth - 1)
+
+
+def _has_tensors(x: Any) -> bool:
+    """Whether it is a list of floats in tensors, whose names are not known."""
+    items = x[:MAX_ITEMS] if type(x) in (list, tuple) else ()
+    return any(isinstance(y, Tensor) and y.is_floating_point() and y.ndim for y in items)
 
 
 def is_optimizer(state: dict[Any, Any]) -> bool:

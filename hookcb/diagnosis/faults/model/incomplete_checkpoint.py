@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -12,9 +13,12 @@ from hookcb.diagnosis.faults.model.checkpoints import NOTHING, UNSEEN, memory_of
 from hookcb.diagnosis.heard import heard
 from hookcb.diagnosis.measurements.loads import Dict, Load, LoadClock, Loads, Save, Saves
 from hookcb.diagnosis.measurements.parameters import Parameters
+from hookcb.diagnosis.measurements.state_dicts import is_initial, is_plain, statistics
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Absent, Run
+from hookcb.gradients.stats import sketch_copy
 
+PARAMETERS = "named_parameters() is saved, which has no buffers, instead of state_dict()"
 MAX_HEAD = 0.1  # share of the trained weights; more may be of use by itself, as a decoder
 
 
@@ -26,8 +30,10 @@ class IncompleteCheckpoint(Fault):
     the others; or the only weights in files are a tenth or less of those trained, at the end of the model,
     while trained weights before them are in none; or a file is loaded with strict=False into a module of the
     same names and shapes, and weights stay there as they were initialized which the training has changed, as
-    they are not in the file. Weights count as saved if their memory was, or a copy by
-    that name and shape. Frozen weights need not be saved, and an encoder or decoder may be saved alone.
+    they are not in the file; or files have all parameters of the model, or of a part of it with batch norms,
+    but none has their running statistics, which the training has changed. Weights count as saved if their
+    memory was, or a copy by that name and shape. Frozen weights need not be saved, and an encoder or decoder
+    may be saved alone, or the weights of adapters.
     """
 
     headline = "A checkpoint lacks trained weights"
@@ -39,7 +45,14 @@ class IncompleteCheckpoint(Fault):
     def __init__(self) -> None:
         super().__init__()
         # names of what was saved and of what was not, the share of it, the file, and the steps before
+        self._began: dict[str, Tensor] = {}  # elements of running statistics, before the first step
         self._head: tuple[tuple[str, ...], tuple[str, ...], float, str, int] | None = None
+
+    def on_model(self, run: Run) -> None:
+        self._began = {name: sketch_copy(x) for name, x in statistics(run.loop.model).items() if is_plain(x)}
+
+    def freeze(self) -> None:
+        self._began = {}
 
     def tell(self, run: Run) -> None:
         clock = run.measured(LoadClock)
@@ -64,7 +77,8 @@ class IncompleteCheckpoint(Fault):
         for load in heard(Loads).loads:
             if load.file is not None and self._see_load(run, load, named, clock.steps(load.clock)):
                 return
-        self._note_head(run, named, files, ours[-1])
+        if not self._see_statistics(run, named, files, ours[-1]):
+            self._note_head(run, named, files, ours[-1])
 
     def _see(self, save: Save, known: list[str], n_lost: int, n: int, step: int) -> None:
         outside = f"{n_lost - len(known)} outside of the model"
@@ -85,11 +99,19 @@ class IncompleteCheckpoint(Fault):
     def _see_load(self, run: Run, load: Load, named: dict[str, nn.Parameter], step: int) -> bool:
         """Whether a file of this training was loaded into a copy of the model, and lacks trained weights."""
         ear, moved = heard(Loads), run.measured(Parameters).moved
-        is_copy = load.own == {name: tuple(p.shape) for name, p in named.items()}
+        is_copy, changed = load.own == {name: tuple(p.shape) for name, p in named.items()}, self._changed(run)
         fresh = {name: p for name in load.missing if (p := load.params[name]()) is not named.get(name)}
         lost = [x for x, p in fresh.items() if moved.get(x) and p is not None and not ear.was_loaded(p)]
+        lost += [
+            name
+            for name, kept in load.statistics.items()
+            if name in changed and (x := kept()) is not None and x is not changed[name]
+            if not ear.was_loaded(x) and is_initial(name, x)
+        ]
         if not (is_copy and step and lost and not load.unexpected):
             return False
+        is_of_norms = not fresh.keys() & set(lost)
+        cause = PARAMETERS if is_of_norms else "a filter of names that leaves out too many when it is saved"
         self.see(
             f"A file of this training was loaded into {load.about} with strict=False, and lacks "
             f"{join_names(lost, 4)}: these stay as they were initialized, but the training has changed them.",
@@ -98,8 +120,40 @@ class IncompleteCheckpoint(Fault):
             when=step,
             value=float(len(lost)),
             limit=0.0,
-            causes=("a filter of names that leaves out too many when the file is saved",),
+            causes=(cause,),
             next_steps=("Save the whole of model.state_dict(), and load it with strict=True",),
+        )
+        return True
+
+    def _changed(self, run: Run) -> dict[str, Tensor]:
+        """Running statistics that the training has changed."""
+        now = run.measured(LoadClock).statistics()
+        both = ((name, x, self._began[name]) for name, x in now.items() if name in self._began)
+        return {name: x for name, x, began in both if not torch.equal(sketch_copy(x), began)}
+
+    def _see_statistics(self, run: Run, named: dict[str, nn.Parameter], files: "Files", save: Save) -> bool:
+        """Whether files have all parameters of the model, or of a part, but no statistics of its norms."""
+        changed = {name: x for name, x in self._changed(run).items() if not files.has(name, x)}
+        lost = {id(p) for p in files.lost(named.values())}
+        for part in ("", *dict.fromkeys(f"{name.partition('.')[0]}." for name in changed)):
+            own = [p for name, p in named.items() if name.startswith(part)]
+            gone = [x for x in changed if x.startswith(part) and "." in x.removeprefix(part)]
+            if gone and own and not any(id(p) in lost for p in own):
+                break
+        else:
+            return False
+        norms, step = list(dict.fromkeys(map(_norm_of, gone))), run.measured(LoadClock).steps(save.clock)
+        self.see(
+            f"Files{place_of(save)} have all {len(own)} parameters of "
+            f"{f'the part {part[:-1]!r} of ' * bool(part)}the model, but none has the running statistics of "
+            f"{len(norms)} batch norms, which the training has changed: {join_names(norms, 4)}. A model that "
+            "is loaded from these normalizes with mean 0 and variance 1 in eval mode.",
+            at=norms[0],
+            when=step,
+            value=float(len(gone)),
+            limit=0.0,
+            causes=(PARAMETERS,),
+            next_steps=("Save model.state_dict(), and load it with strict=True",),
         )
         return True
 
@@ -138,8 +192,13 @@ class Files:
 
     def __init__(self, dicts: list[Dict], named: dict[str, nn.Parameter]) -> None:
         self.names, memory = {id(p): name for name, p in named.items()}, memory_of(named.values())
+        self._items = [item for x in dicts for item in x.shapes.items()]
         self._live = set().union(*(x.memory for x in dicts))
         self._copies = [item for x in dicts if not x.memory & memory for item in x.shapes.items()]
+
+    def has(self, name: str, x: Tensor) -> bool:
+        """Whether a file has a statistic: its memory, or a copy by its name."""
+        return x.data_ptr() in self._live or any(_is_copy(name, x, *item) for item in self._items)
 
     def lost(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Parameters that are in no file: neither their memory, nor a copy by their name."""
@@ -148,6 +207,10 @@ class Files:
     def _has_copy(self, p: Tensor) -> bool:
         name = self.names.get(id(p), "")
         return any(_is_copy(name, p, other, shape) for other, shape in self._copies)
+
+
+def _norm_of(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _place(run: Run, name: str) -> int | None:

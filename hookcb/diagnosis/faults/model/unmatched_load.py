@@ -9,7 +9,7 @@ from hookcb.core.text import join_names
 from hookcb.diagnosis.fault import Fault, Site, Unknown, fault
 from hookcb.diagnosis.heard import heard
 from hookcb.diagnosis.measurements.loads import Load, LoadClock, Loads, Shapes
-from hookcb.diagnosis.measurements.state_dicts import Renaming, renaming
+from hookcb.diagnosis.measurements.state_dicts import Renaming, is_initial, renaming
 from hookcb.diagnosis.run import Absent, Run
 from hookcb.diagnosis.verdict import Severity
 
@@ -34,7 +34,8 @@ class UnmatchedLoad(Fault):
     and fills a tenth or less of the module. A load of the model's own memory before the first step counts as
     none if a file was read. Left out are parameters that another load has filled, as in a second attempt, and
     loads of which all names match, as of adapters or without a head. A note if half of both sides does not
-    match.
+    match. Or a file gives all parameters but no running statistics of batch norms: a warning if these are 0
+    and 1 to the end, else a note.
 
     Source: torch.nn.Module.load_state_dict, "missing_keys" and "unexpected_keys".
     """
@@ -53,6 +54,7 @@ class UnmatchedLoad(Fault):
             self.unless = Absent("no weights were loaded into the model by load_state_dict")
         self.seen = []
         for load in ours:
+            self._judge_statistics(load, clock)
             lost = [name for name, x in load.params.items() if _is_unfilled(x, ear)]
             self._judge(load, lost, clock.steps(load.clock))
 
@@ -90,6 +92,27 @@ class UnmatchedLoad(Fault):
             limit=0.0,
             causes=("names with the prefix of a wrapper, such as DataParallel or torch.compile",),
             next_steps=(advice, "Load with strict=True, or print what load_state_dict returns"),
+        )
+
+    def _judge_statistics(self, load: Load, clock: LoadClock) -> None:
+        """Judges a file with all parameters, and no running statistics."""
+        known, own = {name: x() for name, x in load.statistics.items()}, clock.statistics()
+        ours = [name for name, x in own.items() if any(x is y for y in known.values())]
+        is_all = len(known) == len(ours) == len(own) > 0 and not load.missing and load.file is not None
+        if not is_all or any(heard(Loads).was_loaded(own[name]) for name in ours):
+            return
+        step, is_still = clock.steps(load.clock), all(is_initial(name, own[name]) for name in ours)
+        after = "stay" if is_still else "begin"
+        self.see(
+            f"load_state_dict(strict=False) of {load.about} was given all {len(load.own)} parameters, but no "
+            f"running statistics of its {len(ours) // 2} batch norms, which {after} at mean 0 and variance 1"
+            f"{'.' if is_still else '; the training has changed them since.'}",
+            "warning" if is_still else "info",
+            when=step,
+            value=float(len(ours)),
+            limit=0.0,
+            causes=("a file of named_parameters(), which have no buffers, instead of state_dict()",),
+            next_steps=("Save and load model.state_dict() as a whole, with strict=True",),
         )
 
     def _see_nothing_given(self, load: Load, step: int) -> None:

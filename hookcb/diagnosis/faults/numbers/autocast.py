@@ -1,4 +1,4 @@
-"""amp.outside: layers that compute in float32 although the loop has opened torch.autocast."""
+"""amp.outside: layers that compute in float32 or float64 though the loop has opened torch.autocast."""
 
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -20,14 +20,15 @@ MAX_OUTSIDE = 1 / 3  # share of the multiplications of these layers
 
 @fault("amp.outside", Site.MODULES, needs="activations batches", exact=True)
 class OutsideAutocast(Fault):
-    """Linear and convolutional layers that compute in float32 though the loop has opened `torch.autocast`.
+    """Linear and convolutional layers in float32 or float64 though the loop has opened `torch.autocast`.
 
     Exact: a layer that is trained gives float32 where autocast is on, or is called where it is off while
     other layers, or the model, are called where it is on. A warning if these layers make a third or more of
     the multiplications, and are not the last one only; else a note, as a head may be kept in float32 on
     purpose. Or in each of three batches or more all layers are called where it is off, and the loop opens it
     between the model and the backward, as around the loss only: a warning. Norms, softmax and losses are in
-    float32 by autocast itself.
+    float32 by autocast itself. A layer with weights in float64 is a warning wherever autocast is on, as
+    autocast leaves float64 as it is; within autocast(enabled=False) that is on purpose.
 
     Source: PyTorch, "Automatic Mixed Precision package", Autocast Op Reference.
     """
@@ -39,6 +40,7 @@ class OutsideAutocast(Fault):
         super().__init__()
         self._sizes: dict[str, int] = {}  # numbers of multiplications, of layers in their order
         self._is_outside: dict[str, bool] = {}
+        self._doubles: list[str] = []  # layers with weights in float64, where autocast is on
         self._uses_autocast = False  # whether any layer, or the model, was called in it
         self._n_looks = self._n_opened = 0  # batches; those in which it was opened after the model was called
         self._device = ""
@@ -66,7 +68,11 @@ class OutsideAutocast(Fault):
         self._device = device = output.device.type
         is_on, self._is_called = torch.is_autocast_enabled(device), True
         self._uses_autocast |= is_on
-        if (weight := own_weight(m)) is not None and weight.dtype == torch.float32:
+        if (weight := own_weight(m)) is None:
+            return
+        if is_on and weight.dtype == output.dtype == torch.float64 and name not in self._doubles:
+            self._doubles.append(name)
+        if weight.dtype == torch.float32:
             self._sizes.setdefault(name, output.numel() * weight[0].numel())
             self._is_outside[name] = output.dtype == torch.float32
 
@@ -94,7 +100,19 @@ class OutsideAutocast(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         outside, total = [name for name, x in self._is_outside.items() if x], sum(self._sizes.values())
-        if self._n_looks < MIN_LOOKS or not total:
+        if self._n_looks >= MIN_LOOKS and self._doubles:
+            n = len(self._doubles)
+            yield self.finding(
+                f"{n} linear and convolutional layers compute in float64 inside of autocast, which leaves "
+                f"float64 as it is: {join_names(map(as_layer, self._doubles), 4)}.",
+                "warning",
+                at=self._doubles[0],
+                value=float(n),
+                limit=0.0,
+                causes=("double() of a part of the model, or weights or inputs from NumPy, in float64",),
+                next_steps=("Keep these layers and their inputs in float32: call .float() on both",),
+            )
+        elif self._n_looks < MIN_LOOKS or not total:
             yield Skipped(
                 f"fewer than {MIN_LOOKS} batches with linear or convolutional layers were inspected"
             )

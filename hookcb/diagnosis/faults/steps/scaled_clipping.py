@@ -9,7 +9,9 @@ from hookcb.diagnosis.run import Passed, Run, Series, Skipped
 
 MIN_SCALE, MAX_LIMIT = 128.0, 1e3  # of a GradScaler; of the limit that a loop clips to
 EXACT = 2e-4  # relative difference of two numbers that are the same; clipping itself is exact to 1e-6
+SAME = 1e-6  # relative difference of two elements that are clipped to the same number
 MIN_SHARE = 0.9  # of the records
+UNSCALE = "Call scaler.unscale_(optimizer) after the backward, before clipping"
 MAX_CLIPPED_TO, MIN_CUT = 0.01, 10.0  # norm that is left; norm before / after
 
 
@@ -26,7 +28,9 @@ class ScaledClipping(Fault):
     """Gradients that are clipped before `scaler.unscale_`, so that they end a scale of 65,536 too small.
 
     Exact: in nine of ten records, five or more, the norm (or the largest element) of all gradients at the
-    step, multiplied by the scale, is the same number to 2e-4. That number has two digits, as a limit that
+    step, multiplied by the scale, is the same number to 2e-4. For the largest element, several parameters
+    have that very one, unless the norm is seen to be cut, as hooks of parameters clip during the backward.
+    That number has two digits, as a limit that
     somebody has written, or stays the same while the scale changes; the norm itself has more digits. A
     warning for optimizers like Adam, which divide by the size of gradients, else an error.
 
@@ -47,13 +51,19 @@ class ScaledClipping(Fault):
         for param in run.params.values():
             for step, x in param.series("abs_max"):
                 largest[step] = max(x, largest.get(step, 0.0))
+        shared = shared_maxima(run)
         cut = median(ratio(before.get(step, math.nan), x) for step, x in left.items())
-        for what, sizes in (
-            ("norm", left),
-            ("largest element", {step: largest.get(step, 0.0) for step in left}),
+        are_shared = sum(step in shared for step in left) >= MIN_SHARE * len(left)
+        for what, sizes, is_cut in (
+            ("norm", left, not cut < MIN_CUT),
+            (
+                "largest element",
+                {step: largest.get(step, 0.0) for step in left},
+                are_shared or not cut < MIN_CUT,
+            ),
         ):
             limit = _limit(sizes, scales)
-            if limit and median(sizes.values()) < MAX_CLIPPED_TO and not cut < MIN_CUT:
+            if limit and median(sizes.values()) < MAX_CLIPPED_TO and is_cut:
                 is_adaptive = any(p.is_adaptive for p in run.params.values())
                 scale = median(scales[step] for step in left)
                 yield self.finding(
@@ -64,11 +74,33 @@ class ScaledClipping(Fault):
                     when=(min(scales), max(scales)),
                     value=median(sizes.values()),
                     limit=limit,
-                    causes=("clip_grad_norm_() or clip_grad_value_() without scaler.unscale_() before it",),
-                    next_steps=("Call scaler.unscale_(optimizer) after the backward, before clipping",),
+                    causes=(
+                        "clip_grad_norm_() or clip_grad_value_() without scaler.unscale_() before it",
+                        "hooks of parameters that clamp gradients in the backward",
+                    ),
+                    next_steps=(UNSCALE,),
                 )
                 return
         yield Passed("gradients that are clipped before they are unscaled")
+
+
+def shared_maxima(run: Run) -> dict[int, float]:
+    """Largest elements of gradients by step, of steps in which several parameters have the very same one."""
+    found: dict[int, list[float]] = {}
+    for param in run.params.values():
+        for step, x in param.series("abs_max"):
+            found.setdefault(step, []).append(x)
+    largest = {step: max(sizes) for step, sizes in found.items()}
+    return {
+        step: x for step, x in largest.items() if sum(y >= x * (1 - SAME) for y in found[step]) > 1 and x > 0
+    }
+
+
+def is_clipped_while_scaled(run: Run) -> bool:
+    """Whether several parameters share the largest element in nearly all steps with a live GradScaler."""
+    steps = [step for step, x in run.steps.get("scale", Series()) if MIN_SCALE <= x < math.inf]
+    shared = shared_maxima(run)
+    return len(steps) >= LATEST and sum(step in shared for step in steps) >= MIN_SHARE * len(steps)
 
 
 def _limit(sizes: dict[int, float], scales: dict[int, float]) -> float:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from hookcb.diagnosis import rules
 from hookcb.diagnosis.advice import MIN_FACTOR, multiplier
 from hookcb.diagnosis.fault import Fault, Result, Site, fault, findings_of
+from hookcb.diagnosis.faults.steps.scaled_clipping import UNSCALE, is_clipped_while_scaled
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.run import Passed, Run, Skipped
@@ -102,6 +103,8 @@ def _why_small(run: Run, size: float) -> tuple[tuple[str, ...], tuple[str, ...]]
             "Look at the last layers and the loss: a softmax over one unit is constant, and a clamp, a ReLU "
             "or a saturated sigmoid at its limit passes no gradient",
         )
+    if is_clipped_while_scaled(run):
+        return ("gradients that are clipped while a GradScaler has them multiplied by its scale",), (UNSCALE,)
     n = multiplier(run, size)
     if n < MIN_FACTOR:
         return ("gradients of most weights that are far smaller than those of a few",), (

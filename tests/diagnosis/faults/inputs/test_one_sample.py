@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.faults.inputs.one_sample import OneSample
+from hookcb.diagnosis.measurements.collating import shapes_of_one
 from hookcb.diagnosis.run import Run, Skipped
 from tests.support import fit
 
@@ -96,6 +98,90 @@ def test_a_sample_that_others_are_compared_with_is_right():
             F.mse_loss(model(x, x[:1]), y).backward()
             opt.step()
         assert found(w.diagnose()) == []
+
+
+class Conditions(Dataset):
+    """An input, a condition and the target of each sample."""
+
+    def __init__(self, condition=lambda i: None):
+        g = torch.Generator().manual_seed(0)
+        self.x, self.c = torch.randn(400, D, generator=g), torch.randn(400, D, generator=g)
+        self.condition = condition
+
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, i):
+        c = self.condition(i)
+        return self.x[i], self.c[i] if c is None else c, (self.x[i] + self.c[i]).sum()[None]
+
+
+def collated(condition, data=None, model=None):
+    """Findings of a loop over a DataLoader whose `collate_fn` makes the condition of the samples."""
+
+    def collate(samples):
+        x, _, y = default_collate(samples)
+        return x, condition(samples), y
+
+    torch.manual_seed(0)
+    model = model or Net()
+    opt = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with watch(model, opt, Diagnose("ignore", show=False)) as w:
+        for x, c, y in DataLoader(data or Conditions(), N, shuffle=True, collate_fn=collate):
+            opt.zero_grad()
+            F.mse_loss(model(x, c), y).backward()
+            opt.step()
+        return found(w.diagnose())
+
+
+def row(k):
+    return lambda samples: samples[k][1].unsqueeze(0)
+
+
+def stacked(samples):
+    return torch.stack([c for _, c, _ in samples])
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_collate_function_that_takes_one_sample_for_all_is_found(k):
+    assert collated(row(k)) == ["Input [1]"]
+    numpy = Conditions(lambda i: torch.full((D,), float(i)).numpy())
+    assert collated(lambda samples: torch.from_numpy(samples[k][1])[None], numpy) == ["Input [1]"]
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        stacked,
+        lambda samples: stacked(samples).mean(0, keepdim=True),
+        lambda samples: torch.randn(1, D),  # a style that all share
+        lambda samples: torch.full((1, D), float(samples[0][1][0])),  # one number, as a temperature
+        lambda samples: torch.arange(D)[None] / D,
+    ],
+)
+def test_a_collate_function_that_makes_one_condition_for_all_is_right(condition):
+    assert collated(condition) == []
+
+
+def test_what_all_samples_have_in_common_may_be_collated_once():
+    assert collated(row(0), Conditions(lambda i: torch.linspace(0, 1, D))) == []
+
+
+class Anchored(Net):
+    def forward(self, x, c):
+        return super().forward(x, c[0]) + self.c(c[1]).mean()
+
+
+def test_a_collated_sample_to_which_the_others_are_compared_is_right():
+    assert collated(lambda samples: (stacked(samples), row(0)(samples)), model=Anchored()) == []
+
+
+def test_samples_of_any_kind_are_collated_as_before():
+    samples = [({"a": "text", "b": [1, 2]}, None, i) for i in range(3)]
+    assert shapes_of_one(samples, torch.zeros(1, 3)) == frozenset()
+    ragged = [(torch.ones(3),), (torch.ones(3), torch.ones(3))]
+    assert shapes_of_one(ragged, torch.ones(1, 3)) == frozenset()
+    assert shapes_of_one([torch.arange(2.0), torch.ones(3)], [torch.ones(1, 3)]) == frozenset()
 
 
 def test_without_batches_it_is_not_ruled_out():

@@ -153,3 +153,79 @@ def test_a_head_alone_is_not_told_if_safetensors_cannot_be_heard(monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", ModuleType("safetensors"))
     monkeypatch.setitem(sys.modules, "safetensors.torch", ModuleType("safetensors.torch"))
     assert found(lambda m, opt: [m.head.state_dict()]) == []
+
+
+def normed():
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU())
+    return nn.Sequential(body, nn.Linear(8, 1))
+
+
+def trained_of(m):
+    return {name: p.detach() for name, p in m.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        lambda m, opt: [{"model": trained_of(m), "optimizer": opt.state_dict()}],
+        lambda m, opt: [{name: x.clone() for name, x in trained_of(m).items()}],
+        lambda m, opt: [{f"module.{name}": x for name, x in trained_of(m).items()}],
+        lambda m, opt: [m[0].state_dict() | {"1.running_mean": None, "1.running_var": None}],
+    ],
+)
+def test_all_parameters_without_running_statistics_are_found(contents):
+    ((severity, message),) = found(contents, normed())
+    assert severity == "warning"
+    assert "none has the running statistics of 1 batch norms, which the training has changed: 0.1." in message
+
+
+def buffers(m):
+    return {name: x.clone() for name, x in m.named_buffers()}
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        lambda m, opt: [m.state_dict()],
+        lambda m, opt: [{"params": trained_of(m), "buffers": buffers(m)}],
+        lambda m, opt: [{**trained_of(m), **buffers(m)}],
+        lambda m, opt: [{"params": trained_of(m), "buffers": list(m.buffers())}],
+        lambda m, opt: [trained_of(m), buffers(m)],
+        lambda m, opt: [{"ema": trained_of(m), "model": m.state_dict(), "opt": opt.state_dict()}],
+        lambda m, opt: [m[0][1].state_dict() | {"running_mean": None, "running_var": None}],
+        lambda m, opt: [],
+    ],
+)
+def test_running_statistics_that_are_in_any_file_are_saved(contents):
+    assert found(contents, normed()) == []
+
+
+def test_running_statistics_that_nothing_has_changed_need_not_be_saved():
+    model = normed()
+    model[0][1].eval()
+    assert found(lambda m, opt: [trained_of(m)], model) == []
+
+
+def loaded_again(repair):
+    """Findings if a file of parameters is loaded into a copy, to which something is done then."""
+    model, again, file = normed(), normed(), BytesIO()
+
+    def end():
+        torch.save(trained_of(model), file)
+        file.seek(0)
+        again.load_state_dict(torch.load(file), strict=False)
+        repair(model, again)
+
+    return found_in_loop(model, Adam(model.parameters(), lr=1e-3), CODE, end=end)
+
+
+def test_a_copy_that_is_loaded_without_running_statistics_is_named():
+    ((severity, message),) = loaded_again(lambda model, again: again.eval())
+    assert severity == "warning"
+    assert "into Sequential with strict=False, and lacks 0.1.running_mean, 0.1.running_var: these" in message
+
+
+def test_statistics_that_are_measured_anew_are_not_named_as_lost():
+    ((_, message),) = loaded_again(lambda model, again: again(torch.randn(32, 4)))
+    assert "Files have all 6 parameters of the model" in message

@@ -153,3 +153,41 @@ for i in range(30):
     )
     assert main(["diagnose", str(script)]) == 1
     assert f"SICK  {CODE}" in capsys.readouterr().out
+
+
+def normed():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def read(state, tmp_path):
+    torch.save(state, tmp_path / "a.pt")
+    return torch.load(tmp_path / "a.pt")
+
+
+def test_a_file_of_parameters_leaves_running_statistics_as_they_were(tmp_path):
+    weights = dict(normed().named_parameters())
+    model = normed()
+    model.load_state_dict(read(weights, tmp_path), strict=False)
+    model[1].eval()  # frozen statistics
+    ((severity, message),) = found(model)
+    assert severity == "warning"
+    assert "all 6 parameters, but no running statistics of its 1 batch norms, which stay at mean 0" in message
+    model = normed()
+    model.load_state_dict(read(weights, tmp_path), strict=False)
+    ((severity, message),) = found(model)
+    assert severity == "info"
+    assert "begin at mean 0 and variance 1; the training has changed them since" in message
+
+
+def test_running_statistics_that_a_file_has_or_that_were_there_are_right(tmp_path):
+    weights, whole = dict(normed().named_parameters()), normed().state_dict()
+    for states in ([whole], [weights, whole], [whole, weights]):
+        model = normed()
+        for state in states:
+            model.load_state_dict(read(state, tmp_path), strict=False)
+        model[1].eval()
+        assert found(model) == []
+    model = normed()
+    model.load_state_dict(weights, strict=False)  # of no file
+    assert found(model) == []

@@ -85,5 +85,35 @@ def test_weights_in_low_precision_and_frozen_layers_are_left_out():
     assert watched(net(frozen)) == []
 
 
+class Cast(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x):
+        return x.to(self.dtype)
+
+
+def doubled(inner):
+    return nn.Sequential(Cast(torch.float64), inner.double(), Cast(torch.float32))
+
+
+def test_a_layer_in_float64_is_told_wherever_it_is():
+    assert watched(net(doubled(nn.Linear(16, 16)))) == [("warning", "2.1")]
+    assert watched(net(head=doubled(nn.Linear(16, 8)))) == [("warning", "4.1")]
+    assert watched(net(doubled(nn.Linear(16, 16))), model_in=False, loss_in=False) == []
+    assert watched(net(doubled(nn.Linear(16, 16).requires_grad_(False)))) == []
+
+
+class InFloat64(InFloat32):
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.inner(x.double()).float()
+
+
+def test_float64_where_autocast_is_switched_off_is_on_purpose():
+    assert watched(net(head=InFloat64(nn.Linear(16, 8).double()))) == []
+
+
 def test_without_anything_seen_nothing_is_ruled_out():
     assert [type(x) for x in OutsideAutocast().findings(Run())] == [Skipped]

@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, watch
-from hookcb.diagnosis.faults.steps.scaled_clipping import ScaledClipping
+from hookcb.diagnosis.faults.steps.scaled_clipping import ScaledClipping, is_clipped_while_scaled
+from hookcb.diagnosis.faults.steps.small_updates import _why_small
 from hookcb.diagnosis.run import Passed, Run, Skipped
-from tests.diagnosis.faults.support import numbers, small_net
+from tests.diagnosis.faults.support import numbers, plain_weight, small_net
 from tests.diagnosis.support import only, series
 
 
@@ -63,6 +64,49 @@ def test_clipping_after_unscaling_is_not(clip, limit):
         nn.utils.clip_grad_norm_(params, limit)
 
     assert not [x for x in watched(scaled_clip, unscale=True).findings if x.code == "clip.scaled"]
+
+
+def hooked(limit, opt=torch.optim.SGD, scale=2.0**16):
+    """A verdict on a training whose parameters have hooks that clamp gradients in the backward."""
+    model, scaler = small_net(), torch.amp.GradScaler("cpu", init_scale=scale)
+    opt = opt(model.parameters(), lr=1e-3)
+    for p in model.parameters():
+        p.register_hook(lambda g: g.clamp(-limit, limit))
+    with watch(model, opt, scaler=scaler, cbs=Diagnose("ignore", show=False)) as w:
+        for i in range(40):
+            x = 10 * numbers(16, 4, seed=i)
+            opt.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.mse_loss(model(x).float(), x.sum(1, keepdim=True))
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+    return w.diagnose()
+
+
+def test_hooks_that_clamp_scaled_gradients_are_told_and_no_higher_rate_is_advised():
+    verdict = hooked(0.1)
+    assert (verdict.primary.code, verdict.primary.severity) == ("clip.scaled", "error")
+    assert not any("Multiply" in step for x in verdict.findings for step in x.next_steps)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "scale", "is_clipped"),
+    [
+        ([3e-6] * 8, [3e-6] * 8, 1024.0, True),
+        ([3e-6] * 8, [2e-6] * 8, 1024.0, False),
+        ([3.0] * 8, [3.0] * 8, 1.0, False),
+    ],
+)
+def test_a_higher_rate_is_not_advised_where_maxima_are_shared_and_scaled(a, b, scale, is_clipped):
+    params = {name: plain_weight(name, abs_max=sizes) for name, sizes in (("a", a), ("b", b))}
+    run = Run(steps={"scale": series([scale] * 8)}, params=params)
+    assert is_clipped_while_scaled(run) is is_clipped
+    assert any("Multiply" in step for step in _why_small(run, 1e-7)[1]) is not is_clipped
+
+
+def test_hooks_that_clamp_to_the_scaled_limit_are_right():
+    assert not [x for x in hooked(0.1 * 2.0**16).findings if x.code == "clip.scaled"]
 
 
 @pytest.mark.parametrize(
