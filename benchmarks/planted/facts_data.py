@@ -397,10 +397,14 @@ def copied_generator(seed: int, cbs: Callbacks) -> Run:
     return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), loader, cbs, seed, n_epoch=2)
 
 
+def _seed_torch(i: int) -> None:
+    torch.manual_seed(torch.initial_seed() + i)
+
+
 @fault(FACTS_DATA_FAULTS, "a generator copied into workers, a CNN", codes=["random.workers"])
 def copied_generator_of_images(seed: int, cbs: Callbacks) -> Run:
     model = Cnn()
-    loader = DataLoader(_Noisy(*images(seed, 512)), 32, num_workers=2)
+    loader = DataLoader(_Noisy(*images(seed, 512)), 32, num_workers=2, worker_init_fn=_seed_torch)
     return follow(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), loader, cbs, seed)
 
 

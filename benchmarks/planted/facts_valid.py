@@ -158,6 +158,13 @@ def slow_by_hand(seed: int, cbs: Callbacks) -> Run:
     return averaged(model, average, lambda m: lerp(average, m, 1e-4), seed, cbs)
 
 
+@fault(FACTS_VALID_FAULTS, "an average of the only module, with a decay of 0.9999", codes=["average.slow"])
+def slow_of_part(seed: int, cbs: Callbacks) -> Run:
+    model = nn.Sequential(stack(64, 64, 10))
+    average = copy.deepcopy(model[0])
+    return averaged(model, average, lambda m: lerp(average, m[0], 1e-4), seed, cbs)
+
+
 @fault(FACTS_VALID_FAULTS, "an AveragedModel with a decay of 0.9999", codes=["average.slow"])
 def slow_averaged_model(seed: int, cbs: Callbacks) -> Run:
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10))

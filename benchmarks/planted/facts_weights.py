@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from case import Callbacks, Case, Run, control, fault, fit, follow
 from data import digit_batches, image_batches
-from nets import Cnn, Mlp
+from gan import apart, cloud
+from nets import Cnn, Mlp, stack
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW
@@ -350,4 +351,23 @@ def taking_turns(seed: int, cbs: Callbacks) -> Run:
             run.losses.append(loss.item())
             loss.backward()
             both[i // 10 % 2].step()
+    return run
+
+
+@control(FACTS_WEIGHTS_CONTROLS, "a discriminator whose loss stays near that of guessing", target=1.2)
+def balanced(seed: int, cbs: Callbacks) -> Run:
+    generator, model = stack(4, 32, 32, 2), stack(2, 32, 32, 1, act=lambda: nn.LeakyReLU(0.2))
+    opt_g, opt_d = (Adam(m.parameters(), lr=2e-3, betas=(0.5, 0.999)) for m in (generator, model))
+    run, rng = Run(watch(model, opt_d, *cbs), [], model=model), torch.Generator().manual_seed(seed)
+    bce, labels = F.binary_cross_entropy_with_logits, torch.arange(128.0)[:, None] // 64
+    with run.loop:
+        for _ in range(300):
+            real, fake = cloud(64, rng), generator(torch.randn(64, 4, generator=rng))
+            opt_d.zero_grad()
+            run.loop.report_loss(bce(model(torch.cat([fake.detach(), real])), labels)).backward()
+            opt_d.step()
+            opt_g.zero_grad()
+            bce(model(fake), labels[64:]).backward()
+            opt_g.step()
+            run.losses.append(apart(fake.detach(), real))
     return run

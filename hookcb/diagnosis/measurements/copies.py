@@ -26,10 +26,13 @@ Samples = dict[str, Tensor]
 
 
 class _Copy:
-    """A model of the same structure, its sampled weights when it was found, and when it was evaluated."""
+    """A model of the same structure, its sampled weights when it was found, and when it was evaluated.
 
-    def __init__(self, m: nn.Module, run: Run) -> None:
-        self.model, self._loop = ref(m), run.loop
+    `whole` is the model, or the module in it that has all its parameters, of which this is a copy.
+    """
+
+    def __init__(self, m: nn.Module, whole: nn.Module, run: Run) -> None:
+        self.model, self.whole, self._loop = ref(m), ref(whole), run.loop
         self.samples, self.first = _samples(m), run.step
         self.statistics = {name: x.clone() for name, x in _statistics(m).items()}
         self.uses_statistics = False  # whether it was evaluated in eval mode
@@ -72,20 +75,21 @@ class Copies(Measurement):
         if run.looking and run.n_looked in SCANS:
             self.n_scans += 1
             model = without_wrappers(run.loop.model)
-            for m in _alike(model):
-                self._add(m, run)
+            for whole in _wholes(model):
+                for m in _alike(whole):
+                    self._add(m, whole, run)
 
     def on_validation(self, run: Run) -> None:
         for cb in run.loop.cbs:
             if isinstance(cb, EMA) and cb.validate and hasattr(cb, "model"):
-                self._add(cb.model, run)
+                self._add(cb.model, without_wrappers(run.loop.model), run)
                 found = next((copy for copy in self._copies if copy.model() is cb.model), None)
                 if found is not None:
                     found.steps.add(run.step)
 
-    def _add(self, m: nn.Module, run: Run) -> None:
+    def _add(self, m: nn.Module, whole: nn.Module, run: Run) -> None:
         if len(self._copies) < MAX_COPIES and all(copy.model() is not m for copy in self._copies):
-            self._copies.append(_Copy(m, run))
+            self._copies.append(_Copy(m, whole, run))
 
     def tell(self, run: Run) -> None:
         self.moved, self.stale = [], []
@@ -94,12 +98,12 @@ class Copies(Measurement):
             n = run.n_batches - copy.first
             if (
                 (m := copy.model()) is None
+                or (model := copy.whole()) is None
                 or copy.is_trained
                 or not 0 < len(copy.steps) <= max(1, MAX_SHARE * n)
             ):
                 continue
             now = _samples(m)
-            model = without_wrappers(copy._loop.model)
             begins = {name: named[id(p)] for name, p in model.named_parameters() if id(p) in named}
             trained = _samples(model)
             if any(not torch.equal(x, copy.samples[name]) for name, x in now.items()):
@@ -120,6 +124,17 @@ class Copies(Measurement):
 
     def freeze(self) -> None:
         self._copies = []
+
+
+def _wholes(model: nn.Module) -> Iterator[nn.Module]:
+    """The model, and modules in it that have all its parameters, if its class only adds the training."""
+    own = {id(p) for p in model.parameters()}
+    yield model
+    while len(inner := [m for m in model.children() if any(True for _ in m.parameters())]) == 1:
+        (model,) = inner
+        if len(own) != len({id(p) for p in model.parameters()}):
+            return
+        yield model
 
 
 def _alike(model: nn.Module) -> Iterator[nn.Module]:

@@ -3,7 +3,8 @@
 import random
 import zlib
 from collections.abc import Generator, Iterator
-from types import CodeType, FunctionType
+from dis import get_instructions
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from hookcb.diagnosis.measurements.drawing import Workers, WorkerStates
 OF_WORKERS = frozenset(
     {"get_worker_info", "worker_info", "worker", "initial_seed", "seed", "manual_seed", "default_rng"}
 )
+KNOWN = frozenset({"torch", "numpy", "random", "os", "time"})  # libraries that know of no dataset of a user
 
 
 class Pass(NamedTuple):
@@ -33,6 +35,7 @@ class Pass(NamedTuple):
         n_workers: number of its worker processes.
         is_kept: whether workers stay for the next pass.
         has_init: whether it has a `worker_init_fn`.
+        may_reseed: whether that may set the generators of the dataset, see `_may_reseed`.
         is_unsharded: whether the dataset is an IterableDataset that never asks which worker it is in.
         held: name and state of each generator that the dataset holds and uses.
         shuffles: whether a sampler of torch draws the order of the samples.
@@ -43,6 +46,7 @@ class Pass(NamedTuple):
     n_workers: int
     is_kept: bool
     has_init: bool
+    may_reseed: bool
     is_unsharded: bool
     held: tuple[tuple[str, int], ...]
     shuffles: bool
@@ -86,6 +90,7 @@ def pass_of(loader: Any) -> Pass:
         n,
         loader.persistent_workers,
         loader.worker_init_fn is not None,
+        _may_reseed(loader.worker_init_fn),
         is_unsharded,
         tuple(held),
         shuffles or (isinstance(sampler, DistributedSampler) and sampler.shuffle),
@@ -151,6 +156,36 @@ def _names_in_methods(kind: type) -> set[str]:
 def _names_in(code: CodeType) -> set[str]:
     inner = [_names_in(x) for x in code.co_consts if isinstance(x, CodeType)]
     return set(code.co_names).union(*inner)
+
+
+def _may_reseed(init: Any) -> bool:
+    """Whether a `worker_init_fn` may reach the dataset.
+
+    False only if it is a plain function without closure, defaults and imports, that uses no global objects
+    but what `KNOWN` libraries have, numbers, strings and other such functions.
+    """
+    todo, seen = [] if init is None else [init], set[CodeType]()
+    while todo:
+        f = todo.pop()
+        if not isinstance(f, FunctionType) or f.__closure__ or f.__defaults__ or f.__kwdefaults__:
+            return True
+        names = _names_in(f.__code__)
+        imports = any(x.opname == "IMPORT_NAME" for x in get_instructions(f.__code__))
+        if imports or not names.isdisjoint({"dataset", "get_worker_info", "worker_info"}):
+            return True
+        own = [f.__globals__[name] for name in names if name in f.__globals__]
+        others = [x for x in own if not isinstance(x, int | float | str) and _library_of(x) not in KNOWN]
+        todo += [x for x in others if getattr(x, "__code__", None) not in seen]
+        seen.add(f.__code__)
+    return False
+
+
+def _library_of(x: Any) -> str:
+    """Library of a module, class or function; "" for other objects."""
+    name = x.__name__ if isinstance(x, ModuleType) else None
+    if isinstance(x, type | FunctionType | BuiltinFunctionType):
+        name = x.__module__
+    return name.partition(".")[0] if isinstance(name, str) else ""
 
 
 def _asks_for_worker(kind: type) -> bool:

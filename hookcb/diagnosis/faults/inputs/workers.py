@@ -24,12 +24,13 @@ class CopiedGenerators(Fault):
 
     Exact: the dataset of a DataLoader, or a transform, has a generator of NumPy, Python or torch as an
     attribute that one of its methods uses, none of which seeds a generator or asks for its worker, and there
-    is no `worker_init_fn`. Two workers or more then draw the same numbers. Or the global generator of torch,
-    Python or NumPy had the same state in two workers, both before and after their first batch, for which
-    numbers were drawn from it, as after a `worker_init_fn` that sets one seed for all. A note if only two
-    epochs began with the same state in a worker, as workers are not persistent: other samples get these
-    numbers if the data is shuffled. Only the loader counts that was iterated over last when a training batch
-    began; global generators are seen in forked workers, and not for an IterableDataset.
+    is no `worker_init_fn` that could reach the dataset. Two workers or more then draw the same numbers. Or
+    the global generator of torch, Python or NumPy had the same state in two workers, both before and after
+    their first batch, for which numbers were drawn from it, as after a `worker_init_fn` that sets one seed
+    for all. A note if only two epochs began with the same state in a worker, as workers are not persistent:
+    other samples get these numbers if the data is shuffled. Only the loader counts that was iterated over
+    last when a training batch began; global generators are seen in forked workers, and not for an
+    IterableDataset.
 
     Source: PyTorch, torch.utils.data, "Randomness in multi-process data loading".
     """
@@ -65,7 +66,7 @@ class CopiedGenerators(Fault):
 
     def _of_copies(self) -> Iterator[Finding]:
         """Generators that the dataset holds."""
-        open_ = [x for x in self._passes if x.held and not x.has_init]
+        open_ = [x for x in self._passes if x.held and not x.may_reseed]
         several = next((x for x in open_ if x.n_workers > 1), None)
         states = [x.held for x in open_ if not x.is_kept]
         again = next((x for x in open_ if not x.is_kept and states.count(x.held) > 1), None)
@@ -81,7 +82,10 @@ class CopiedGenerators(Fault):
             self.severity if several else "info",
             when=0,
             value=float(found.n_workers),
-            causes=("a generator that is made once, before workers copy the dataset",),
+            causes=(
+                "a generator that is made once, before workers copy the dataset",
+                *(("a worker_init_fn that seeds other generators than this one",) if found.has_init else ()),
+            ),
             next_steps=("Make the generator in __getitem__ or in worker_init_fn, from torch.initial_seed()",),
         )
 

@@ -7,6 +7,7 @@ from hookcb.diagnosis import rules
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.opponents import Opponents
 from hookcb.diagnosis.run import WINDOW, Passed, Run, Skipped
 
 
@@ -18,14 +19,15 @@ class FlatLoss(Fault):
     confidence interval of the slope (Theil-Sen, three standard deviations) contains zero but no fall of 5 %.
     A loss that certainly falls is not flat, however slowly it falls and however close to guessing it is; a
     loss too noisy to tell is not judged, nor is one of an unknown kind, as an objective of reinforcement
-    learning need not fall. A warning if the loss is no better than 0.8 of guessing; else a note, as a
+    learning need not fall; nor is one of a game, as the loss of a GAN in balance stays at that of guessing. A
+    warning if the loss is no better than 0.8 of guessing; else a note, as a
     pretrained model may have nothing left to learn.
 
     Source: P. K. Sen, "Estimates of the regression coefficient based on Kendall's tau", 1968.
     """
 
     headline = "The loss does not fall"
-    uses = (Curves, Loss)
+    uses = (Curves, Loss, Opponents)
 
     def findings(self, run: Run) -> Iterator[Result]:
         loss, values, first = run.loss, rules.finite(run.loss.values), run.first_loss
@@ -35,6 +37,9 @@ class FlatLoss(Fault):
         if rules.need_not_fall(run):
             why = rules.why_unknown(run, "the kind of the loss is not known")
             yield Skipped(f"{why}, and an objective need not fall")
+            return
+        if why := run.measured(Opponents).why:
+            yield Skipped(f"{why}: in a game a loss need not fall")
             return
         lowest, limit = rules.lowest_loss(run)
         smallest_fall, largest_fall = rules.falls_by(loss)

@@ -7,6 +7,7 @@ from hookcb.diagnosis import rules
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.opponents import Opponents
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
 
@@ -22,13 +23,13 @@ class TrivialLoss(Fault):
     after a warmup (200 if each token has a target, as language models learn the shares of tokens first); if
     the targets vary so much between batches that the standard error of the ratio is above 0.2; or if the loss
     falls so fast that as many batches again would bring it below the limit, by its slope over the last half,
-    less three standard deviations.
+    less three standard deviations. Nor is a loss of a game judged, which stays there in balance.
 
     Source: A. Karpathy, "A Recipe for Training Neural Networks", 2019, "input-independent baseline".
     """
 
     headline = "The model is no better than a constant"
-    uses = (Curves, Loss)
+    uses = (Curves, Loss, Opponents)
 
     def findings(self, run: Run) -> Iterator[Result]:
         known, (last, ratio) = run.measured(Loss), rules.loss_of_constant(run)
@@ -39,6 +40,8 @@ class TrivialLoss(Fault):
         elif ratio <= rules.MAX_OF_CONSTANT:
             text = f"no better than a constant (loss {ratio:.2g} of that)"
             yield Passed(text, ratio, rules.MAX_OF_CONSTANT)
+        elif why := run.measured(Opponents).why:
+            yield Skipped(f"{why}: in a game a loss may stay at that of guessing")
         elif rules.is_noisy(run):
             yield Skipped("the targets vary too much from batch to batch to compare with a constant")
         elif rules.may_become_better(run, last):

@@ -16,7 +16,8 @@ class SlowAverage(Fault):
     """An average of the weights that is evaluated, and still consists of the initial weights.
 
     Formula: ‖average - start‖ / ‖weights - start‖ over up to 1,024 elements of each parameter. Limit: 0.2.
-    The average is a second model of the same class and shapes that changes, is called without gradients at no
+    The average is a second model of the same class and shapes, as the model or the one module in it that has
+    all its parameters, that changes, is called without gradients at no
     more than a quarter of the batches, and is never trained. With a decay d, a share d^n of it is left of the
     initial weights after n steps: 0.97 of a decay of 0.9999 and 350 steps.
 
@@ -51,7 +52,10 @@ class SlowAverage(Fault):
             when=(0, run.n_batches - 1),
             value=least,
             limit=MAX_LEFT_BEHIND,
-            causes=(f"a decay of the average that is too high for {n:,} steps",),
+            causes=(
+                f"a decay of the average that is too high for {n:,} steps",
+                "an average that is updated once an epoch, with a decay meant for each step",
+            ),
             next_steps=(
                 f"Lower the decay: {1 - N_IN_AVERAGE / n:.3g} averages over a tenth of these steps",
                 "Let the decay grow: min(decay, (1 + step) / (10 + step))",

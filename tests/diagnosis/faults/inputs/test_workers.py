@@ -179,3 +179,46 @@ def test_what_a_pass_begins_with():
 def test_without_workers_there_is_nothing_to_see(fault):
     (result,) = fault().findings(Run())
     assert isinstance(result, Absent)
+
+
+def hashed(i):
+    return (torch.initial_seed() + i) % 2**32
+
+
+def by_helper(i):
+    np.random.seed(hashed(i))
+
+
+def by_import(i):
+    from tests import support
+
+    np.random.seed(support.SEED + i)
+
+
+class Reseeding:
+    def __call__(self, i):
+        np.random.seed(i)
+
+
+NOISY = Noisy()
+
+
+def by_global(i):
+    NOISY.rng = np.random.default_rng(i)
+
+
+@pytest.mark.parametrize("init", [by_initial_seed, by_helper])
+def test_a_worker_init_fn_that_seeds_another_generator_leaves_the_copies(init):
+    verdict = by_learner(DataLoader(Noisy(), 8, num_workers=2, worker_init_fn=init))
+    assert ("random.workers", "warning") in found(verdict)
+    causes = next(x.causes for x in verdict.findings if x.code == "random.workers")
+    assert "a worker_init_fn that seeds other generators than this one" in causes
+
+
+@pytest.mark.parametrize("init", [by_import, by_global, Reseeding(), seed_worker, lambda i: X])
+def test_a_worker_init_fn_that_may_reach_the_dataset_is_right(init):
+    assert pass_of(DataLoader(NOISY, 8, num_workers=2, worker_init_fn=init)).may_reseed
+
+
+def test_without_a_worker_init_fn_nothing_may_reseed():
+    assert not pass_of(DataLoader(NOISY, 8, num_workers=2)).may_reseed

@@ -96,3 +96,70 @@ def test_a_loss_that_an_optimizer_maximizes_is_not_judged(sign):
     verdict = w.diagnose()
     assert not [x for x in verdict.findings if x.code.startswith("loss.")]
     assert "the optimizer maximizes the loss" in " ".join(verdict.coverage)
+
+
+def opposed(game, n=150):
+    """What is said of a loss that cannot fall, as nothing tells the targets, if a game is played."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 2), nn.Linear(2, 1)
+    both = torch.optim.SGD(first.parameters(), lr=1e-5), torch.optim.SGD(second.parameters(), lr=1e-5)
+    model = second if game == "discriminator" else nn.Sequential(first, second) if game == "turns" else first
+    bce = nn.BCEWithLogitsLoss()
+    mixed = torch.arange(256.0)[:, None] % 2  # nothing that the inputs tell
+    with watch(
+        model, both if game == "turns" else both[model is second], Diagnose("ignore", show=False)
+    ) as w:
+        for i in range(n):
+            made = first(torch.randn(256, 4))
+            if game == "turns":
+                w.report_loss(bce(model(torch.randn(256, 4)), mixed)).backward()
+                both[i % 2].step()
+            elif game == "discriminator":
+                w.report_loss(bce(second(made.detach()), mixed)).backward()
+                both[1].step()
+                second(made).mean().backward()
+                both[0].step()
+            elif game in ("generator", "frozen"):
+                w.report_loss(bce(second(made), mixed)).backward()
+                both[0].step()
+                if game == "generator":
+                    both[1].step()
+            else:
+                w.report_loss(bce(made, mixed.expand(-1, 2))).backward()
+                both[0].step()
+            for opt in both:
+                opt.zero_grad()
+    found = w.diagnose()
+    return [x.severity for x in found.findings if x.code == "loss.flat"], " ".join(found.coverage)
+
+
+@pytest.mark.parametrize("game", ["alone", "frozen"])
+def test_a_loss_that_stays_without_an_opponent_is_told(game):
+    assert opposed(game)[0] == ["warning"]
+
+
+@pytest.mark.parametrize(
+    ("game", "why"),
+    [
+        ("generator", "through another model that is trained"),
+        ("discriminator", "another model that gets gradients computes the inputs"),
+        ("turns", "two optimizers step in turn"),
+    ],
+)
+def test_a_loss_that_stays_in_a_game_is_not_told(game, why):
+    severities, coverage = opposed(game)
+    assert severities == []
+    assert why in coverage
+
+
+def test_guessing_targets_that_are_all_the_same_is_no_limit():
+    model = nn.Linear(4, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=1e-9)
+    with watch(model, opt, Diagnose("ignore", show=False)) as w:
+        for _ in range(80):
+            opt.zero_grad()
+            w.report_loss(
+                nn.functional.binary_cross_entropy_with_logits(model(torch.randn(32, 4)), torch.ones(32, 1))
+            ).backward()
+            opt.step()
+    assert not [x for x in w.diagnose().findings if x.code == "loss.flat"]

@@ -99,6 +99,45 @@ def test_other_copies_are_fine(average_of, update, options):
     assert found(follow(average_of, update, **options)[0]) == []
 
 
+class Module(nn.Module):
+    """A model with its average, which is that of a part of it, in a list."""
+
+    def __init__(self, decay):
+        super().__init__()
+        self.net, self.decay = net(), decay
+        self.averages = [copy.deepcopy(self.net).eval()]
+
+    def forward(self, x):
+        return self.net(x) if self.training else self.averages[0](x)
+
+    def update(self):
+        by_hand(1 - self.decay)(self.averages[0], self.net)
+
+
+@pytest.mark.parametrize(
+    ("decay", "is_each_step", "n"),
+    [(0.98, False, 1), (0.98, True, 0), (0.6, False, 0)],
+    ids=["once an epoch", "each step", "once an epoch with a low decay"],
+)
+def test_an_average_of_a_part_that_has_all_weights_is_judged(decay, is_each_step, n):
+    x, y = data()
+    model = Module(decay)
+    opt = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with watch(model, opt, Diagnose("ignore", show=False)) as w:
+        for _ in range(10):
+            for a, b in zip(x.split(8), y.split(8), strict=True):
+                opt.zero_grad()
+                w.report_loss(F.mse_loss(model(a), b)).backward()
+                opt.step()
+                if is_each_step:
+                    model.update()
+            if not is_each_step:
+                model.update()
+            with torch.no_grad():
+                model.averages[0](x)
+    assert found(w) == [("average.slow", "warning")] * n
+
+
 @pytest.mark.parametrize(("decay", "expected"), [(0.9999, [("average.slow", "warning")]), (0.8, [])])
 def test_the_ema_of_a_learner_is_judged_as_it_is_validated(decay, expected):
     x, y = data()

@@ -1,0 +1,82 @@
+"""Opponents: whether a training plays against another one, as generators and discriminators do."""
+
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hookcb.core import graph
+from hookcb.core.batch import parts
+from hookcb.diagnosis.fault import Measurement
+from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.loss_graph import last_parameters
+from hookcb.diagnosis.measurements.steps import Steps
+from hookcb.diagnosis.run import Run
+from hookcb.gradients.stats import is_readable, sketch_copy
+from hookcb.hooks.optimizer_steps import params_of
+
+N_FOLLOWED = 64  # steps
+MIN_TIMES = 3
+MIN_SHARE = 0.1  # of the steps: a discriminator may make several of them for one of its generator
+
+
+class Opponents(Measurement):
+    """Sees in the first 64 steps, and in inspected ones, whether the loss is one of a game.
+
+    It is, if all targets are the same, so that guessing them gives zero; if the loss goes through layers of
+    another model that is trained; if inputs are computed with parameters of another model in some batches and
+    not in others, as those of a discriminator are; or if two optimizers step in turn on weights of their
+    own, each after another backward.
+    """
+
+    cadence = N_FOLLOWED
+    uses = (Steps, Loss)
+
+    def __init__(self) -> None:
+        self.why = ""  # how that is known, "" if it is not
+        self._behind: list[tuple[ReferenceType[Tensor], Tensor]] = []  # of another model, as they were
+        self._n_fed = self._n_plain = 0  # batches with inputs from another model, and with others
+        self._last: tuple[ReferenceType[Optimizer], int] | None = (
+            None  # that stepped, and backwards until then
+        )
+        self._n_steps = self._n_turns = self._n_joint = 0
+
+    def on_prediction(self, run: Run) -> None:
+        own = {id(p) for p in run.loop.model.parameters()}
+        given = [x.grad_fn for _, x in parts(run.loop.xb) if isinstance(x, Tensor) and x.grad_fn is not None]
+        behind = graph.leaves(given, graph.MAX_NODES)
+        is_fed = any(isinstance(p, nn.Parameter) and id(p) not in own for p in behind)
+        self._n_fed, self._n_plain = self._n_fed + is_fed, self._n_plain + (not is_fed)
+
+    def on_loss(self, run: Run) -> None:
+        if not self._behind:
+            own = {id(p) for p in run.loop.model.parameters()}
+            others = {id(p): p for p in last_parameters(run.loop.loss_node) if id(p) not in own}
+            self._behind = [(ref(p), sketch_copy(p)) for p in others.values() if is_readable(p)]
+
+    def on_step(self, run: Run) -> None:
+        if not isinstance(opt := run.loop.opt, Optimizer):
+            return
+        n, self._n_steps = run.measured(Steps).n_backward, self._n_steps + 1
+        last, before = self._last or (None, n)
+        other = None if last is None else last()
+        if other is not None and other is not opt:
+            is_apart = n > before and params_of(other).isdisjoint(params_of(opt))
+            self._n_turns, self._n_joint = self._n_turns + is_apart, self._n_joint + (not is_apart)
+        self._last = ref(opt), n
+
+    def tell(self, run: Run) -> None:
+        known = [(p, before) for found, before in self._behind if (p := found()) is not None]
+        loss = run.measured(Loss)
+        if loss.constant <= loss.perfect:
+            self.why = "all targets are the same, as those of a generator"
+        elif any(not torch.equal(sketch_copy(p), before) for p, before in known):
+            self.why = "the loss goes through another model that is trained"
+        elif min(self._n_fed, self._n_plain) >= MIN_TIMES:
+            self.why = "in some batches another model that gets gradients computes the inputs"
+        elif not self._n_joint and self._n_turns >= max(2 * MIN_TIMES, MIN_SHARE * self._n_steps):
+            self.why = "two optimizers step in turn, each after another backward"
+
+    def freeze(self) -> None:
+        self._behind, self._last = [], None
