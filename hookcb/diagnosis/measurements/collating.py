@@ -77,4 +77,4 @@ def _is_alike(field: tuple[Any, ...]) -> bool:
 
 
 def _flat(x: Any) -> Tensor:
-    return (x.detach() if isinstance(x, Tensor) else torch.tensor(x)).flatten()
+    return (x.detach() if isinstance(x, Tensor) else torch.tensor(x, device="cpu")).flatten()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 
-from hookcb.core.torch_private import BatchNorm
+from hookcb.core.torch_private import BatchNorm, is_flattened
 from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.measurements.parameters import Parameters
 from hookcb.diagnosis.run import Run
@@ -150,7 +150,8 @@ def _alike(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _samples(m: nn.Module) -> Samples:
-    return {name: sketch_copy(p) for name, p in m.named_parameters() if is_readable(p) and p.numel()}
+    known = ((name, p) for name, p in m.named_parameters() if is_readable(p) and not is_flattened(p))
+    return {name: sketch_copy(p) for name, p in known if p.numel()}
 
 
 def _statistics(m: nn.Module) -> Samples:

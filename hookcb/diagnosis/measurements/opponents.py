@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from hookcb.core import graph
 from hookcb.core.batch import parts
+from hookcb.core.torch_private import is_flattened
 from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.loss_graph import last_parameters
@@ -53,7 +54,9 @@ class Opponents(Measurement):
         if not self._behind:
             own = {id(p) for p in run.loop.model.parameters()}
             others = {id(p): p for p in last_parameters(run.loop.loss_node) if id(p) not in own}
-            self._behind = [(ref(p), sketch_copy(p)) for p in others.values() if is_readable(p)]
+            # those that FullyShardedDataParallel has made are the model's own, and in memory only at times
+            known = (p for p in others.values() if is_readable(p) and not is_flattened(p))
+            self._behind = [(ref(p), sketch_copy(p)) for p in known]
 
     def on_step(self, run: Run) -> None:
         if not isinstance(opt := run.loop.opt, Optimizer):
