@@ -40,6 +40,12 @@ def local_part(x: Tensor) -> Tensor:
     return part.wait() if hasattr(part, "wait") else part  # of a collective that was begun
 
 
+def is_in_memory(p: Tensor) -> bool:
+    """Whether a parameter has its elements, which FullyShardedDataParallel frees in between."""
+    part = local_part(p.detach())
+    return not part.numel() or part.untyped_storage().nbytes() > 0
+
+
 def gathered(value: Any) -> Any:
     """A copy with DTensors gathered from all ranks, on the CPU, a collective which all must reach."""
     if isinstance(value, Tensor) and is_dtensor(value):

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 
-from hookcb.core.torch_private import BatchNorm, is_flattened
+from hookcb.core.shards import is_in_memory
+from hookcb.core.torch_private import BatchNorm
 from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.measurements.parameters import Parameters
 from hookcb.diagnosis.run import Run
@@ -150,7 +151,7 @@ def _alike(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _samples(m: nn.Module) -> Samples:
-    known = ((name, p) for name, p in m.named_parameters() if is_readable(p) and not is_flattened(p))
+    known = ((name, p) for name, p in m.named_parameters() if is_readable(p) and is_in_memory(p))
     return {name: sketch_copy(p) for name, p in known if p.numel()}
 
 

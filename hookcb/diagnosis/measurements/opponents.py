@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from hookcb.core import graph
 from hookcb.core.batch import parts
-from hookcb.core.torch_private import is_flattened
+from hookcb.core.shards import is_in_memory
 from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.loss_graph import last_parameters
@@ -54,9 +54,7 @@ class Opponents(Measurement):
         if not self._behind:
             own = {id(p) for p in run.loop.model.parameters()}
             others = {id(p): p for p in last_parameters(run.loop.loss_node) if id(p) not in own}
-            # those that FullyShardedDataParallel has made are the model's own, and in memory only at times
-            known = (p for p in others.values() if is_readable(p) and not is_flattened(p))
-            self._behind = [(ref(p), sketch_copy(p)) for p in known]
+            self._behind = [(ref(p), sketch_copy(p)) for p in others.values() if _can_compare(p)]
 
     def on_step(self, run: Run) -> None:
         if not isinstance(opt := run.loop.opt, Optimizer):
@@ -70,7 +68,8 @@ class Opponents(Measurement):
         self._last = ref(opt), n
 
     def tell(self, run: Run) -> None:
-        known = [(p, before) for found, before in self._behind if (p := found()) is not None]
+        behind = [(found(), before) for found, before in self._behind]
+        known = [(p, before) for p, before in behind if p is not None and _can_compare(p)]
         loss = run.measured(Loss)
         if loss.constant <= loss.perfect:
             self.why = "all targets are the same, as those of a generator"
@@ -83,3 +82,7 @@ class Opponents(Measurement):
 
     def freeze(self) -> None:
         self._behind, self._last = [], None
+
+
+def _can_compare(p: Tensor) -> bool:
+    return is_readable(p) and is_in_memory(p)
