@@ -46,17 +46,8 @@ HANDLERS = (
     "on_doubt",  # it has been judged: (run, findings); True if this has found something more
 )
 RARE = (  # those at which the cadence does not matter
-    *(
-        "on_model",
-        "on_first_graph",
-        "on_validation",
-        "on_validated",
-        "on_epoch",
-        "on_cancel",
-        "on_error",
-        "on_end",
-    ),
-    *("on_eval_batch", "on_eval_prediction", "on_eval_loss", "on_doubt"),
+    *("on_model", "on_first_graph", "on_validation", "on_validated", "on_epoch", "on_cancel"),
+    *("on_error", "on_end", "on_eval_batch", "on_eval_prediction", "on_eval_loss", "on_doubt"),
 )
 
 

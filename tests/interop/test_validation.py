@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hookcb import Diagnose, watch
 from hookcb.diagnosis.measurements.validations import Validations
-from tests.interop.trainers import Samples, quiet
+from tests.interop.trainers import HF_ARGUMENTS, Samples, quiet
 
 ROOT = Path(__file__).parents[2]
 BS, LR, N_LONG, N_SHORT = 25, 1e-2, 20, 5
@@ -118,13 +118,7 @@ def transformers(labels, folder, loss_func=by_torch, **options):
         "per_device_eval_batch_size": BS,
         "learning_rate": LR,
         "lr_scheduler_type": "constant",
-        "eval_strategy": "epoch",
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "remove_unused_columns": False,
+        **HF_ARGUMENTS,
     }
     train, valid = sets(labels)
     callback = HookcbCallback(Diagnose(show=False))

@@ -23,6 +23,15 @@ Y = (X[:, 0] > X[:, 1]).long()
 N = BS * N_TRAIN
 SETS = TensorDataset(X[:N], Y[:N]), TensorDataset(X[N:], Y[N:])
 loss_func = nn.functional.cross_entropy
+HF_ARGUMENTS = {  # of a quiet Trainer, which writes no file
+    "eval_strategy": "epoch",
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "remove_unused_columns": False,
+}
 
 
 class Planted(Exception):
@@ -188,13 +197,7 @@ def hf_trainer(model, folder, callback, **options):
         "num_train_epochs": EPOCHS,
         "per_device_train_batch_size": BS,
         "per_device_eval_batch_size": BS,
-        "eval_strategy": "epoch",
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "remove_unused_columns": False,
+        **HF_ARGUMENTS,
     }
     opt = optimizer(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0)

@@ -8,12 +8,11 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer
 
 from hookcb.core.shards import is_in_memory
-from hookcb.core.torch_private import BatchNorm
 from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.measurements.parameters import Parameters
+from hookcb.diagnosis.measurements.state_dicts import statistics
 from hookcb.diagnosis.run import Run
 from hookcb.gradients.stats import is_readable, sketch_copy
 from hookcb.hooks.hook import Hook
@@ -35,7 +34,7 @@ class _Copy:
     def __init__(self, m: nn.Module, whole: nn.Module, run: Run) -> None:
         self.model, self.whole, self._loop = ref(m), ref(whole), run.loop
         self.samples, self.first = _samples(m), run.step
-        self.statistics = {name: x.clone() for name, x in _statistics(m).items()}
+        self.statistics = {name: x.clone() for name, x in _running_means(m).items()}
         self.uses_statistics = False  # whether it was evaluated in eval mode
         self.steps = set[int]()  # numbers of training batches before a call without gradients
         self.is_trained = False
@@ -111,7 +110,7 @@ class Copies(Measurement):
                 far, own = _distance(trained, begins), _distance(now, begins)
                 if far > 0:
                     self.moved.append((own / far, len(copy.steps)))
-                mine, theirs = _statistics(m), _statistics(model)
+                mine, theirs = _running_means(m), _running_means(model)
                 stay = [name for name, x in copy.statistics.items() if torch.equal(x, mine.get(name, x))]
                 change = [
                     name for name, x in mine.items() if name in theirs and not torch.equal(x, theirs[name])
@@ -155,14 +154,11 @@ def _samples(m: nn.Module) -> Samples:
     return {name: sketch_copy(p) for name, p in known if p.numel()}
 
 
-def _statistics(m: nn.Module) -> Samples:
+def _running_means(m: nn.Module) -> Samples:
     """Running means of batch norms, by name."""
-    norms = ((name, x) for name, x in m.named_modules() if isinstance(x, BatchNorm))
-    return {
-        name: x.running_mean.detach()
-        for name, x in norms
-        if isinstance(x.running_mean, Tensor) and not isinstance(x.running_mean, UninitializedBuffer)
-    }
+    known = statistics(m)
+    means = ((name, x) for name, x in m.named_buffers() if name.endswith("running_mean"))
+    return {name: x.detach() for name, x in means if name in known}
 
 
 def _distance(samples: Samples, begins: Samples) -> float:

@@ -38,9 +38,8 @@ class Opponents(Measurement):
         self.why = ""  # how that is known, "" if it is not
         self._behind: list[tuple[ReferenceType[Tensor], Tensor]] = []  # of another model, as they were
         self._n_fed = self._n_plain = 0  # batches with inputs from another model, and with others
-        self._last: tuple[ReferenceType[Optimizer], int] | None = (
-            None  # that stepped, and backwards until then
-        )
+        # the optimizer that has stepped last, and the number of backwards until then
+        self._last: tuple[ReferenceType[Optimizer], int] | None = None
         self._n_steps = self._n_turns = self._n_joint = 0
 
     def on_prediction(self, run: Run) -> None:

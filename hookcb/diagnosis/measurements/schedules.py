@@ -194,10 +194,8 @@ class Schedules(Measurement):
 
     def on_between(self, run: Run) -> None:
         if isinstance(opt := run.loop.opt, Optimizer):
-            key, now = (
-                id(opt),
-                max((x for g in opt.param_groups if isinstance(x := g.get("lr"), float)), default=math.nan),
-            )
+            given = (group.get("lr") for group in opt.param_groups)
+            key, now = id(opt), max((x for x in given if isinstance(x, float)), default=math.nan)
             low, high, _ = self._rates.get(key, (now, now, now))
             self._rates[key] = min(low, now), max(high, now), now
             self._n_steps[key] += 1

@@ -39,11 +39,8 @@ class UnseenClasses(Fault):
         self.is_alone = False  # whether labels of other ranks are not known
 
     def tell(self, run: Run) -> None:
-        targets, valid, self.is_alone = (
-            run.measured(Targets),
-            run.measured(Validations),
-            bool(name_own_rank()),
-        )
+        targets, valid = run.measured(Targets), run.measured(Validations)
+        self.is_alone = bool(name_own_rank())
         is_known = targets.are_of_samples and targets.labels(run.measured(Loss).graph_of_one) is not None
         train = targets.counts if is_known and len(targets.counts) <= MAX_CLASSES else []
         of_valid = valid.labels if len(valid.labels) == len(train) else []

@@ -44,8 +44,8 @@ class IncompleteCheckpoint(Fault):
 
     def __init__(self) -> None:
         super().__init__()
-        # names of what was saved and of what was not, the share of it, the file, and the steps before
         self._began: dict[str, Tensor] = {}  # elements of running statistics, before the first step
+        # names of what was saved and of what was not, the share of it, the file, and the steps before
         self._head: tuple[tuple[str, ...], tuple[str, ...], float, str, int] | None = None
 
     def on_model(self, run: Run) -> None:

@@ -47,20 +47,13 @@ class ScaledClipping(Fault):
         if len(left) < LATEST:
             yield Skipped(f"fewer than {LATEST} steps with a GradScaler were inspected")
             return
-        largest: dict[int, float] = {}
-        for param in run.params.values():
-            for step, x in param.series("abs_max"):
-                largest[step] = max(x, largest.get(step, 0.0))
-        shared = shared_maxima(run)
+        maxima = _maxima(run)
+        largest = {step: max(maxima.get(step, [0.0])) for step in left}
         cut = median(ratio(before.get(step, math.nan), x) for step, x in left.items())
-        are_shared = sum(step in shared for step in left) >= MIN_SHARE * len(left)
+        may_be_cut = not cut < MIN_CUT
         for what, sizes, is_cut in (
-            ("norm", left, not cut < MIN_CUT),
-            (
-                "largest element",
-                {step: largest.get(step, 0.0) for step in left},
-                are_shared or not cut < MIN_CUT,
-            ),
+            ("norm", left, may_be_cut),
+            ("largest element", largest, may_be_cut or _are_shared(maxima, list(left))),
         ):
             limit = _limit(sizes, scales)
             if limit and median(sizes.values()) < MAX_CLIPPED_TO and is_cut:
@@ -84,23 +77,28 @@ class ScaledClipping(Fault):
         yield Passed("gradients that are clipped before they are unscaled")
 
 
-def shared_maxima(run: Run) -> dict[int, float]:
-    """Largest elements of gradients by step, of steps in which several parameters have the very same one."""
+def is_clipped_while_scaled(run: Run) -> bool:
+    """Whether several parameters share the largest element in nearly all steps with a live GradScaler."""
+    steps = [step for step, x in run.steps.get("scale", Series()) if MIN_SCALE <= x < math.inf]
+    return len(steps) >= LATEST and _are_shared(_maxima(run), steps)
+
+
+def _maxima(run: Run) -> dict[int, list[float]]:
+    """Largest elements of the gradients of all parameters, by step."""
     found: dict[int, list[float]] = {}
     for param in run.params.values():
         for step, x in param.series("abs_max"):
             found.setdefault(step, []).append(x)
-    largest = {step: max(sizes) for step, sizes in found.items()}
-    return {
-        step: x for step, x in largest.items() if sum(y >= x * (1 - SAME) for y in found[step]) > 1 and x > 0
-    }
+    return found
 
 
-def is_clipped_while_scaled(run: Run) -> bool:
-    """Whether several parameters share the largest element in nearly all steps with a live GradScaler."""
-    steps = [step for step, x in run.steps.get("scale", Series()) if MIN_SCALE <= x < math.inf]
-    shared = shared_maxima(run)
-    return len(steps) >= LATEST and sum(step in shared for step in steps) >= MIN_SHARE * len(steps)
+def _are_shared(maxima: dict[int, list[float]], steps: list[int]) -> bool:
+    """Whether in nearly all of these steps several parameters have the very same largest element."""
+    n = 0
+    for step in steps:
+        largest = max(sizes := maxima.get(step, [0.0]))
+        n += largest > 0 and sum(x >= largest * (1 - SAME) for x in sizes) > 1
+    return n >= MIN_SHARE * len(steps)
 
 
 def _limit(sizes: dict[int, float], scales: dict[int, float]) -> float:
