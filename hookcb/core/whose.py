@@ -1,11 +1,14 @@
 """Owners of code, by its file: the user, a package, torch, Python, or hookcb; and lines of running code."""
 
+import gc
 import os
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from threading import get_ident
 from types import FrameType
 
 OURS = str(Path(__file__).parents[1]) + os.sep
@@ -29,6 +32,24 @@ def is_of_program(file: str) -> bool:
 def is_of_user(file: str) -> bool:
     """Whether a file is a program of the user, and not of any package."""
     return not file.startswith((*INSTALLED, OURS, "<frozen"))
+
+
+def running_frame(thread: int) -> FrameType | None:
+    """Innermost frame of the thread with an identifier; None if it does not run Python.
+
+    Until Python 3.12 a garbage collection may start within `sys._current_frames`, and a finalizer that lets
+    another thread run then blocks the process for good (github.com/python/cpython/issues/106883).
+    """
+    if thread == get_ident():
+        return sys._getframe(1)
+    is_paused = sys.version_info < (3, 12) and gc.isenabled()
+    if is_paused:
+        gc.disable()
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        if is_paused:
+            gc.enable()
 
 
 def frames_of(frame: FrameType | None, is_wanted: Callable[[str], bool]) -> Iterator[FrameType]:

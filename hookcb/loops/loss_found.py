@@ -13,6 +13,7 @@ from torch.amp import GradScaler
 from hookcb.core import graph
 from hookcb.core.batch import parts
 from hookcb.core.torch_private import has_scaled, saved
+from hookcb.core.whose import running_frame
 
 
 class FoundLoss(NamedTuple):
@@ -61,7 +62,7 @@ def find_loss(thread: int, params: Iterable[nn.Parameter]) -> FoundLoss | None:
 
 
 def _outermost_backward(thread: int) -> FrameType | None:
-    frame, found = sys._current_frames().get(thread), None
+    frame, found = running_frame(thread), None
     while frame is not None:
         if frame.f_code in graph.BACKWARDS:
             found = frame

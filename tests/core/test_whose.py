@@ -1,7 +1,9 @@
 """Whose code runs, told by its file."""
 
 import inspect
+import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -47,3 +49,41 @@ def test_an_instruction_without_a_line_counts_for_the_one_before():
     )
     jump = SimpleNamespace(f_lineno=None, f_lasti=10, f_code=code)
     assert whose.line_in(jump) == 8
+
+
+BUSY = """
+import gc, sys, threading, time
+from hookcb.core.whose import running_frame
+
+class Cycle:
+    def __init__(self):
+        self.own = self
+
+    def __del__(self):
+        time.sleep(0)  # another thread runs
+
+def work():
+    while True:
+        sum(range(50))
+
+threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]
+for thread in threads:
+    thread.start()
+gc.set_threshold(7)
+sys.setswitchinterval(1e-6)
+for _ in range(300):
+    kept = [Cycle() for _ in range(4)]
+    frame = running_frame(threads[0].ident)
+    assert frame is not None and gc.isenabled()
+print("through")
+"""
+
+
+def test_frames_of_other_threads_are_read_while_finalizers_let_threads_run():
+    shown = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=60)
+    assert shown.stdout == "through\n", shown.stderr
+
+
+def test_the_running_frame_of_this_thread_is_that_of_the_caller():
+    assert whose.running_frame(threading.get_ident()) is sys._getframe()
+    assert whose.running_frame(0) is None

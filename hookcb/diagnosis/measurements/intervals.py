@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hookcb.core.batch import parts
 from hookcb.core.optim import detached_scalar, mark_of
-from hookcb.core.whose import frames_of, is_of_user, line_in
+from hookcb.core.whose import frames_of, is_of_user, line_in, running_frame
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.heard import Ear, heard
 from hookcb.diagnosis.measurements.lines import place_of
@@ -118,7 +118,7 @@ class Intervals(Measurement):
     def on_backward(self, run: Run) -> None:
         """Sees whether the gradients of the backward before are gone."""
         now, p = self._now, run.measured(Steps).first_param
-        lines = lines_of(sys._current_frames().get(self._thread))
+        lines = lines_of(running_frame(self._thread))
         if now.n and p is not None and self._is_there and self._is_cleared(p):
             now.is_used |= self._has_stepped or (not self._weights and self._n_thrown > 0)
             now.n_thrown, self._n_thrown = now.n, self._n_thrown + 1
