@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from hookcb import watch
+from hookcb import Callback, watch
 
 FACTS_FLAGS_FAULTS: list[Case] = []
 FACTS_FLAGS_CONTROLS: list[Case] = []
@@ -51,6 +51,32 @@ def momentum_zero_in_watch(seed: int, cbs: Callbacks) -> Run:
 def momentum_small(seed: int, cbs: Callbacks) -> Run:
     model = with_momentum(Mlp(nn.ReLU, norm=True), 0.001)
     batches = digit_batches(seed, n_step=120)
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), (batches, batches[:2]), cbs, seed)
+
+
+class Decay(Callback):
+    """Multiplies the momentum of batch norms after each step, down to a minimum."""
+
+    def __init__(self, factor: float, minimum: float) -> None:
+        self.factor, self.minimum = factor, minimum
+
+    def after_step(self) -> None:
+        for m in self.model.modules():
+            if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d):
+                m.momentum = max(self.minimum, (m.momentum or 0.0) * self.factor)
+
+
+@fault(FACTS_FLAGS_FAULTS, "batch norm whose momentum decays per batch", codes=["norm.running"])
+def momentum_decays(seed: int, cbs: Callbacks) -> Run:
+    model = with_momentum(Cnn(), 0.5)
+    batches, cbs = image_batches(seed, n_step=120), [*cbs, Decay(0.9, 0.0)]
+    return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), (batches, batches[:2]), cbs, seed)
+
+
+@control(FACTS_FLAGS_CONTROLS, "batch norm whose momentum decays to 0.01", target=1.0)
+def momentum_decays_little(seed: int, cbs: Callbacks) -> Run:
+    model = with_momentum(Mlp(nn.ReLU, norm=True), 0.5)
+    batches, cbs = digit_batches(seed, n_step=160), [*cbs, Decay(0.97, 0.01)]
     return fit(model, F.cross_entropy, Adam(model.parameters(), lr=2e-3), (batches, batches[:2]), cbs, seed)
 
 

@@ -1,6 +1,8 @@
 """norm.running: running statistics of batch norms that do not follow the batches."""
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import ReferenceType, ref
 
@@ -11,14 +13,16 @@ from torch.nn.parameter import UninitializedBuffer
 from hookcb.core.batch import n_samples
 from hookcb.core.text import as_layer
 from hookcb.core.torch_private import BatchNorm
-from hookcb.diagnosis.fault import Fault, Site, fault
+from hookcb.diagnosis.fault import EVERY, Fault, Site, fault
 from hookcb.diagnosis.run import Absent, Run
 from hookcb.diagnosis.verdict import Finding
 from hookcb.hooks.modules import named_modules
 
 MIN_UPDATES = 3  # batches after which running statistics have moved
 MAX_LEFT, MIN_SLOW = 0.5, 100  # share of the initial 0 and 1 in the running statistics; batches
+MAX_EARLY = 0.8  # share of the first half of the batches, if momentum changes
 MIN_LATEST, MAX_SAMPLES, MIN_LOADED = 0.9, 400, 20  # share of the latest batch; its samples; batches
+USUAL = "Use momentum=0.1, the default, or 0.01 in long trainings"
 CONVENTION = (
     "a momentum in the convention of another framework: in PyTorch it is the share of the new batch, so "
     "momentum 0.99 of TensorFlow or Keras is 0.01"
@@ -40,6 +44,36 @@ class _State(NamedTuple):
         return torch.equal(self.mean, other.mean) and torch.equal(self.var, other.var)
 
 
+@dataclass(slots=True)
+class _Norm:
+    """A batch norm that is followed, its state at the beginning, and its momenta in batches in train mode."""
+
+    of: ReferenceType[nn.Module]
+    start: _State
+    momenta: set[float | None] = field(default_factory=set)
+    latest: float = 0.0
+    n: int = 0  # batches
+    log_left: float = 0.0  # logarithm of the share of the initial statistics that is left
+    past: list[tuple[int, float]] = field(
+        default_factory=lambda: [(0, 0.0)]
+    )  # the same after ever more batches
+
+    def note(self, momentum: float | None, n: int) -> None:
+        """Sees the momentum after n batches; since the look before, the larger of both counts."""
+        self.momenta.add(momentum)
+        latest = momentum or 0.0
+        left = 1 - max(latest, self.latest)
+        self.log_left += (n - self.n) * math.log(left) if left > 0 else -math.inf
+        self.latest, self.n = latest, n
+        if n >= 2 * self.past[-1][0]:
+            self.past.append((n, self.log_left))
+
+    def early(self) -> tuple[int, float]:
+        """A number of batches, of half of all or fewer, and their share in the statistics of now."""
+        n, before = [x for x in self.past if 2 * x[0] <= self.n][-1]
+        return n, math.exp(self.log_left - before) if math.isfinite(before) else 0.0
+
+
 @fault("norm.running", Site.MODULES, needs="batches model", leads_to="valid.*", exact=True)
 class RunningStatistics(Fault):
     """Batch norms whose running statistics do not follow the batches, so that eval mode differs.
@@ -49,8 +83,11 @@ class RunningStatistics(Fault):
     the share of 0 and 1 that is left after n batches, is above one half for n of 100 or more; the usual
     momentum of 0.1 passes that in 7 batches, one of 0.01 in 69. Likewise if momentum is 0.9 or more, but not
     1, in batches of fewer than 400 samples: then eval mode uses the statistics of the latest batch, with its
-    noise. Both are notes if no validation was seen. A note if loaded statistics stay the same because
-    momentum is 0, or if there are none (`track_running_stats=False`) and the model is validated.
+    noise. Likewise if momentum changes, and the share of the first half of the batches, or of fewer, is above
+    0.8 by the product of (1 - momentum), the larger momentum of two looks for the batches between. These are
+    notes if no validation was seen, and the last one if momentum ends at 0, which may be a freeze. A note if
+    loaded statistics stay the same because momentum is 0, or if there are none (`track_running_stats=False`)
+    and the model is validated.
 
     Source: torch.nn.BatchNorm2d: running = (1 - momentum) · running + momentum · batch.
     """
@@ -61,10 +98,7 @@ class RunningStatistics(Fault):
     def __init__(self) -> None:
         super().__init__()
         self.unless = "too little was seen of the batch norms"
-        self._norms: dict[
-            str, tuple[ReferenceType[nn.Module], _State]
-        ] = {}  # with the state at the beginning
-        self._momenta: dict[str, set[float | None]] = {}  # those in train mode, by name
+        self._norms: dict[str, _Norm] = {}
         self._stateless: list[str] = []  # without running statistics
         self._is_validated = False
         self._n_samples = 0
@@ -74,7 +108,7 @@ class RunningStatistics(Fault):
         self._stateless = [name for name, m in norms.items() if m.running_mean is None]
         for name, m in norms.items():
             if (state := _state_of(m)) is not None:
-                self._norms[name] = ref(m), _State(*(x.clone() for x in state))
+                self._norms[name] = _Norm(ref(m), _State(*(x.clone() for x in state)))
         if not norms:
             self.unless, self.done = Absent("there is no batch norm"), True
 
@@ -82,9 +116,11 @@ class RunningStatistics(Fault):
         self._n_samples = max(self._n_samples, n_samples((*run.loop.yb, run.loop.xb)) or 0)
 
     def on_batch_end(self, run: Run) -> None:
-        for name, (norm, _) in self._norms.items():
-            if (m := norm()) is not None and m.training:
-                self._momenta.setdefault(name, set()).add(m.momentum)  # type: ignore[arg-type]
+        for norm in self._norms.values():
+            if (m := norm.of()) is not None and m.training:
+                norm.note(m.momentum, run.n_batches)  # type: ignore[arg-type]
+                if len(norm.momenta) > 1:
+                    self.cadence = EVERY  # looks are too far apart for its course
 
     def on_validation(self, run: Run) -> None:
         self._is_validated = True
@@ -93,20 +129,16 @@ class RunningStatistics(Fault):
         if not (self._norms or self._stateless):
             return
         self.seen = [self._without()] if self._stateless and self._is_validated else []
-        for name, (norm, start) in self._norms.items():
-            m = norm()
+        for name, norm in self._norms.items():
+            m = norm.of()
             now = None if m is None else _state_of(m)
-            if now is not None and (n := int(now.n) - int(start.n)) >= MIN_UPDATES:
+            if now is not None and (n := int(now.n) - int(norm.start.n)) >= MIN_UPDATES:
                 self.unless = ""
-                self.seen += self._judged(name, n, start, now)
+                self.seen += self._judged(name, n, norm, now)
 
-    def _judged(self, name: str, n: int, start: _State, now: _State) -> Iterator[Finding]:
-        momenta = self._momenta.get(name, set())
-        momentum = next(iter(momenta)) if len(momenta) == 1 else None
-        norm, usual = (
-            f"Batch norm {as_layer(name)}",
-            "Use momentum=0.1, the default, or 0.01 in long trainings",
-        )
+    def _judged(self, name: str, n: int, seen: _Norm, now: _State) -> Iterator[Finding]:
+        start, momentum = seen.start, next(iter(seen.momenta)) if len(seen.momenta) == 1 else None
+        norm = f"Batch norm {as_layer(name)}"
         if now.is_initial:
             how = " (momentum 0)" if momentum == 0 else ""
             yield self.finding(
@@ -116,8 +148,10 @@ class RunningStatistics(Fault):
                 value=0.0,
                 limit=0.0,
                 causes=(CONVENTION,) if momentum == 0 else ("something resets or restores these buffers",),
-                next_steps=(usual if momentum == 0 else "Look for code that writes running_mean",),
+                next_steps=(USUAL if momentum == 0 else "Look for code that writes running_mean",),
             )
+        elif len(seen.momenta) > 1 and None not in seen.momenta:
+            yield from self._changed(name, norm, seen)
         elif momentum is None:
             return
         elif start.is_initial and n >= MIN_SLOW and (left := (1 - momentum) ** n) > MAX_LEFT:
@@ -130,7 +164,7 @@ class RunningStatistics(Fault):
                 value=left,
                 limit=MAX_LEFT,
                 causes=(CONVENTION,),
-                next_steps=(usual,),
+                next_steps=(USUAL,),
             )
         elif MIN_LATEST <= momentum < 1 and n >= MIN_LOADED and 0 < self._n_samples < MAX_SAMPLES:
             yield self.finding(
@@ -155,6 +189,21 @@ class RunningStatistics(Fault):
                 next_steps=(
                     "To freeze it, call eval() on it and freeze its parameters; else set momentum=0.1",
                 ),
+            )
+
+    def _changed(self, name: str, norm: str, seen: _Norm) -> Iterator[Finding]:
+        n, share = seen.early() if seen.n >= MIN_SLOW else (0, 0.0)
+        if share > MAX_EARLY:
+            yield self.finding(
+                f"{norm} has changed its momentum, which is {seen.latest:.2g} now: after {seen.n} batches "
+                f"its running mean and variance are {share:.0%} those of before batch {n} (limit "
+                f"{MAX_EARLY:.0%}). In eval mode it normalizes by these, while the weights have moved on.",
+                "warning" if self._is_validated and seen.latest else "info",
+                at=name,
+                value=share,
+                limit=MAX_EARLY,
+                causes=("a momentum that decays too fast",),
+                next_steps=(USUAL,),
             )
 
     def _without(self) -> Finding:

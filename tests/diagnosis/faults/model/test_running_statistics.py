@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
-from hookcb import Diagnose, Learner, watch
+from hookcb import Callback, Diagnose, Learner, watch
 from hookcb.diagnosis.faults.model.running_statistics import RunningStatistics
 from hookcb.diagnosis.run import Absent, Run, Skipped
 from tests.diagnosis.faults.support import numbers
@@ -71,6 +71,29 @@ def test_statistics_that_stay_as_they_began_are_told_in_short_trainings_too(n, h
 def test_a_momentum_of_another_framework_is_told_and_usual_ones_are_not(model, n, n_valid, found):
     model = pickle.loads(pickle.dumps(model))
     assert trained(model, n, n_valid) == found
+
+
+@pytest.mark.parametrize(
+    ("momentum", "n", "found"),
+    [
+        (lambda i: 0.1 / (i + 1), 200, [("warning", "1")]),
+        (lambda i: 0.5 * 0.9**i, 200, [("warning", "1")]),
+        (lambda i: 0.5 * 0.9**i, 90, []),  # too short to say
+        (lambda i: max(0.01, 0.5 * 0.5 ** (i // 20)), 200, []),  # as PointNet++
+        (lambda i: 1 / (i + 1), 200, []),  # a cumulative average
+        (lambda i: 0.1 if i < 8 else 0.0, 200, [("info", "1")]),  # a freeze
+        (lambda i: None if i % 2 else 0.1, 200, []),
+    ],
+)
+def test_a_momentum_that_decays_too_fast_is_told(momentum, n, found):
+    class Schedule(Callback):
+        i = 0
+
+        def after_step(self):
+            self.i += 1
+            self.model[1].momentum = momentum(self.i)
+
+    assert trained(net(momentum(0)), n, cbs=[Schedule()]) == found
 
 
 def test_the_noise_of_large_batches_is_small():
