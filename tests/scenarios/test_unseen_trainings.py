@@ -129,9 +129,12 @@ def test_a_training_by_closures_is_judged_by_what_was_seen_of_it():
     opt = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
     with watch(model, opt, Diagnose(show=False)) as w:
         closing(model, opt)
-    assert (w.diagnose().status, w.diagnose().reason) == ("healthy", "")
-    assert w.diagnose().n_checked < w.diagnose().n_checks
-    fine = " ".join(w.diagnose().ruled_out)
+    verdict = w.diagnose()
+    told = {x.code for x in verdict.findings if x.severity != "info"}
+    assert not {code for code in told if not code.startswith("time.")}  # which another process can cause
+    assert verdict.reason == ""
+    assert verdict.n_checked < verdict.n_checks
+    fine = " ".join(verdict.ruled_out)
     assert "flat loss" in fine
     assert not any(word in fine for word in ("attenuated", "exploding", "update", "dead"))
 
