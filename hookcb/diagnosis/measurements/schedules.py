@@ -1,7 +1,6 @@
 """Schedules: schedulers of torch, their lengths, and how often they are stepped beside batches and steps."""
 
 import math
-from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -167,6 +166,16 @@ class Use:
     rates: tuple[float, float, float] = (math.nan, math.nan, math.nan)
 
 
+@dataclass(slots=True)
+class _Steps:
+    """Steps of an optimizer, and its smallest, largest and last learning rate, as in `Use`."""
+
+    low: float
+    high: float
+    last: float = math.nan
+    n: int = 0
+
+
 class Schedules(Measurement):
     """Schedulers of the optimizers of a training."""
 
@@ -178,8 +187,7 @@ class Schedules(Measurement):
         self.used: list[tuple[Scheduler, Use]] = []
         self.n_epochs = self.n_validations = 0  # epochs: 0 if it is unknown when they end
         self._n_heard = -1
-        self._n_steps = Counter[int]()  # of each optimizer, by its id
-        self._rates: dict[int, tuple[float, float, float]] = {}
+        self._steps: dict[int, _Steps] = {}  # of each optimizer, by its id
 
     def on_model(self, run: Run) -> None:
         ear = heard(Schedulers)
@@ -194,11 +202,14 @@ class Schedules(Measurement):
 
     def on_between(self, run: Run) -> None:
         if isinstance(opt := run.loop.opt, Optimizer):
-            given = (group.get("lr") for group in opt.param_groups)
-            key, now = id(opt), max((x for x in given if isinstance(x, float)), default=math.nan)
-            low, high, _ = self._rates.get(key, (now, now, now))
-            self._rates[key] = min(low, now), max(high, now), now
-            self._n_steps[key] += 1
+            now = max(
+                [x for group in opt.param_groups if isinstance(x := group.get("lr"), float)] or [math.nan]
+            )
+            if (steps := self._steps.get(id(opt))) is None:
+                steps = self._steps[id(opt)] = _Steps(low=now, high=now)
+            steps.n, steps.last = steps.n + 1, now
+            if not steps.low <= now <= steps.high:
+                steps.low, steps.high = min(steps.low, now), max(steps.high, now)
 
     def on_batch_end(self, run: Run) -> None:
         n = heard(Schedulers).n_steps
@@ -236,6 +247,7 @@ class Schedules(Measurement):
             groups = set(map(id, opt.param_groups))
             for own in stepping:
                 if own is opt or not groups.isdisjoint(map(id, own.param_groups)):
-                    use.is_ours, use.key, use.n_steps = True, id(own), self._n_steps[id(own)]
-                    use.rates = self._rates.get(id(own), use.rates)
+                    use.is_ours, use.key = True, id(own)
+                    if (steps := self._steps.get(id(own))) is not None:
+                        use.n_steps, use.rates = steps.n, (steps.low, steps.high, steps.last)
             use.is_foreign = not use.is_ours and not trained.isdisjoint(params_of(opt))

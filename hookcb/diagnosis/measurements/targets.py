@@ -54,6 +54,10 @@ class Targets(Measurement):
     def __init__(self) -> None:
         self._batches: list[Tensor] = []  # in the order of the training
         self._n_losses, self._choice = 0, random.Random(0)  # not the generator of the user's program
+        self._next, self._place = (
+            0,
+            0,
+        )  # number of the batch that is kept next, and place of the one that goes
         self.n_batches, self.is_known = 0, False
         self._is_only = True  # whether no batch had a second tensor among its targets
         self.is_of_output = False  # whether the loss compares the model's output itself with them
@@ -114,14 +118,22 @@ class Targets(Measurement):
     def on_loss(self, run: Run) -> None:
         self.are_given |= bool(len(run.loop.yb))
         self._n_losses += 1
-        place = self._choice.randrange(self._n_losses) if self._n_losses > MAX_BATCHES else MAX_BATCHES
-        if place < len(self._batches) == MAX_BATCHES:
-            del self._batches[place]
+        if self._n_losses == self._next and len(self._batches) == MAX_BATCHES:
+            del self._batches[self._place]
         is_chosen = len(self._batches) < MAX_BATCHES
         if is_chosen:
             self.add_batch(self.of_batch(run))
+            if len(self._batches) == MAX_BATCHES:
+                self._choose()
         if self._tally is not None:
             self._count(run, self._tally, is_chosen or run.looking)
+
+    def _choose(self) -> None:
+        """Draws which batch is kept next: each with a chance of MAX_BATCHES / n, its number (Algorithm R)."""
+        self._next, self._place = self._n_losses, MAX_BATCHES
+        while self._place >= MAX_BATCHES:
+            self._next += 1
+            self._place = self._choice.randrange(self._next)
 
     def on_batch_end(self, run: Run) -> None:
         self._of_step, self._yb = -1, ()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from hookcb.diagnosis.fault import EVERY, Fault, Site, Unknown, fault
+from hookcb.diagnosis.fault import Fault, Site, Unknown, fault
 from hookcb.diagnosis.heard import heard
 from hookcb.diagnosis.measurements.loads import File, LoadClock, Loads, Saves
 from hookcb.diagnosis.measurements.state_dicts import numbers
@@ -11,6 +11,7 @@ from hookcb.diagnosis.run import Absent, Run
 
 UNHEARD = "files that were read before the training were not heard; hookcb diagnose script.py hears them"
 NOTHING = Absent("no weights of the model were loaded from a file with the state of a training")
+MAX_STEPS = 64  # within which a training that resumes has loaded its files
 PROGRESS = ("last_epoch", "_step_count", "verbose")  # numbers of a scheduler that are not its settings
 
 
@@ -37,7 +38,7 @@ class NotResumed(Fault):
 
     headline = "The training resumes without part of its state"
     severity = "warning"
-    cadence = EVERY
+    cadence = MAX_STEPS
     uses = (LoadClock,)
     passed = "a training that is resumed without a part of its state"
     unless: Unknown = UNHEARD
