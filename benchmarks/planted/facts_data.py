@@ -60,11 +60,11 @@ def augmented_training(seed: int, cbs: Callbacks) -> Run:
     return fit(model, F.cross_entropy, Adam(model.parameters(), lr=3e-3), (train, valid), cbs, seed)
 
 
-@control(FACTS_DATA_CONTROLS, "a series that drifts, split by time", target=1.0)
+@control(FACTS_DATA_CONTROLS, "a series that drifts, split by time", target=0.01)
 def drifting_series(seed: int, cbs: Callbacks) -> Run:
     rng = generator(seed)
     walk = torch.randn(2400, 8, generator=rng).cumsum(0) * 0.02
-    y = walk.mean(1, keepdim=True) + 0.1 * torch.randn(2400, 1, generator=rng)
+    y = walk.mean(1, keepdim=True) + 0.02 * torch.randn(2400, 1, generator=rng)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
     dls = _phases(seed, walk, y, walk)
     return fit(model, F.mse_loss, SGD(model.parameters(), lr=0.05), dls, cbs, seed)
