@@ -1,0 +1,222 @@
+"""Sums: what is known of many tensors on a card, in two launches for each dtype, however many there are."""
+
+from __future__ import annotations  # annotations stay text, as tl is not imported yet
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hookcb.core.triton_kernel import Addresses, TritonKernel, can_run, table_on
+
+if TYPE_CHECKING:
+    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]  # no types
+
+COLUMNS = ("squares", "size", "total", "largest", "nonfinite", "rows")
+CHUNK = 32_768  # elements that a program reads, about
+BLOCK = 2_048  # of these at a time
+MERGED = 256  # chunks that are merged at a time
+READ = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@cache
+def works_on(device: torch.device) -> bool:
+    """Whether `Sums` can be used on a device."""
+    return can_run(device, lambda: Sums(device).of([torch.zeros(2, 2, device=device)], [2]))
+
+
+class Sums:
+    """Reads tensors on one card: Σx², Σ|x|, Σx, the largest finite |x|, how many are not finite, rows not zero.
+
+    A tensor is divided into chunks of about 32,768 elements, whatever its size, and a chunk has whole rows or
+    a part of one. Sums of chunks are in float32, those over chunks in float64 and in a fixed order: results
+    are the same in each run. Squares are scaled in a chunk where they would leave the range of float32.
+
+    Args:
+        device: the card.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._key = device, list[tuple[torch.dtype, int, int]]()
+        self._groups: list[_Group] = []
+
+    def of(self, xs: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
+        """Sums of tensors without gaps, `(len(xs), 6)` of float64 in the order of `COLUMNS`.
+
+        Args:
+            xs: tensors of a dtype of `READ`, in memory without gaps.
+            widths: number of elements in a row of each; 0 if rows do not matter.
+        """
+        key = [(x.dtype, x.numel(), width) for x, width in zip(xs, widths, strict=True)]
+        if key != self._key:
+            self._key, dtypes = key, dict.fromkeys(dtype for dtype, *_ in key)
+            alike = [(d, [i for i, (own, *_) in enumerate(key) if own is d]) for d in dtypes]
+            self._groups = [_Group(d, places, [key[i][1:] for i in places], self._device) for d, places in alike]
+        out = torch.empty(len(xs), len(COLUMNS), dtype=torch.float64, device=self._device)
+        for group in self._groups:
+            group.launch([xs[i] for i in group.places], out)
+        return out
+
+
+class _Group:
+    """Tables of tensors of one dtype.
+
+    Args:
+        dtype: the dtype.
+        places: their rows in the table of results.
+        sizes: number of elements of each, and of a row.
+        device: the card.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, places: list[int], sizes: Sequence[tuple[int, int]], device: torch.device
+    ) -> None:
+        self.places, self._dtype, self._addresses = places, dtype, Addresses(device)
+        chunks, spans = _divided(sizes, places)
+        self._n_chunks, self._device = len(chunks), device
+        self._chunks, self._spans = table_on(device, chunks), table_on(device, spans)
+
+    def launch(self, xs: Sequence[Tensor], out: Tensor) -> None:
+        parts = torch.empty(max(1, self._n_chunks), len(COLUMNS), dtype=torch.float64, device=self._device)
+        if self._n_chunks:
+            kind = str(self._dtype).removeprefix("torch.")
+            args = self._addresses.of(xs), self._chunks, parts, kind, BLOCK
+            _SUM.launch(self._dtype, self._device, self._n_chunks, args)
+        _MERGE.launch("", self._device, len(xs), (parts, self._spans, out, MERGED))
+
+
+def _divided(sizes: Sequence[tuple[int, int]], places: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Chunks, and by tensor which of them it has.
+
+    Returns:
+        `(n_chunks, 4)`: index of the tensor, first element, number of elements, and of those in a row;
+        `(n_tensors, 4)`: first chunk, number of chunks, and of those in a row, and place of the result.
+    """
+    n, width = torch.tensor(sizes, dtype=torch.int64, device="cpu").reshape(-1, 2).unbind(1)
+    in_row = (-(-width // CHUNK)).clamp(1, MERGED)  # 1 if a chunk has whole rows
+    whole = CHUNK // width.clamp(1, CHUNK) * width
+    length = torch.where(in_row > 1, -(-width // in_row), whole).masked_fill_(width == 0, CHUNK)
+    count = torch.where(in_row > 1, n // width.clamp(min=1) * in_row, -(-n // length))
+    first = count.cumsum(0) - count
+    which = torch.repeat_interleave(torch.arange(len(n), device="cpu"), count)
+    at = torch.arange(len(which), device="cpu") - first[which]
+    own, part, row = length[which], at % in_row[which], at // in_row[which]
+    begin = torch.where(in_row[which] > 1, row * width[which] + part * own, at * own)
+    end = torch.where(in_row[which] > 1, (row + 1) * width[which], n[which])
+    size = torch.minimum(begin + own, end) - begin  # below 0 where the parts of a row are more than it needs
+    of_row = torch.where(in_row[which] > 1, own, width[which])
+    chunks = torch.stack([which, begin, size.clamp(min=0), of_row], 1)
+    return chunks, torch.stack([first, count, in_row, torch.tensor(places, device="cpu")], 1)
+
+
+def _sum(
+    addresses: tl.tensor, chunks: tl.tensor, parts: tl.tensor, kind: tl.constexpr, block: tl.constexpr
+) -> None:
+    """Writes the sums of one chunk to its row of `parts`.
+
+    It begins to read at a multiple of 16 bytes, and ends at one, so that 16 are read at a time: a few bytes
+    before and after the chunk are in the same piece of memory, and are left out of the sums.
+    """
+    chunk = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = getattr(tl, kind)
+    real: tl.constexpr = tl.float64 if kind == "float64" else tl.float32
+    itemsize: tl.constexpr = dtype.primitive_bitwidth // 8
+    in_16: tl.constexpr = 16 // itemsize
+    address = tl.load(addresses + tl.load(chunks + chunk * 4)) + tl.load(chunks + chunk * 4 + 1) * itemsize
+    n = tl.load(chunks + chunk * 4 + 2).to(tl.int32)
+    width = tl.load(chunks + chunk * 4 + 3).to(tl.int32)
+    x = tl.multiple_of((address // 16 * 16).to(tl.pointer_type(dtype)), 16)
+    begin = (address % 16 // itemsize).to(tl.int32)
+    end = begin + n
+    stop = tl.multiple_of((end + in_16 - 1) // in_16 * in_16, in_16)
+    squares = tl.zeros((block,), real)
+    size = tl.zeros((block,), real)
+    total = tl.zeros((block,), real)
+    largest = tl.full((block,), -1.0, real)
+    bad = tl.zeros((block,), tl.int32)
+    filled = tl.zeros((block,), tl.int32)
+    for first in range(0, end, block):
+        lane = first + tl.arange(0, block)
+        inside = (lane >= begin) & (lane < end)
+        value = tl.where(inside, tl.load(x + lane, mask=lane < stop, other=0).to(real), 0.0)
+        of_value = tl.abs(value)
+        is_finite = of_value < float("inf")
+        squares += value * value
+        size += of_value
+        total += value
+        largest = tl.maximum(largest, tl.where(is_finite & inside, of_value, -1.0))
+        bad += (is_finite == 0).to(tl.int32)
+        filled += (value != 0).to(tl.int32)
+    top = tl.max(largest)
+    square = tl.sum(squares).to(tl.float64)
+    if (top > 0) & ((top < 1e-15) | (top > 1e15)):  # squares may leave the range of float32
+        squares = tl.zeros((block,), real)
+        for first in range(0, end, block):
+            lane = first + tl.arange(0, block)
+            inside = (lane >= begin) & (lane < end)
+            value = tl.where(inside, tl.load(x + lane, mask=lane < stop, other=0).to(real), 0.0) / top
+            squares += value * value
+        square = tl.sum(squares).to(tl.float64) * top * top
+    n_filled = tl.sum(filled)
+    rows = tl.where(n_filled == n, (n + width - 1) // tl.maximum(width, 1), 0)
+    if (n_filled > 0) & (n_filled < n) & (width > 0):  # rows are counted only where some elements are zero
+        latest = tl.full((), -1, tl.int32)
+        for first in range(0, end, block):
+            lane = first + tl.arange(0, block)
+            value = tl.load(x + lane, mask=lane < stop, other=0)
+            is_filled = (value != 0) & (lane >= begin) & (lane < end)
+            row = (lane - begin) // width
+            counts = tl.histogram(
+                tl.where(is_filled, row - tl.maximum(first - begin, 0) // width, 0), block, is_filled
+            )
+            low = tl.min(tl.where(is_filled, row, n))
+            rows += tl.sum((counts > 0).to(tl.int32)) - (low == latest).to(tl.int32)
+            latest = tl.maximum(latest, tl.max(tl.where(is_filled, row, -1)))
+    out = parts + chunk * 6
+    tl.store(out, square)
+    tl.store(out + 1, tl.sum(size).to(tl.float64))
+    tl.store(out + 2, tl.sum(total).to(tl.float64))
+    tl.store(out + 3, top.to(tl.float64))
+    tl.store(out + 4, tl.sum(bad).to(tl.float64))
+    tl.store(out + 5, rows.to(tl.float64))
+
+
+def _merge(parts: tl.tensor, spans: tl.tensor, out: tl.tensor, block: tl.constexpr) -> None:
+    """Writes the sums of one tensor, from those of its chunks in their order."""
+    spans += tl.program_id(0) * 4
+    first, n, in_row = tl.load(spans), tl.load(spans + 1), tl.load(spans + 2)
+    squares = tl.zeros((block,), tl.float64)
+    size = tl.zeros((block,), tl.float64)
+    total = tl.zeros((block,), tl.float64)
+    largest = tl.full((block,), -1.0, tl.float64)
+    bad = tl.zeros((block,), tl.float64)
+    rows = tl.zeros((), tl.float64)
+    step = block // in_row * in_row  # whole rows
+    for at in range(0, n, step):
+        lane = tl.arange(0, block)
+        inside = (lane < step) & (at + lane < n)
+        part = parts + (first + at + lane) * 6
+        squares += tl.load(part, mask=inside, other=0.0)
+        size += tl.load(part + 1, mask=inside, other=0.0)
+        total += tl.load(part + 2, mask=inside, other=0.0)
+        largest = tl.maximum(largest, tl.load(part + 3, mask=inside, other=-1.0))
+        bad += tl.load(part + 4, mask=inside, other=0.0)
+        found = tl.load(part + 5, mask=inside, other=0.0)
+        if in_row == 1:
+            rows += tl.sum(found)
+        else:
+            counts = tl.histogram((lane // in_row).to(tl.int32), block, found > 0)
+            rows += tl.sum((counts > 0).to(tl.float64))
+    out += tl.load(spans + 3) * 6
+    tl.store(out, tl.sum(squares))
+    tl.store(out + 1, tl.sum(size))
+    tl.store(out + 2, tl.sum(total))
+    tl.store(out + 3, tl.max(largest))
+    tl.store(out + 4, tl.sum(bad))
+    tl.store(out + 5, rows)
+
+
+_SUM = TritonKernel(_sum, num_warps=8, maxnreg=64)
+_MERGE = TritonKernel(_merge, num_warps=4)
