@@ -21,8 +21,9 @@ from hookcb.activations.bins import at_level, level_of
 from hookcb.activations.rows import MAX_BATCHES, MAX_ELEMENTS
 from hookcb.activations.stats import SAMPLED, WHOLE, _strata, histogram, shares
 from hookcb.gradients.records import MAX_STEPS
-from hookcb.gradients.stats import RUN, SKETCH, mean_size, sketch, sketch_places
+from hookcb.gradients.samples import RUN, SKETCH, sketch, sketch_places
 from hookcb.gradients.stats import WHOLE as MIDDLE
+from hookcb.gradients.stats import mean_size
 
 DETAIL_EVERY = 10  # the default of GradientHealth
 WIDEST = torch.tensor([[-8.0, 8.0]], dtype=torch.float64)  # a range of histograms at level 0

@@ -1,4 +1,4 @@
-"""TritonKernel: a kernel that is compiled at its first launch, and then launched with little work of the host."""
+"""TritonKernel: a kernel that is compiled at its first launch, and then launched with little overhead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hookcb.core.randomness import random_kept
 class TritonKernel:
     """A function for Triton; nothing is imported before its first launch.
 
-    The module of the function gets `tl`, which is triton.language: Triton's interpreter finds names there only.
+    The module of the function gets `tl`, triton.language, as Triton's interpreter finds names there only.
 
     Args:
         function: the function.
@@ -25,7 +25,7 @@ class TritonKernel:
 
     def __init__(self, function: Callable[..., None], **options: Any) -> None:
         # Triton 3.9 warns if the fusion of products and sums, which is the default, is not given
-        self._function, self._options = function, {"enable_fp_fusion": True} | options
+        self._function, self.options = function, {"enable_fp_fusion": True} | options
         self._jit: Any = None
         self._compiled: dict[Hashable, Any] = {}
 
@@ -47,7 +47,7 @@ class TritonKernel:
     def _launch(self, key: Hashable, programs: int, args: Sequence[Any]) -> None:
         compiled = self._compiled.get(key)
         if compiled is None:  # in the interpreter at each launch
-            self._compiled[key] = self.jit[(programs,)](*args, **self._options)
+            self._compiled[key] = self.jit[(programs,)](*args, **self.options)
         else:
             compiled[(programs, 1, 1)](*args)
 
@@ -56,8 +56,8 @@ class TritonKernel:
         """What `triton.jit` makes of the function."""
         if self._jit is None:
             with random_kept():
-                import triton
-                import triton.language as tl
+                import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]  # no types
+                import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
             self._function.__globals__["tl"] = tl
             self._jit = triton.jit(self._function)
         return self._jit

@@ -19,13 +19,14 @@ from hookcb.core.shards import (
     summed,
 )
 from hookcb.core.torch_private import is_flattened
+from hookcb.gradients.samples import sketch_copy
 from hookcb.gradients.stats import (
     WHOLE,
     Number,
     elements_of,
+    largest_of,
     number_of,
     plain_gradient,
-    sketch_copy,
     summarize_gradient,
 )
 from hookcb.hooks.params import Param
@@ -225,10 +226,7 @@ def _of_gradient(x: Tensor | None) -> tuple[list[Number], Number, Tensor]:
     size = number_of(elements_of(x).abs().sum())
     zeros, n = (number_of((rows == 0).sum()), float(len(rows))) if x.ndim > 1 else (0.0, 0.0)
     low, high = summary.low, summary.high
-    if isinstance(low, Tensor) and isinstance(high, Tensor):
-        largest: Number = torch.maximum(high, -low)
-    else:
-        largest = -math.inf if math.isnan(high) else max(high, -low)
+    largest = -math.inf if isinstance(high, float) and math.isnan(high) else largest_of(low, high)
     return [float(x.numel()), squares, size, summary.nonfinite, zeros, n, squares], largest, rows
 
 

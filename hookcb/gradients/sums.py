@@ -28,7 +28,7 @@ def works_on(device: torch.device) -> bool:
 
 
 class Sums:
-    """Reads tensors on one card: Σx², Σ|x|, Σx, the largest finite |x|, how many are not finite, rows not zero.
+    """Reads tensors on a card: Σx², Σ|x|, Σx, largest finite |x|, numbers of NaN and inf, of rows not zero.
 
     A tensor is divided into chunks of about 32,768 elements, whatever its size, and a chunk has whole rows or
     a part of one. Sums of chunks are in float32, those over chunks in float64 and in a fixed order: results
@@ -53,7 +53,9 @@ class Sums:
         if key != self._key:
             self._key, dtypes = key, dict.fromkeys(dtype for dtype, *_ in key)
             alike = [(d, [i for i, (own, *_) in enumerate(key) if own is d]) for d in dtypes]
-            self._groups = [_Group(d, places, [key[i][1:] for i in places], self._device) for d, places in alike]
+            self._groups = [
+                _Group(d, places, [key[i][1:] for i in places], self._device) for d, places in alike
+            ]
         out = torch.empty(len(xs), len(COLUMNS), dtype=torch.float64, device=self._device)
         for group in self._groups:
             group.launch([xs[i] for i in group.places], out)

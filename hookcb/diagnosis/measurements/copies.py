@@ -14,7 +14,8 @@ from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.measurements.parameters import Parameters
 from hookcb.diagnosis.measurements.state_dicts import statistics
 from hookcb.diagnosis.run import Run
-from hookcb.gradients.stats import is_readable, sketch_copy
+from hookcb.gradients.samples import sketch_copy
+from hookcb.gradients.stats import is_readable
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import without_wrappers
 from hookcb.training.ema import EMA

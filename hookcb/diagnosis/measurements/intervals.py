@@ -20,7 +20,7 @@ from hookcb.diagnosis.heard import Ear, heard
 from hookcb.diagnosis.measurements.lines import place_of
 from hookcb.diagnosis.measurements.steps import Steps, is_there
 from hookcb.diagnosis.run import Run
-from hookcb.gradients.stats import sketch_copy
+from hookcb.gradients.samples import sketch_copy
 from hookcb.hooks.optimizer_steps import StepHook, params_of
 
 MAX_STEPS = 64

@@ -30,7 +30,7 @@ from hookcb.diagnosis.measurements.state_dicts import (
     tensors,
 )
 from hookcb.diagnosis.run import Run
-from hookcb.gradients.stats import sketch_copy
+from hookcb.gradients.samples import sketch_copy
 
 MAX_CALLS = 1_000  # that are kept
 N_KNOWN = 4  # first and last tensors of a state dict, by which it is known again

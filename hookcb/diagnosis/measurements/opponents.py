@@ -14,7 +14,8 @@ from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.loss_graph import last_parameters
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run
-from hookcb.gradients.stats import is_readable, sketch_copy
+from hookcb.gradients.samples import sketch_copy
+from hookcb.gradients.stats import is_readable
 from hookcb.hooks.optimizer_steps import params_of
 
 N_FOLLOWED = 64  # steps

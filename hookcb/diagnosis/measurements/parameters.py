@@ -9,7 +9,8 @@ from hookcb.core.shards import has_no_part
 from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.measurements.outside import OutsideParameters
 from hookcb.diagnosis.run import Run
-from hookcb.gradients.stats import is_readable, sketch_copy
+from hookcb.gradients.samples import sketch_copy
+from hookcb.gradients.stats import is_readable
 from hookcb.hooks.params import find_params
 
 

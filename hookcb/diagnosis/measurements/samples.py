@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hookcb.core.shards import local_part
-from hookcb.gradients.stats import SKETCH
+from hookcb.gradients.samples import SKETCH
 
 N_NARROW = 32  # elements of each matrix that are copied in every step
 WILD = 10.0  # times the largest element of the parameter; a written element that is larger is corrupt

@@ -16,7 +16,7 @@ from hookcb.diagnosis.measurements.parameters import Parameters
 from hookcb.diagnosis.measurements.state_dicts import is_initial, is_plain, statistics
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Absent, Run
-from hookcb.gradients.stats import sketch_copy
+from hookcb.gradients.samples import sketch_copy
 
 PARAMETERS = "named_parameters() is saved, which has no buffers, instead of state_dict()"
 MAX_HEAD = 0.1  # share of the trained weights; more may be of use by itself, as a decoder

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from hookcb.diagnosis.fault import Fault, Site, fault
 from hookcb.diagnosis.frame import LOW_PRECISION
 from hookcb.diagnosis.run import Run
-from hookcb.gradients.stats import sketch_copy
+from hookcb.gradients.samples import sketch_copy
 from hookcb.hooks.params import named_params
 
 MAX_LOST = 0.5  # share of the weights

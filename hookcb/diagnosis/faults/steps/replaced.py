@@ -16,7 +16,8 @@ from hookcb.diagnosis.heard import heard
 from hookcb.diagnosis.measurements.loads import Loads
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run
-from hookcb.gradients.stats import is_readable, sketch_copy
+from hookcb.gradients.samples import sketch_copy
+from hookcb.gradients.stats import is_readable
 from hookcb.hooks.optimizer_steps import params_of
 from hookcb.hooks.params import named_params
 
