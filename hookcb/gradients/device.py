@@ -123,7 +123,9 @@ class DeviceReader:
         """Numbers of gradients, `scale` times too large, in the order of `params`, and of weights."""
         if self.has_kernels:
             return Capture(self, self._tracked([]), self._read(grads), scale)
-        plain = [_unscaled(at_least_float32(g), scale) for g in grads]
+        plain = _wide(grads)
+        if not isinstance(scale, float) or scale != 1:
+            plain = [_unscaled(g, scale) for g in plain]
         numbers = self._row(large_numbers(plain[self.n_copied :], is_detailed))
         return Capture(self, self._tracked(plain[: self.n_copied]), numbers)
 
@@ -137,14 +139,14 @@ class DeviceReader:
         if self.has_kernels:
             capture.clipped = self._read(grads)
             return
-        plain = [at_least_float32(g) for g in grads]
+        plain = _wide(grads)
         capture.clipped_small = self._joined(_flat(plain[: self.n_copied]), [], self.n_elements)
         capture.clipped = self._row([norm_of(g) for g in plain[self.n_copied :]])
 
     def after(self, capture: Capture) -> None:
         """Reads the weights after the step."""
         capture.after = self._tracked([])
-        middle = [self.params[i].p.detach() for i in self.middle]
+        middle = [self.params[i].p for i in self.middle]
         if self.has_kernels:
             capture.weights = self._sums_of_weights.of([_in_rows(p) for p in middle], [0] * len(middle))
             return
@@ -199,8 +201,8 @@ class DeviceReader:
 
 def usable(g: Tensor) -> Tensor | None:
     """A gradient that kernels can read, and plain operations too; None if its elements cannot be read."""
-    usual = type(g) is Tensor and g.layout is torch.strided and g.dtype in READ and not g.is_neg()
-    return g.detach() if usual else plain_gradient(g)
+    usual = type(g) is Tensor and g.dtype in READ and g.layout is torch.strided and not g.requires_grad
+    return g if usual and not g.is_neg() else plain_gradient(g)
 
 
 def _in_rows(x: Tensor) -> Tensor:
@@ -215,9 +217,11 @@ def _flat(xs: Sequence[Tensor]) -> list[Tensor]:
     return [x if x.ndim == 1 else x.reshape(-1) for x in xs]
 
 
+def _wide(xs: Sequence[Tensor]) -> list[Tensor]:
+    return [x if x.dtype is torch.float32 else at_least_float32(x) for x in xs]
+
+
 def _unscaled(x: Tensor, scale: Number) -> Tensor:
-    if isinstance(scale, float) and scale == 1:
-        return x
     return x / scale if x.layout is torch.strided else (x / scale).coalesce()
 
 

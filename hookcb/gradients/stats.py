@@ -141,25 +141,36 @@ def large_numbers(xs: Sequence[Tensor], is_detailed: bool) -> list[Number]:
     Returns:
         Five numbers for each gradient, one after another.
     """
-    if xs and not is_detailed and not xs[0].is_cpu:
-        stored = [elements_of(x) for x in xs]
-        sizes = norms_of([x if x.numel() else x.new_zeros(1) for x in stored], math.inf)
-        bad = [size.isfinite().logical_not_() for size in sizes]
-        found = [_numbers(x, row_norms(x), math.nan, n, math.nan) for x, n in zip(xs, bad, strict=True)]
-        return [number for of_one in found for number in of_one]
+    quick = None if is_detailed else _quick_numbers(xs)
+    if quick is not None:
+        return quick
     numbers: list[Number] = []
-    for x in () if is_detailed else xs:
-        of_one = _numbers(x, row_norms(x), math.nan, 0.0, math.nan)
-        norm = of_one[0]
-        if not SAFE_LOW < norm < SAFE_HIGH and not (norm == 0 and _is_zero(elements_of(x))):
-            numbers = []
-            break
-        numbers += of_one
-    if numbers:
-        return numbers
     for x in xs:
         rows, low, high, nonfinite = summarize_gradient(x)
-        numbers += _numbers(x, rows, largest_of(low, high), nonfinite, mean_size(x))
+        norm = number_of(wide_norm(rows, dim=0))
+        zeros = number_of(_zero_rows(rows, widest(x.device))) if x.ndim > 1 else math.nan
+        numbers += norm, largest_of(low, high), nonfinite, zeros, mean_size(x)
+    return numbers
+
+
+def _quick_numbers(xs: Sequence[Tensor]) -> list[Number] | None:
+    """The numbers of `large_numbers` without details; None if they must be read."""
+    numbers: list[Number] = []
+    if xs and not xs[0].is_cpu:
+        stored = [elements_of(x) for x in xs]
+        sizes = norms_of([x if x.numel() else x.new_zeros(1) for x in stored], math.inf)
+        for x, size in zip(xs, sizes, strict=True):
+            rows = row_norms(x)
+            zeros = _zero_rows(rows, widest(x.device)) if x.ndim > 1 else math.nan
+            numbers += wide_norm(rows, dim=0), math.nan, size.isfinite().logical_not_(), zeros, math.nan
+        return numbers
+    for x in xs:
+        rows = row_norms(x)
+        norm = torch.linalg.vector_norm(rows, dtype=torch.float64).item()
+        if not SAFE_LOW < norm < SAFE_HIGH and not (norm == 0 and _is_zero(elements_of(x))):
+            return None
+        zeros = 1 - rows.count_nonzero().item() / len(rows) if x.ndim > 1 else math.nan
+        numbers += norm, math.nan, 0.0, zeros, math.nan
     return numbers
 
 
@@ -168,19 +179,6 @@ def largest_of(low: Number, high: Number) -> Number:
     if isinstance(low, Tensor) and isinstance(high, Tensor):
         return torch.maximum(high, -low)
     return max(high, -low)
-
-
-def _numbers(x: Tensor, rows: Tensor, largest: Number, nonfinite: Number, mean: Number) -> list[Number]:
-    """The numbers of `large_numbers` for a gradient, from the norms of its rows."""
-    norm = number_of(wide_norm(rows, dim=0))
-    if x.ndim < 2:
-        zeros: Number = math.nan
-    elif rows.is_cpu:
-        zeros = 1 - int(rows.count_nonzero()) / len(rows)
-        zeros = zeros if math.isfinite(norm) or bool(rows.isfinite().any()) else math.nan
-    else:
-        zeros = _zero_rows(rows, widest(rows.device))
-    return [norm, largest, nonfinite, zeros, mean]
 
 
 def _is_zero(x: Tensor) -> bool:

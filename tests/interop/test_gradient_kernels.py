@@ -1,4 +1,4 @@
-"""The kernels that read gradients and weights, against float64: on a card if there is one, else interpreted."""
+"""The kernels that read gradients and weights, in float64: on a card, if there is one, else interpreted."""
 
 import os
 import subprocess
@@ -247,12 +247,12 @@ class Odd(nn.Module):
     def __init__(self):
         super().__init__()
         self.emb = nn.Embedding(4000, 8, sparse=True)
-        self.half = nn.Parameter(normal(40, 50).bfloat16())
+        self.low = nn.Parameter(normal(40, 50).bfloat16())
         self.turned = nn.Parameter(normal(60, 50).t())
         self.unused = nn.Parameter(normal(3))
 
     def forward(self, x):
-        return self.emb(x).sum() + (self.half.float() * self.turned[:40, :50]).sum().square()
+        return self.emb(x).sum() + (self.low.float() * self.turned[:40, :50]).sum().square()
 
 
 def test_odd_gradients_are_read(kernels):
