@@ -95,7 +95,7 @@ def sketch_places(x: Tensor) -> tuple[Tensor, Tensor] | None:
 
     None if it has `sketch`, or no such view.
     """
-    flat = _flat(x)
+    flat = _flat(x) if x.layout is torch.strided and x.is_contiguous() else None
     is_picked = flat is not None and SKETCH < len(flat) <= 16 * SKETCH
     return (flat, _places(len(flat), x.device)) if flat is not None and is_picked else None
 
@@ -112,8 +112,9 @@ def sketch_copy(x: Tensor) -> Tensor:
     Complex elements become real and imaginary parts in turn; of a DTensor, it has some of this rank's part.
     """
     x = local_part(x.detach())
-    flat = _flat(x)
-    view = _tracked((x if x.layout is torch.strided else x.to_dense()).reshape(-1) if flat is None else flat)
+    view = sketch(x)
+    if view is None:
+        view = _tracked((x if x.layout is torch.strided else x.to_dense()).reshape(-1))
     if view.is_complex():
         view = torch.view_as_real(view)
     return at_least_float32(view.clone(memory_format=torch.contiguous_format)).view(-1)
@@ -212,7 +213,10 @@ def _index_of(kinds: tuple[tuple[torch.dtype, Any, Any], ...], rule: Rule, devic
     for i, (dtype, shape, stride) in enumerate(kinds):
         places = rule(shape.numel())
         offsets.append(torch.zeros_like(places))
-        for step, size in sorted(zip(stride, shape, strict=True)):
+        dims = list(zip(stride, shape, strict=True))[::-1]
+        # as `sketch_copy`, which takes elements of these sizes in the order of indices
+        is_picked = rule is tracked_places and SKETCH < shape.numel() <= 16 * SKETCH
+        for step, size in dims if is_picked else sorted(dims):
             offsets[-1] += places % size * step
             places = places // size
         if len(places):
