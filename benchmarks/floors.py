@@ -23,7 +23,6 @@ from hookcb.activations.stats import SAMPLED, WHOLE, _strata, histogram, shares
 from hookcb.gradients.records import MAX_STEPS
 from hookcb.gradients.samples import RUN, SKETCH, sketch, sketch_places
 from hookcb.gradients.stats import WHOLE as MIDDLE
-from hookcb.gradients.stats import mean_size
 
 DETAIL_EVERY = 10  # the default of GradientHealth
 WIDEST = torch.tensor([[-8.0, 8.0]], dtype=torch.float64)  # a range of histograms at level 0
@@ -100,7 +99,7 @@ def of_gradients(model: nn.Module, folder: Path, stack: ExitStack) -> Callable[[
             rows = torch.linalg.vector_norm(g.view(len(g), -1), dim=1)
             isfinite(torch.linalg.vector_norm(rows).item())
             if is_detailed:
-                g.amin().item(), g.amax().item(), mean_size(g)
+                g.amin().item(), g.amax().item(), (g if g.numel() <= MIDDLE else sketch(g)).abs().mean()
             if g.numel() <= MIDDLE:
                 torch.linalg.vector_norm(p.detach()).item(), p.detach().sum().item()
         weights.extend([tracked(), tracked()])

@@ -24,7 +24,7 @@ from hookcb.gradients.stats import (
     WHOLE,
     Number,
     elements_of,
-    large_numbers,
+    large_sums,
     number_of,
     plain_gradient,
     row_norms,
@@ -43,12 +43,11 @@ class Capture:
     Attributes:
         reader: the reader.
         before: small gradients, if no kernels read them, and tracked weights before the step, concatenated.
-        grads: five numbers of each other gradient, see `large_numbers`; with kernels, `Sums` of all.
-        scale: factor by which `Sums` are too large.
+        grads: numbers of each other gradient, see `large_sums`.
+        scale: factor by which these are too large.
         after: tracked weights after the step.
-        weights: norm and sum of each parameter of middle size; with kernels, `Sums`.
-        clipped_small: small gradients as the optimizer got them; None if they are as before.
-        clipped: norms of the others; with kernels, `Sums`.
+        weights: norm and sum of each parameter of middle size.
+        clipped: norms of all gradients as the optimizer got them; None if they are as before.
     """
 
     reader: "DeviceReader"
@@ -57,7 +56,6 @@ class Capture:
     scale: Number = 1.0
     after: Tensor | None = None
     weights: Numbers = ()
-    clipped_small: Tensor | None = None
     clipped: Numbers | None = None
 
     @property
@@ -122,12 +120,12 @@ class DeviceReader:
     def before(self, grads: Sequence[Tensor], scale: Number, is_detailed: bool) -> Capture:
         """Numbers of gradients, `scale` times too large, in the order of `params`, and of weights."""
         if self.has_kernels:
-            return Capture(self, self._tracked([]), self._read(grads), scale)
+            return Capture(self, self._tracked([]), self._read(grads)[:, :-1], scale)
         plain = _wide(grads)
         if not isinstance(scale, float) or scale != 1:
             plain = [_unscaled(g, scale) for g in plain]
-        numbers = self._row(large_numbers(plain[self.n_copied :], is_detailed))
-        return Capture(self, self._tracked(plain[: self.n_copied]), numbers)
+        sums = self._row(large_sums(plain[self.n_copied :], is_detailed))
+        return Capture(self, self._tracked(plain[: self.n_copied]), sums)
 
     def at_step(self, capture: Capture) -> None:
         """Reads the gradients again, as the optimizer gets them."""
@@ -137,18 +135,17 @@ class DeviceReader:
             for g, s in zip(found, self.shapes, strict=True)
         ]
         if self.has_kernels:
-            capture.clipped = self._read(grads)
-            return
-        plain = _wide(grads)
-        capture.clipped_small = self._joined(_flat(plain[: self.n_copied]), [], self.n_elements)
-        capture.clipped = self._row([norm_of(g) for g in plain[self.n_copied :]])
+            capture.clipped = self._read(grads)[:, 0]
+        else:
+            capture.clipped = self._row([norm_of(g) for g in _wide(grads)])
 
     def after(self, capture: Capture) -> None:
         """Reads the weights after the step."""
         capture.after = self._tracked([])
         middle = [self.params[i].p for i in self.middle]
         if self.has_kernels:
-            capture.weights = self._sums_of_weights.of([_in_rows(p) for p in middle], [0] * len(middle))
+            sums = self._sums_of_weights.of([_in_rows(p) for p in middle], [0] * len(middle))
+            capture.weights = sums[:, ::5]  # the norm and the sum
             return
         numbers: list[Number] = []
         for p in middle:
@@ -176,15 +173,12 @@ class DeviceReader:
             copy = sketch_copy(self.params[i].p) if source is None else source[0].index_select(0, source[1])
             self._views[i] = copy if i < self.n_small else copy.view(-1, RUN)
         n = self.n_elements + self.n_tracked if small else self.n_tracked
-        xs = [*_flat(small), *self._views[: self.n_small]]
-        return self._joined(xs, self._views[self.n_small :], n)
-
-    def _joined(self, xs: list[Tensor], runs: list[Tensor], n: int) -> Tensor:
-        """A concatenated copy of tensors with one dimension, then of runs: `n` elements, at least float32."""
+        xs = [*(x if x.ndim == 1 else x.reshape(-1) for x in small), *self._views[: self.n_small]]
+        runs = self._views[self.n_small :]
         if self.device.type != "cpu" or self.dtype is not torch.float32:
             joined = [torch.cat(same).view(-1) for same in (xs, runs) if same]
-            return at_least_float32(torch.cat(joined)) if joined else torch.empty(0, device=self.device)
-        whole, n_flat = self._memory.lend(torch.Size([n])), n - sum(map(Tensor.numel, runs))
+            return at_least_float32(torch.cat(joined))
+        whole, n_flat = self._memory.lend(torch.Size([n])), n - sum(self.lengths[self.n_small :])
         if xs:
             torch.cat(xs, out=whole[:n_flat])
         if runs:
@@ -211,10 +205,6 @@ def _in_rows(x: Tensor) -> Tensor:
         return x
     is_dense = x.permute(sorted(range(x.ndim), key=x.stride, reverse=True)).is_contiguous()
     return x if is_dense and x.stride(0) == x.numel() // len(x) else x.contiguous()
-
-
-def _flat(xs: Sequence[Tensor]) -> list[Tensor]:
-    return [x if x.ndim == 1 else x.reshape(-1) for x in xs]
 
 
 def _wide(xs: Sequence[Tensor]) -> list[Tensor]:

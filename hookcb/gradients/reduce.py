@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hookcb.core.precision import moved, numbers_to, scaled_norm, wide_norm, widened, widest
+from hookcb.core.precision import moved, numbers_to, scaled_norm, widened, widest
 from hookcb.gradients.capture import StepCapture
 from hookcb.gradients.device import Capture, Numbers
 from hookcb.gradients.samples import SKETCH
@@ -53,11 +53,9 @@ def _kind(step: StepCapture) -> tuple[object, ...]:
 
 
 def _reduce(captures: list[Capture], skipped: list[Number]) -> Reduced:
-    reader = captures[0].reader
-    whole = torch.stack([c.before for c in captures])
+    reader, whole = captures[0].reader, torch.stack([c.before for c in captures])
     small, before = whole[:, : reader.n_elements], whole[:, reader.n_elements :]
-    wide = widest(reader.device)
-    numels = numbers_to(reader.device, reader.numels, wide)
+    numels = numbers_to(reader.device, reader.numels, widest(reader.device))
     norm, abs_max, nonfinite, zero_rows, mean_abs = _gradient_columns(captures, small, numels)
     made = numbers_on(reader.device, skipped)[:, None] == 0
     used = _clipped_norms(captures, norm).where(made, torch.nan)
@@ -75,20 +73,18 @@ def _gradient_columns(captures: list[Capture], small: Tensor, numels: Tensor) ->
         small: the gradients that were copied, `(R, n)`.
         numels: numbers of elements, `(n_params,)`.
     """
-    reader, n_steps, table = captures[0].reader, len(captures), _table([c.grads for c in captures])
-    if reader.has_kernels:
-        rows = [shape[0] if len(shape) > 1 else torch.nan for shape in reader.shapes]
-        scale = numbers_on(reader.device, [c.scale for c in captures])[:, None]
-        return of_sums(table, numels, numbers_to(reader.device, rows, table.dtype), scale)
-    shapes = [(shape, len(list(same))) for shape, same in groupby(reader.shapes[: reader.n_copied])]
+    reader, n_steps, n = captures[0].reader, len(captures), captures[0].reader.n_copied
+    shapes = [(shape, len(list(same))) for shape, same in groupby(reader.shapes[:n])]
+    parts = _split(small, [k * shape.numel() for shape, k in shapes])
     found = [
         reduce_small(x.reshape(n_steps, k, -1) if x.shape[1] else x.new_empty(n_steps, k, 0), shape)
-        for x, (shape, k) in zip(
-            _split(small, [k * shape.numel() for shape, k in shapes]), shapes, strict=True
-        )
+        for x, (shape, k) in zip(parts, shapes, strict=True)
     ]
-    if reader.n_copied < len(reader.params):
-        found.append(GradColumns(*table.view(n_steps, -1, len(GradColumns._fields)).unbind(2)))
+    if n < len(reader.params):
+        rows = [shape[0] if len(shape) > 1 else torch.nan for shape in reader.shapes[n:]]
+        scale = numbers_on(reader.device, [c.scale for c in captures])[:, None]
+        sums = _table([c.grads for c in captures]).view(n_steps, len(rows), -1)
+        found.append(of_sums(sums, numels[n:], numbers_to(reader.device, rows, sums.dtype), scale))
     return GradColumns(*(torch.cat(column, 1) for column in zip(*found, strict=True)))
 
 
@@ -116,9 +112,8 @@ def _weight_columns(captures: list[Capture], before: Tensor, numels: Tensor) -> 
     size, mean, std, ratio, drift = (torch.cat(column, 1) for column in zip(*found, strict=True))
     size[:, n:] *= (numels[n:] / SKETCH).sqrt()  # a norm grows with the number of elements
     if reader.middle:
-        table = _table([c.weights for c in captures]).view(len(captures), len(reader.middle), -1)
-        of_both = (table[..., 0].sqrt(), table[..., 2]) if reader.has_kernels else table.unbind(2)
-        exact, total = of_both
+        table = _table([c.weights for c in captures]).view(len(captures), -1, 2)
+        exact, total = table.unbind(2)
         middle = numbers_to(reader.device, reader.middle, torch.int64)
         std[:, middle] = std_of(exact, total, numels[middle], std[:, middle])
         size[:, middle], mean[:, middle] = exact, total / numels[middle]
@@ -127,22 +122,11 @@ def _weight_columns(captures: list[Capture], before: Tensor, numels: Tensor) -> 
 
 def _clipped_norms(captures: list[Capture], norm: Tensor) -> Tensor:
     """Gradient norms at the step, `(R, n_params)`; `norm` where the gradients were not changed."""
-    reader = captures[0].reader
-    clipped = {i: c for i, c in enumerate(captures) if c.clipped is not None}
+    clipped = {i: c.clipped for i, c in enumerate(captures) if c.clipped is not None}
     if not clipped:
         return norm
-    used = _table([c.clipped for c in clipped.values() if c.clipped is not None])
-    if reader.has_kernels:
-        return _with_rows(norm, list(clipped), used[..., 0].sqrt())
-    small = _split(_stacked(c.clipped_small for c in clipped.values()), reader.numels[: reader.n_copied])
-    norms = [wide_norm(x, dim=1)[:, None] for x in small]
-    return _with_rows(norm, list(clipped), torch.cat([*norms, used.view(len(clipped), -1)], 1))
-
-
-def _with_rows(table: Tensor, places: list[int], rows: Tensor) -> Tensor:
-    """A table with other rows in some places, without a sync."""
-    index = numbers_to(table.device, places, torch.int64)
-    return table.index_copy(0, index, rows.to(table.dtype))
+    index = numbers_to(norm.device, list(clipped), torch.int64)
+    return norm.index_copy(0, index, _table([*clipped.values()]).to(norm.dtype))
 
 
 def _split(x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:

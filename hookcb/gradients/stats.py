@@ -30,11 +30,10 @@ Number = float | Tensor  # a float on a CPU, as reading needs no sync there; els
 
 
 class GradSummary(NamedTuple):
-    """Summary of one large gradient, with its details."""
+    """Summary of one large gradient."""
 
     rows: Tensor  # L2 norm of each row, along the first dimension: (n_rows,)
-    low: Number  # smallest and largest of the finite elements
-    high: Number
+    largest: Number  # of the finite |x|; -1 if there is none
     nonfinite: Number  # number of NaN and infinities
 
 
@@ -110,27 +109,23 @@ def summarize_gradient(x: Tensor) -> GradSummary:
     """
     elements = elements_of(x)
     if elements.numel() == 0:
-        return GradSummary(row_norms(x), 0.0, 0.0, 0.0)
+        return GradSummary(row_norms(x), 0.0, 0.0)
     if not x.is_cpu:
         others = elements.isfinite().logical_not_()
-        finite = elements.masked_fill(others, 0)
-        return GradSummary(row_norms(x), *torch.aminmax(finite), others.sum())
-    low, high = _ends(elements)
-    size = max(-low, high)
+        return GradSummary(row_norms(x), elements.abs().masked_fill_(others, -1).amax(), others.sum())
+    size = _largest(elements)
     if SAFE_LOW < size < SAFE_HIGH or size == 0:  # False for NaN
-        return GradSummary(row_norms(x), low, high, 0.0)
+        return GradSummary(row_norms(x), size, 0.0)
     finite = elements[elements.isfinite()]
-    low, high = _ends(finite) if len(finite) else (math.nan, math.nan)
     scale = size if 0 < size < math.inf else 1.0  # else squares leave the range of float64 too
-    return GradSummary(
-        row_norms(x.double() / scale) * scale, low, high, float(elements.numel() - len(finite))
-    )
+    rows, largest = row_norms(x.double() / scale) * scale, _largest(finite) if len(finite) else -1.0
+    return GradSummary(rows, largest, float(elements.numel() - len(finite)))
 
 
-def large_numbers(xs: Sequence[Tensor], is_detailed: bool) -> list[Number]:
-    """Norm, largest finite |x|, number of NaN and infinities, share of zero rows, and mean |x| of gradients.
+def large_sums(xs: Sequence[Tensor], is_detailed: bool) -> list[Number]:
+    """Norm, Σ|x|, largest finite |x|, number of NaN and infinities, and of rows that are not zero.
 
-    Without details the second and the last are NaN, and each is read once, not three times; 1 stands for any
+    Without details the second and the third are NaN, and each is read once, not three times; 1 stands for any
     number of NaN and infinities on other devices than the CPU, where telling needs a sync. On a CPU there are
     details all the same if any gradient has NaN, infinities, or squares that would leave float32.
 
@@ -141,57 +136,49 @@ def large_numbers(xs: Sequence[Tensor], is_detailed: bool) -> list[Number]:
     Returns:
         Five numbers for each gradient, one after another.
     """
-    quick = None if is_detailed else _quick_numbers(xs)
+    quick = None if is_detailed else _quick_sums(xs)
     if quick is not None:
         return quick
     numbers: list[Number] = []
     for x in xs:
-        rows, low, high, nonfinite = summarize_gradient(x)
-        norm = number_of(wide_norm(rows, dim=0))
-        zeros = number_of(_zero_rows(rows, widest(x.device))) if x.ndim > 1 else math.nan
-        numbers += norm, largest_of(low, high), nonfinite, zeros, mean_size(x)
+        rows, largest, nonfinite = summarize_gradient(x)
+        filled = torch.where(rows.isfinite().any(), (rows != 0).sum(), math.nan)
+        numbers += number_of(wide_norm(rows, dim=0)), _size(x), largest, nonfinite, number_of(filled)
     return numbers
 
 
-def _quick_numbers(xs: Sequence[Tensor]) -> list[Number] | None:
-    """The numbers of `large_numbers` without details; None if they must be read."""
+def _quick_sums(xs: Sequence[Tensor]) -> list[Number] | None:
+    """The numbers of `large_sums` without details; None if they must be read."""
     numbers: list[Number] = []
     if xs and not xs[0].is_cpu:
         stored = [elements_of(x) for x in xs]
         sizes = norms_of([x if x.numel() else x.new_zeros(1) for x in stored], math.inf)
-        for x, size in zip(xs, sizes, strict=True):
-            rows = row_norms(x)
-            zeros = _zero_rows(rows, widest(x.device)) if x.ndim > 1 else math.nan
-            numbers += wide_norm(rows, dim=0), math.nan, size.isfinite().logical_not_(), zeros, math.nan
+        for rows, size in zip(map(row_norms, xs), sizes, strict=True):
+            nonfinite = size.isfinite().logical_not_()
+            numbers += wide_norm(rows, dim=0), math.nan, math.nan, nonfinite, (rows != 0).sum()
         return numbers
     for x in xs:
         rows = row_norms(x)
         norm = torch.linalg.vector_norm(rows, dtype=torch.float64).item()
-        if not SAFE_LOW < norm < SAFE_HIGH and not (norm == 0 and _is_zero(elements_of(x))):
+        elements = elements_of(x)
+        if not SAFE_LOW < norm < SAFE_HIGH and (norm != 0 or (elements.numel() and _largest(elements) != 0)):
             return None
-        zeros = 1 - rows.count_nonzero().item() / len(rows) if x.ndim > 1 else math.nan
-        numbers += norm, math.nan, 0.0, zeros, math.nan
+        numbers += norm, math.nan, math.nan, 0.0, rows.count_nonzero().item()
     return numbers
 
 
-def largest_of(low: Number, high: Number) -> Number:
-    """The largest magnitude between two ends."""
-    if isinstance(low, Tensor) and isinstance(high, Tensor):
-        return torch.maximum(high, -low)
-    return max(high, -low)
+def _largest(x: Tensor) -> float:
+    """The largest |x| on a CPU, from minimum and maximum, which take less time than `aminmax`."""
+    low, high = x.amin().item(), x.amax().item()
+    return max(-low, high)
 
 
-def _is_zero(x: Tensor) -> bool:
-    """Whether a tensor on a CPU has no element other than 0."""
-    return not x.numel() or _ends(x) == (0, 0)
-
-
-def mean_size(x: Tensor) -> Number:
-    """Mean |gradient| of a large gradient from `plain_gradient`; above 65,536 elements, that of 1,024."""
+def _size(x: Tensor) -> Number:
+    """Σ|x| of a gradient from `plain_gradient`; above 65,536 elements, that of 1,024 in proportion."""
     tracked = sketch(x) if x.numel() > WHOLE else None
     if tracked is None:
-        return number_of(elements_of(x).abs().sum()) / x.numel()  # a fifth of the time of the L1 norm
-    return number_of(tracked.abs().mean())
+        return number_of(elements_of(x).abs().sum())  # a fifth of the time of the L1 norm
+    return number_of(tracked.abs().mean()) * x.numel()
 
 
 def number_of(x: Tensor) -> Number:
@@ -202,11 +189,6 @@ def number_of(x: Tensor) -> Number:
 def elements_of(x: Tensor) -> Tensor:
     """The stored elements of a tensor from `plain_gradient`."""
     return x if x.layout is torch.strided else x.values()
-
-
-def _ends(x: Tensor) -> tuple[float, float]:
-    """Minimum and maximum, on a CPU in less time than by `aminmax`."""
-    return x.amin().item(), x.amax().item()
 
 
 class GradColumns(NamedTuple):
@@ -239,19 +221,19 @@ def reduce_small(x: Tensor, shape: torch.Size) -> GradColumns:
 
 
 def of_sums(sums: Tensor, numels: Tensor, n_rows: Tensor, scale: Tensor) -> GradColumns:
-    """Statistics of k gradients in R records from `Sums`.
+    """Statistics of k gradients in R records from `large_sums` or `Sums`.
 
     Args:
-        sums: the sums, `(R, k, 6)`.
+        sums: the sums, `(R, k, 5)`.
         numels: number of elements of each, `(k,)`.
         n_rows: number of rows of each, `(k,)`; NaN for one dimension.
         scale: factor by which the gradients were too large, `(R, 1)`.
     """
-    squares, size, _, largest, nonfinite, rows = sums.unbind(2)
+    norm, size, largest, nonfinite, rows = sums.unbind(2)
     has_none = largest < 0  # no finite element
     zero_rows = (1 - rows / n_rows).masked_fill(has_none, math.nan)
     abs_max = largest.masked_fill(has_none, math.nan) / scale
-    return GradColumns(squares.sqrt() / scale, abs_max, nonfinite, zero_rows, size / scale / numels)
+    return GradColumns(norm / scale, abs_max, nonfinite, zero_rows, size / scale / numels)
 
 
 def _zero_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:

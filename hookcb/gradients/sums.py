@@ -14,7 +14,7 @@ from hookcb.core.triton_kernel import Addresses, TritonKernel, can_run, table_on
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]  # no types
 
-COLUMNS = ("squares", "size", "total", "largest", "nonfinite", "rows")
+COLUMNS = ("norm", "size", "largest", "nonfinite", "rows", "total")
 CHUNK = 32_768  # elements that a program reads, about
 BLOCK = 2_048  # of these at a time
 MERGED = 256  # chunks that are merged at a time
@@ -28,7 +28,7 @@ def works_on(device: torch.device) -> bool:
 
 
 class Sums:
-    """Reads tensors on a card: Σx², Σ|x|, Σx, largest finite |x|, numbers of NaN and inf, of rows not zero.
+    """Reads tensors on a card: norm, Σ|x|, largest finite |x|, numbers of NaN and inf, of rows not zero, Σx.
 
     A tensor is divided into chunks of about 32,768 elements, whatever its size, and a chunk has whole rows or
     a part of one. Sums of chunks are in float32, those over chunks in float64 and in a fixed order: results
@@ -179,10 +179,10 @@ def _sum(
     out = parts + chunk * 6
     tl.store(out, square)
     tl.store(out + 1, tl.sum(size).to(tl.float64))
-    tl.store(out + 2, tl.sum(total).to(tl.float64))
-    tl.store(out + 3, top.to(tl.float64))
-    tl.store(out + 4, tl.sum(bad).to(tl.float64))
-    tl.store(out + 5, rows.to(tl.float64))
+    tl.store(out + 2, top.to(tl.float64))
+    tl.store(out + 3, tl.sum(bad).to(tl.float64))
+    tl.store(out + 4, rows.to(tl.float64))
+    tl.store(out + 5, tl.sum(total).to(tl.float64))
 
 
 def _merge(parts: tl.tensor, spans: tl.tensor, out: tl.tensor, block: tl.constexpr) -> None:
@@ -202,22 +202,22 @@ def _merge(parts: tl.tensor, spans: tl.tensor, out: tl.tensor, block: tl.constex
         part = parts + (first + at + lane) * 6
         squares += tl.load(part, mask=inside, other=0.0)
         size += tl.load(part + 1, mask=inside, other=0.0)
-        total += tl.load(part + 2, mask=inside, other=0.0)
-        largest = tl.maximum(largest, tl.load(part + 3, mask=inside, other=-1.0))
-        bad += tl.load(part + 4, mask=inside, other=0.0)
-        found = tl.load(part + 5, mask=inside, other=0.0)
+        largest = tl.maximum(largest, tl.load(part + 2, mask=inside, other=-1.0))
+        bad += tl.load(part + 3, mask=inside, other=0.0)
+        found = tl.load(part + 4, mask=inside, other=0.0)
+        total += tl.load(part + 5, mask=inside, other=0.0)
         if in_row == 1:
             rows += tl.sum(found)
         else:
             counts = tl.histogram((lane // in_row).to(tl.int32), block, found > 0)
             rows += tl.sum((counts > 0).to(tl.float64))
     out += tl.load(spans + 3) * 6
-    tl.store(out, tl.sum(squares))
+    tl.store(out, tl.sqrt(tl.sum(squares)))
     tl.store(out + 1, tl.sum(size))
-    tl.store(out + 2, tl.sum(total))
-    tl.store(out + 3, tl.max(largest))
-    tl.store(out + 4, tl.sum(bad))
-    tl.store(out + 5, rows)
+    tl.store(out + 2, tl.max(largest))
+    tl.store(out + 3, tl.sum(bad))
+    tl.store(out + 4, rows)
+    tl.store(out + 5, tl.sum(total))
 
 
 _SUM = TritonKernel(_sum, num_warps=8, maxnreg=64)

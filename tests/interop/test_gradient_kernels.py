@@ -62,8 +62,8 @@ def oracle(x):
     wide, rows = x.double(), (x.reshape(len(x), -1) != 0).any(1).sum().item() if x.ndim > 1 and len(x) else 0
     finite = wide[wide.isfinite()]
     largest = finite.abs().max().item() if len(finite) else -1.0
-    of_all = [wide.square().sum(), wide.abs().sum(), wide.sum()]
-    return [*(of.item() for of in of_all), largest, float(x.numel() - len(finite)), rows]
+    norm, size, total = (of.item() for of in (wide.norm(), wide.abs().sum(), wide.sum()))
+    return [norm, size, largest, float(x.numel() - len(finite)), rows, total]
 
 
 def check(xs):
@@ -142,7 +142,7 @@ def test_rows_that_are_longer_than_all_chunks_of_a_merge():
     (chunks, spans), n = sums._divided([(x.numel(), width(x))], [0]), x.numel()
     assert chunks[:, 2].sum() == n
     assert spans.tolist() == [[0, 3 * MERGED, MERGED, 0]]
-    assert CUDA is False or read(x)[0, 5] == 2  # the interpreter takes minutes
+    assert CUDA is False or read(x)[0, 4] == 2  # the interpreter takes minutes
 
 
 def test_more_elements_than_32_bits_can_count_are_divided_without_a_gap():
