@@ -60,8 +60,9 @@ class Capture:
 
     @property
     def n_elements(self) -> int:
-        """Number of elements held until they are reduced."""
-        return self.before.numel() + self.reader.n_tracked
+        """Number of elements held until they are reduced; an eighth on a card, which has more memory."""
+        n = self.before.numel() + self.reader.n_tracked
+        return n if self.before.is_cpu else n // 8
 
 
 class DeviceReader:
@@ -107,9 +108,8 @@ class DeviceReader:
         # elements of a row, 0 without rows
         self.widths = [p.numel() // max(1, len(p)) if p.ndim > 1 else 0 for p in weights]
         self._views: list[Tensor] = []
-        self._missing: dict[
-            int, tuple[Tensor, Tensor] | None
-        ] = {}  # by index of those without, see `sketch_places`
+        # by index of the parameters without a view; see `sketch_places`
+        self._missing: dict[int, tuple[Tensor, Tensor] | None] = {}
         self._addresses: list[int] = []
         if self.has_kernels:
             self._gather = Gather(self.device, self.dtype)
@@ -129,11 +129,10 @@ class DeviceReader:
 
     def at_step(self, capture: Capture) -> None:
         """Reads the gradients again, as the optimizer gets them."""
-        found = [None if (g := param.p.grad) is None else usable(g) for param in self.params]
-        grads = [
-            torch.zeros(s, device=self.device) if g is None else g
-            for g, s in zip(found, self.shapes, strict=True)
-        ]
+        grads = []
+        for param, shape in zip(self.params, self.shapes, strict=True):
+            g = None if param.p.grad is None else usable(param.p.grad)
+            grads.append(torch.zeros(shape, device=self.device) if g is None else g)
         if self.has_kernels:
             capture.clipped = self._read(grads)[:, 0]
         else:

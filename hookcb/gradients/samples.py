@@ -235,12 +235,13 @@ def _gather(
 ) -> None:
     """Copies the elements of one tensor."""
     rows += tl.program_id(0) * 3
-    x = tl.load(addresses + tl.load(rows)).to(tl.pointer_type(getattr(tl, kind)))
+    address = tl.load(addresses + tl.load(rows))
+    x = address.to(tl.pointer_type(getattr(tl, kind)))
     end = tl.load(rows + 2)
     for first in range(tl.load(rows + 1), end, block):
         lane = first + tl.arange(0, block)
         place = tl.load(offsets + lane, mask=lane < end, other=0)
-        value = tl.load(x + place, mask=lane < end, other=0)
+        value = tl.load(x + place, mask=(lane < end) & (address != 0), other=0)  # 0: its memory was freed
         tl.store(out + lane, value.to(out.dtype.element_ty), mask=lane < end)
 
 

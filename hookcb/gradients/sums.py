@@ -40,7 +40,8 @@ class Sums:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._key = device, list[tuple[torch.dtype, int, int]]()
-        self._groups: list[_Group] = []
+        # by dtype: places of its tensors, their addresses, chunks, and which chunks a tensor has
+        self._tables: dict[torch.dtype, tuple[list[int], Addresses, Tensor, Tensor]] = {}
 
     def of(self, xs: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
         """Sums of tensors without gaps, `(len(xs), 6)` of float64 in the order of `COLUMNS`.
@@ -51,42 +52,22 @@ class Sums:
         """
         key = [(x.dtype, x.numel(), width) for x, width in zip(xs, widths, strict=True)]
         if key != self._key:
-            self._key, dtypes = key, dict.fromkeys(dtype for dtype, *_ in key)
-            alike = [(d, [i for i, (own, *_) in enumerate(key) if own is d]) for d in dtypes]
-            self._groups = [
-                _Group(d, places, [key[i][1:] for i in places], self._device) for d, places in alike
-            ]
-        out = torch.empty(len(xs), len(COLUMNS), dtype=torch.float64, device=self._device)
-        for group in self._groups:
-            group.launch([xs[i] for i in group.places], out)
+            self._key, self._tables = key, {}
+            for dtype in dict.fromkeys(dtype for dtype, *_ in key):
+                places = [i for i, (own, *_) in enumerate(key) if own is dtype]
+                chunks, spans = _divided([key[i][1:] for i in places], places)
+                tables = table_on(self._device, chunks), table_on(self._device, spans)
+                self._tables[dtype] = places, Addresses(self._device), *tables
+        n_columns, wide = len(COLUMNS), torch.float64
+        out = torch.empty(len(xs), n_columns, dtype=wide, device=self._device)
+        for dtype, (places, addresses, chunks, spans) in self._tables.items():
+            parts = torch.empty(max(1, len(chunks)), n_columns, dtype=wide, device=self._device)
+            if len(chunks):
+                kind = str(dtype).removeprefix("torch.")
+                args = addresses.of([xs[i] for i in places]), chunks, parts, kind, BLOCK
+                _SUM.launch(dtype, self._device, len(chunks), args)
+            _MERGE.launch("", self._device, len(places), (parts, spans, out, MERGED))
         return out
-
-
-class _Group:
-    """Tables of tensors of one dtype.
-
-    Args:
-        dtype: the dtype.
-        places: their rows in the table of results.
-        sizes: number of elements of each, and of a row.
-        device: the card.
-    """
-
-    def __init__(
-        self, dtype: torch.dtype, places: list[int], sizes: Sequence[tuple[int, int]], device: torch.device
-    ) -> None:
-        self.places, self._dtype, self._addresses = places, dtype, Addresses(device)
-        chunks, spans = _divided(sizes, places)
-        self._n_chunks, self._device = len(chunks), device
-        self._chunks, self._spans = table_on(device, chunks), table_on(device, spans)
-
-    def launch(self, xs: Sequence[Tensor], out: Tensor) -> None:
-        parts = torch.empty(max(1, self._n_chunks), len(COLUMNS), dtype=torch.float64, device=self._device)
-        if self._n_chunks:
-            kind = str(self._dtype).removeprefix("torch.")
-            args = self._addresses.of(xs), self._chunks, parts, kind, BLOCK
-            _SUM.launch(self._dtype, self._device, self._n_chunks, args)
-        _MERGE.launch("", self._device, len(xs), (parts, self._spans, out, MERGED))
 
 
 def _divided(sizes: Sequence[tuple[int, int]], places: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -126,8 +107,9 @@ def _sum(
     real: tl.constexpr = tl.float64 if kind == "float64" else tl.float32
     itemsize: tl.constexpr = dtype.primitive_bitwidth // 8
     in_16: tl.constexpr = 16 // itemsize
-    address = tl.load(addresses + tl.load(chunks + chunk * 4)) + tl.load(chunks + chunk * 4 + 1) * itemsize
-    n = tl.load(chunks + chunk * 4 + 2).to(tl.int32)
+    memory = tl.load(addresses + tl.load(chunks + chunk * 4))
+    address = memory + tl.load(chunks + chunk * 4 + 1) * itemsize
+    n = tl.where(memory == 0, 0, tl.load(chunks + chunk * 4 + 2)).to(tl.int32)  # 0: its memory was freed
     width = tl.load(chunks + chunk * 4 + 3).to(tl.int32)
     x = tl.multiple_of((address // 16 * 16).to(tl.pointer_type(dtype)), 16)
     begin = (address % 16 // itemsize).to(tl.int32)
