@@ -238,10 +238,11 @@ def _gather(
     address = tl.load(addresses + tl.load(rows))
     x = address.to(tl.pointer_type(getattr(tl, kind)))
     end = tl.load(rows + 2)
+    known = tl.where(address == 0, 0, end)  # its memory was freed
     for first in range(tl.load(rows + 1), end, block):
         lane = first + tl.arange(0, block)
         place = tl.load(offsets + lane, mask=lane < end, other=0)
-        value = tl.load(x + place, mask=(lane < end) & (address != 0), other=0)  # 0: its memory was freed
+        value = tl.load(x + place, mask=lane < known, other=0)
         tl.store(out + lane, value.to(out.dtype.element_ty), mask=lane < end)
 
 
