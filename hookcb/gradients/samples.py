@@ -200,7 +200,7 @@ class Gather:
 
 
 class _Index(NamedTuple):
-    """Where some elements of tensors are in their memory, on a card."""
+    """Places of some elements of tensors in their memory, on a card."""
 
     offsets: Tensor  # of each element of the sample from the first of its tensor
     # by dtype, for each tensor of it: its index, its first element in the sample, and that after its last

@@ -32,7 +32,7 @@ class Sums:
 
     A tensor is divided into chunks of about 32,768 elements, whatever its size, and a chunk has whole rows or
     a part of one. Sums of chunks are in float32, those over chunks in float64 and in a fixed order: results
-    are the same in each run. Squares are scaled in a chunk where they would leave the range of float32.
+    are the same in each run. Squares are scaled where they would leave the range of their dtype.
 
     Args:
         device: the card.
@@ -134,15 +134,15 @@ def _sum(
         bad += (is_finite == 0).to(tl.int32)
         filled += (value != 0).to(tl.int32)
     top = tl.max(largest)
-    square = tl.sum(squares).to(tl.float64)
-    if (top > 0) & ((top < 1e-15) | (top > 1e15)):  # squares may leave the range of float32
+    norm = tl.sqrt(tl.sum(squares).to(tl.float64))
+    if (top > 0) & ((top < 1e-15) | (top > 1e15)):  # squares may leave the range of the dtype
         squares = tl.zeros((block,), real)
         for first in range(0, end, block):
             lane = first + tl.arange(0, block)
             inside = (lane >= begin) & (lane < end)
             value = tl.where(inside, tl.load(x + lane, mask=lane < stop, other=0).to(real), 0.0) / top
             squares += value * value
-        square = tl.sum(squares).to(tl.float64) * top * top
+        norm = tl.sqrt(tl.sum(squares).to(tl.float64)) * top
     n_filled = tl.sum(filled)
     rows = tl.where(n_filled == n, (n + width - 1) // tl.maximum(width, 1), 0)
     if (n_filled > 0) & (n_filled < n) & (width > 0):  # rows are counted only where some elements are zero
@@ -159,7 +159,7 @@ def _sum(
             rows += tl.sum((counts > 0).to(tl.int32)) - (low == latest).to(tl.int32)
             latest = tl.maximum(latest, tl.max(tl.where(is_filled, row, -1)))
     out = parts + chunk * 6
-    tl.store(out, square)
+    tl.store(out, norm)
     tl.store(out + 1, tl.sum(size).to(tl.float64))
     tl.store(out + 2, top.to(tl.float64))
     tl.store(out + 3, tl.sum(bad).to(tl.float64))
@@ -171,6 +171,13 @@ def _merge(parts: tl.tensor, spans: tl.tensor, out: tl.tensor, block: tl.constex
     """Writes the sums of one tensor, from those of its chunks in their order."""
     spans += tl.program_id(0) * 4
     first, n, in_row = tl.load(spans), tl.load(spans + 1), tl.load(spans + 2)
+    scale = tl.zeros((block,), tl.float64)  # the largest norm of a chunk, so that no square is out of range
+    for at in range(0, n, block):
+        lane = at + tl.arange(0, block)
+        norm = tl.load(parts + (first + lane) * 6, mask=lane < n, other=0.0)
+        scale = tl.maximum(scale, tl.where(norm < float("inf"), norm, 0.0))
+    most = tl.max(scale)
+    most = tl.where(most > 0, most, 1.0)
     squares = tl.zeros((block,), tl.float64)
     size = tl.zeros((block,), tl.float64)
     total = tl.zeros((block,), tl.float64)
@@ -182,7 +189,8 @@ def _merge(parts: tl.tensor, spans: tl.tensor, out: tl.tensor, block: tl.constex
         lane = tl.arange(0, block)
         inside = (lane < step) & (at + lane < n)
         part = parts + (first + at + lane) * 6
-        squares += tl.load(part, mask=inside, other=0.0)
+        norm = tl.load(part, mask=inside, other=0.0) / most
+        squares += norm * norm
         size += tl.load(part + 1, mask=inside, other=0.0)
         largest = tl.maximum(largest, tl.load(part + 2, mask=inside, other=-1.0))
         bad += tl.load(part + 3, mask=inside, other=0.0)
@@ -194,7 +202,7 @@ def _merge(parts: tl.tensor, spans: tl.tensor, out: tl.tensor, block: tl.constex
             counts = tl.histogram((lane // in_row).to(tl.int32), block, found > 0)
             rows += tl.sum((counts > 0).to(tl.float64))
     out += tl.load(spans + 3) * 6
-    tl.store(out, tl.sqrt(tl.sum(squares)))
+    tl.store(out, tl.sqrt(tl.sum(squares)) * most)
     tl.store(out + 1, tl.sum(size))
     tl.store(out + 2, tl.max(largest))
     tl.store(out + 3, tl.sum(bad))

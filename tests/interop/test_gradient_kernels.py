@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hookcb import GradientClip, GradientHealth
+from hookcb.core.precision import scaled_norm
 from hookcb.gradients import device, samples, sums
 from hookcb.gradients.samples import Gather, are_same, sketch_copies, sketch_copy, tracked_places
 from hookcb.gradients.stats import GRAD_STATS
@@ -62,7 +63,7 @@ def oracle(x):
     wide, rows = x.double(), (x.reshape(len(x), -1) != 0).any(1).sum().item() if x.ndim > 1 and len(x) else 0
     finite = wide[wide.isfinite()]
     largest = finite.abs().max().item() if len(finite) else -1.0
-    norm, size, total = (of.item() for of in (wide.norm(), wide.abs().sum(), wide.sum()))
+    norm, size, total = (of.item() for of in (scaled_norm(wide.flatten(), 0), wide.abs().sum(), wide.sum()))
     return [norm, size, largest, float(x.numel() - len(finite)), rows, total]
 
 
@@ -114,6 +115,11 @@ def test_no_square_leaves_float32(size):
     check(
         [normal(40, 30) * size, torch.cat([normal(CHUNK) * size, normal(CHUNK)]), normal(CHUNK * 2, 3) * size]
     )
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e200])
+def test_no_square_leaves_float64(size):
+    check([normal(40, 30).double() * size, normal(CHUNK * 2, 3).double() * size])
 
 
 def with_zeros(shape, rows):
