@@ -59,10 +59,10 @@ class GradientHealth(Callback):
             skipped), `rms`, `abs_max` (of finite elements), `nonfinite` (number; on a GPU without Triton, in
             records without details, 1 stands for any), `zero_rows` (share, 0..1; NaN for one dimension, or if
             no row is finite), `weight_norm`, `weight_mean`, `weight_std`, `update_ratio` (‖Δw‖/‖w‖ of this
-            step) and `drift` (the same since the fit began). The last two use 1,024 elements at most. Gradient
-            statistics use all elements; weight statistics use all up to 65,536, and 1,024 of larger weights,
-            whose norm is then usually within 3 %. So does `weight_std` of more than 1,024 if it is below 6 %
-            of the mean, as in a layer norm.
+            step) and `drift` (the same since the fit began). The last two use 1,024 elements at most.
+            Gradient statistics use all elements; weight statistics use all up to 65,536, and 1,024 of larger
+            weights, whose norm is then usually within 3 %. So does `weight_std` of more than 1,024 if it is
+            below 6 % of the mean, as in a layer norm.
 
     Raises:
         FloatingPointError: With `on_nonfinite="raise"`; names the first bad parameter, and the batch.

@@ -3,7 +3,7 @@
 from __future__ import annotations  # annotations stay text, as tl is not imported yet
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -136,6 +136,17 @@ def sketch_copies(xs: Sequence[Tensor]) -> list[Tensor]:
             places, torch.split(copies, [min(parts[i].numel(), SKETCH) for i in places]), strict=True
         )
     return [found[i] for i in range(len(parts))]
+
+
+def named_sketches(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`sketch_copies` of tensors, by their names."""
+    return dict(zip(named, sketch_copies(list(named.values())), strict=True))
+
+
+def unchanged(named: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> set[str]:
+    """Names of the tensors that still have the elements of `named_sketches`; waits for devices, once each."""
+    same = are_same(sketch_copies(list(named.values())), [before[name] for name in named])
+    return {name for name, is_same in zip(named, same, strict=True) if is_same}
 
 
 def are_same(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> list[bool]:

@@ -14,7 +14,7 @@ from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.measurements.parameters import Parameters
 from hookcb.diagnosis.measurements.state_dicts import statistics
 from hookcb.diagnosis.run import Run
-from hookcb.gradients.samples import are_same, on_cpu, sketch_copies
+from hookcb.gradients.samples import are_same, named_sketches, on_cpu
 from hookcb.gradients.stats import is_readable
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import without_wrappers
@@ -152,8 +152,7 @@ def _alike(model: nn.Module) -> Iterator[nn.Module]:
 
 def _samples(m: nn.Module) -> Samples:
     every = ((name, p) for name, p in m.named_parameters() if is_readable(p) and is_in_memory(p))
-    known = {name: p for name, p in every if p.numel()}
-    return dict(zip(known, sketch_copies(list(known.values())), strict=True))
+    return named_sketches({name: p for name, p in every if p.numel()})
 
 
 def _running_means(m: nn.Module) -> Samples:

@@ -29,6 +29,7 @@ MAX_WRITES = 200  # tables of writes that are kept; a loop that writes this ofte
 MAX_OPTIMIZERS = 16  # at a time
 TINY = 1e-3  # of the rate: a step of an optimizer whose rule is unknown is at least that large
 NOT_JUDGED = (StepByHand, LBFGS)
+Settings = dict[int, dict[str, Any]]
 OF_UPDATE = ("n_changed", "n_visible", "n_since")  # columns of the table of a look
 
 
@@ -384,33 +385,23 @@ def _can_sample(p: Tensor, was_stepped: bool) -> bool:
 
 @torch.no_grad()
 def _updates(
-    params: Sequence[Tensor],
-    lengths: Sequence[int],
-    opt: Optimizer,
-    settings: dict[int, dict[str, Any]],
-    is_scaled: bool,
+    params: Sequence[Tensor], lengths: Sequence[int], opt: Optimizer, settings: Settings, is_scaled: bool
 ) -> Tensor:
     """Sizes of the updates of all sampled elements, at least; 0 where a gradient is 0 or not finite.
 
-    Args:
-        params: parameters of one dtype and device.
-        lengths: number of sampled elements of each.
-        opt: their optimizer.
-        settings: their parameter groups, by id.
-        is_scaled: whether their gradients are still multiplied by the scale of a GradScaler.
+    `lengths` are the numbers of sampled elements, `settings` the parameter groups by id of the parameter.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}  # those that one formula with the same numbers is for
     for i, p in enumerate(params):
         if p.grad is not None and p.grad.layout is torch.strided:
-            state = opt.state.get(p, {})
-            is_adam = isinstance(opt, Adam | AdamW | NAdam) and "exp_avg" in state and "exp_avg_sq" in state
-            n = state.get("step", math.inf)
+            n = opt.state.get(p, {}).get("step", math.inf)
             n = None if isinstance(n, Tensor) and not n.is_cpu else float(n)
+            is_adam = _has_moments(p, opt)
             alike.setdefault((id(settings[id(p)]), is_adam, n if is_adam else None), []).append(i)
     found: dict[int, Tensor] = {}
-    for (_, is_adam, _), places in alike.items():
+    for places in alike.values():
         own, sizes = [params[i] for i in places], [lengths[i] for i in places]
-        update = _update(own, sizes, opt, settings[id(own[0])], is_adam, is_scaled)
+        update = _update(own, sizes, opt, settings[id(own[0])], is_scaled)
         if len(places) == len(params):
             return update
         found |= zip(places, torch.split(update, sizes), strict=True)
@@ -418,38 +409,34 @@ def _updates(
     return torch.cat([found[i] if i in found else like.new_zeros(n) for i, n in enumerate(lengths)])
 
 
+def _has_moments(p: Tensor, opt: Optimizer) -> bool:
+    return isinstance(opt, Adam | AdamW | NAdam) and {"exp_avg", "exp_avg_sq"} <= opt.state.get(p, {}).keys()
+
+
 def _update(
-    params: Sequence[Tensor],
-    lengths: Sequence[int],
-    opt: Optimizer,
-    settings: dict[str, Any],
-    is_adam: bool,
-    is_scaled: bool,
+    params: Sequence[Tensor], lengths: Sequence[int], opt: Optimizer, group: dict[str, Any], is_scaled: bool
 ) -> Tensor:
-    """Sizes of updates by the rule of Adam and of SGD.
+    """Sizes of updates by the rule of Adam and of SGD, of parameters with the same settings.
 
     Other optimizers are taken to make at least a thousandth of the step of SGD with gradients below 1.
     """
-    size, rate = _placed([p.grad for p in params], params).abs(), settings.get("lr", math.nan)
-    if is_adam:
+    size, rate = _placed([p.grad for p in params], params).abs(), group.get("lr", math.nan)
+    if _has_moments(params[0], opt):
         states = [opt.state[p] for p in params]
-        means = _placed([state["exp_avg"] for state in states], params)
+        means = _placed([state["exp_avg"] for state in states], params).abs()
         squares = _placed([state.get("max_exp_avg_sq", state["exp_avg_sq"]) for state in states], params)
-        (beta1, beta2), n = settings.get("betas", (0.9, 0.999)), states[0].get("step", math.inf)
+        (beta1, beta2), n = group.get("betas", (0.9, 0.999)), states[0].get("step", math.inf)
         is_on_device = isinstance(n, Tensor) and not n.is_cpu  # where nothing is read
         n = torch.stack([state["step"] for state in states]) if is_on_device else n
         unbiased = (1 - beta2**n) ** 0.5 / (1 - beta1**n)
         if is_on_device:
             index = numbers_to(size.device, lengths, torch.int64)
-            of_each = torch.repeat_interleave(unbiased, index, output_size=len(size))
-            numerator = (of_each * means.abs()).to(means.dtype)
-        else:
-            numerator = unbiased * means.abs()
-        update = numerator / (squares.abs().sqrt() + settings.get("eps", 1e-8))
+            unbiased = torch.repeat_interleave(unbiased, index, output_size=len(size))
+        update = (unbiased * means).to(means.dtype) / (squares.abs().sqrt() + group.get("eps", 1e-8))
     elif is_scaled:
         return torch.zeros_like(size)
     elif isinstance(opt, SGD):
-        update = size * (1 - settings.get("dampening", 0))
+        update = size * (1 - group.get("dampening", 0))
     else:
         update = TINY * size / (1 + size)
     return torch.where((size > 0) & (size < math.inf), rate * update, 0.0).to(size.dtype)

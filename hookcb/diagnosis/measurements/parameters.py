@@ -8,7 +8,7 @@ from hookcb.core.shards import has_no_part
 from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.measurements.outside import OutsideParameters
 from hookcb.diagnosis.run import Run
-from hookcb.gradients.samples import are_same, sketch_copies
+from hookcb.gradients.samples import named_sketches, unchanged
 from hookcb.gradients.stats import is_readable
 from hookcb.hooks.params import find_params
 
@@ -34,8 +34,8 @@ class Parameters(Measurement):
             is_there = is_readable(p) and not isinstance(p, nn.parameter.UninitializedParameter)
             if is_there and p.numel() and not is_known:
                 new[name] = p
-        copies = sketch_copies(list(new.values()))
-        self.begins |= {name: (p, x) for (name, p), x in zip(new.items(), copies, strict=True)}
+        copies = named_sketches(new)
+        self.begins |= {name: (p, copies[name]) for name, p in new.items()}
 
     def on_step(self, run: Run) -> None:
         if run.looking and run.measured(OutsideParameters).has_joined:
@@ -44,9 +44,8 @@ class Parameters(Measurement):
         self._n_without.update(name for name, p in without if not has_no_part(p))
 
     def tell(self, run: Run) -> None:
-        params, began = [p for p, _ in self.begins.values()], [x for _, x in self.begins.values()]
-        same = are_same(sketch_copies(params), began)
-        self.moved = {name: not is_same for name, is_same in zip(self.begins, same, strict=True)}
+        params, began = ({name: pair[i] for name, pair in self.begins.items()} for i in (0, 1))
+        self.moved = dict.fromkeys(params, True) | dict.fromkeys(unchanged(params, began), False)
         trained = [name for name, (p, _) in self.begins.items() if p.requires_grad]
         self.is_still = bool(trained) and not any(self.moved[name] for name in trained)
         for name, param in run.params.items():

@@ -130,9 +130,8 @@ class ZeroGradients(_Zeros):
         if any(is_shard(g) or g.layout is not torch.strided for g in grads):
             self.done = True
             return
-        with torch.no_grad():
-            first = [g for g in grads if g.device == grads[0].device]
-            largest = torch.stack(norms_of(first)).amax() if first else 0.0
+        first = [g.detach() for g in grads if g.device == grads[0].device]
+        largest = torch.stack(norms_of(first)).amax() if first else 0.0
         self._largest.append((run.step, detached_scalar(largest)))
 
     def findings(self, run: Run) -> Iterator[Result]:

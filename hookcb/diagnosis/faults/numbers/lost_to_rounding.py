@@ -54,18 +54,13 @@ class LostToRounding(Fault):
         self._params = {name: p for name, p in params.items() if p.dtype in LOW_PRECISION and p.ndim > 1}
 
     def on_step(self, run: Run) -> None:
-        self._before, names = {}, dict[torch.device, list[str]]()
-        for name, p in self._params.items():
-            if p.grad is not None:
-                names.setdefault(p.device, []).append(name)
-        for device, on_device in names.items():
-            params = [self._params[name] for name in on_device]
-            weights, grads = (
-                sketch_copies(params),
-                sketch_copies([p.grad for p in params if p.grad is not None]),
-            )
+        self._before, known = {}, [(name, p) for name, p in self._params.items() if p.grad is not None]
+        for device in {p.device for _, p in known}:
+            names = [name for name, p in known if p.device == device]
+            weights = sketch_copies([self._params[name] for name in names])
+            grads = sketch_copies([g for name in names if (g := self._params[name].grad) is not None])
             lengths = [len(x) for x in weights]
-            self._before[device] = _Sample(on_device, lengths, torch.cat(weights), torch.cat(grads) != 0)
+            self._before[device] = _Sample(names, lengths, torch.cat(weights), torch.cat(grads) != 0)
 
     def on_cancel(self, run: Run, level: str) -> None:
         if level == "step":

@@ -16,7 +16,7 @@ from hookcb.diagnosis.heard import heard
 from hookcb.diagnosis.measurements.loads import Loads
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run
-from hookcb.gradients.samples import are_same, sketch_copies
+from hookcb.gradients.samples import named_sketches, unchanged
 from hookcb.gradients.stats import is_readable
 from hookcb.hooks.optimizer_steps import params_of
 from hookcb.hooks.params import named_params
@@ -74,20 +74,19 @@ class Replaced(Fault):
         if run.step % EACH and not run.looking:
             return
         self._held |= {key for opt in run.measured(Steps).optimizers.values() for key in params_of(opt)}
-        now, fresh = named_params(run.loop.model), dict[str, tuple[nn.Parameter, int]]()
+        now, fresh = named_params(run.loop.model), dict[str, nn.Parameter]()
         for name, known in self._own.items():
             p, old, new = now.get(name), known(), self._new.get(name)
             if p is None or p is old:
                 self._new.pop(name, None)
                 continue
             if (new is None or new.p() is not p) and id(old) in self._held and is_readable(p):
-                fresh[name] = p, id(old)
+                fresh[name] = p
             elif new is not None:
                 new.n_gradients += p.grad is not None
-        copies = sketch_copies([p for p, _ in fresh.values()])
-        for (name, (p, held)), began in zip(fresh.items(), copies, strict=True):
-            n = int(p.grad is not None)
-            self._new[name] = _New(ref(p), held, began, (self._latest, run.step), n)
+        for name, began in named_sketches(fresh).items():
+            p, n = fresh[name], int(fresh[name].grad is not None)
+            self._new[name] = _New(ref(p), id(self._own[name]()), began, (self._latest, run.step), n)
         self._latest = run.step
 
     def tell(self, run: Run) -> None:
@@ -99,8 +98,8 @@ class Replaced(Fault):
             is_long = run.n_batches - new.since[1] >= MIN_BATCHES and new.n_gradients >= MIN_GRADIENTS
             if p is not None and is_long and id(p) not in trained:
                 found[name] = p
-        same = are_same(sketch_copies(list(found.values())), [self._new[name].began for name in found])
-        found = {name: p for (name, p), is_same in zip(found.items(), same, strict=True) if is_same}
+        same = unchanged(found, {name: self._new[name].began for name in found})
+        found = {name: p for name, p in found.items() if name in same}
         self.names = frozenset(found)
         if not found:
             return
