@@ -26,6 +26,8 @@ class TritonKernel:
     def __init__(self, function: Callable[..., None], **options: Any) -> None:
         # Triton 3.9 warns if the fusion of products and sums, which is the default, is not given
         self._function, self.options = function, {"enable_fp_fusion": True} | options
+        if torch.version.hip:
+            self.options.pop("maxnreg", None)  # which Triton knows for NVIDIA only
         self._jit: Any = None
         self._compiled: dict[Hashable, Any] = {}
 

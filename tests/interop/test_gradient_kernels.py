@@ -286,13 +286,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from hookcb.gradients import samples, sums
 
-def build(kernel, signature, constants):
+def build(kernel, signature, constants, target=GPUTarget("cuda", 90, 32)):
     function = kernel.jit
     names = function.arg_names
     signature = {name: signature.get(name, "constexpr") for name in names}
     constants = {(names.index(name),): value for name, value in constants.items()}
     source = triton.compiler.ASTSource(function, signature, constants)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=kernel.options)
+    return triton.compile(source, target=target, options=kernel.options)
 
 for kind in "float32", "bfloat16", "float16", "float64":
     sum_of = {"addresses": "*i64", "chunks": "*i64", "parts": "*fp64"}
@@ -301,10 +301,16 @@ for kind in "float32", "bfloat16", "float16", "float64":
     assert "ftz" not in built.asm["ptx"], "denormal numbers count as zeros"
     assert built.metadata.maxnreg == 64
     assert built.metadata.shared <= 16_384
+    build(sums._SUM, sum_of, {"kind": kind, "block": sums.BLOCK}, GPUTarget("cuda", 80, 32))
     for out in "*fp32", "*fp64":
         gather = {"addresses": "*i64", "rows": "*i64", "offsets": "*i64", "out": out}
         build(samples._GATHER, gather, {"kind": kind, "block": samples.SKETCH})
 build(sums._MERGE, {"parts": "*fp64", "spans": "*i64", "out": "*fp64"}, {"block": sums.MERGED})
+for kernel in sums._SUM, sums._MERGE:
+    kernel.options.pop("maxnreg", None)
+hip = GPUTarget("hip", "gfx942", 64)
+build(sums._SUM, sum_of, {"kind": "bfloat16", "block": sums.BLOCK}, hip)
+build(sums._MERGE, {"parts": "*fp64", "spans": "*i64", "out": "*fp64"}, {"block": sums.MERGED}, hip)
 print("compiled")
 """
 
