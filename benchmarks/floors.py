@@ -21,7 +21,7 @@ from hookcb.activations.bins import at_level, level_of
 from hookcb.activations.rows import MAX_BATCHES, MAX_ELEMENTS
 from hookcb.activations.stats import SAMPLED, WHOLE, _strata, histogram, shares
 from hookcb.gradients.records import MAX_STEPS
-from hookcb.gradients.stats import RUN, SKETCH, mean_size, sketch, sketch_places
+from hookcb.gradients.samples import RUN, SKETCH, sketch, sketch_places
 from hookcb.gradients.stats import WHOLE as MIDDLE
 
 DETAIL_EVERY = 10  # the default of GradientHealth
@@ -99,7 +99,7 @@ def of_gradients(model: nn.Module, folder: Path, stack: ExitStack) -> Callable[[
             rows = torch.linalg.vector_norm(g.view(len(g), -1), dim=1)
             isfinite(torch.linalg.vector_norm(rows).item())
             if is_detailed:
-                g.amin().item(), g.amax().item(), mean_size(g)
+                g.amin().item(), g.amax().item(), (g if g.numel() <= MIDDLE else sketch(g)).abs().mean()
             if g.numel() <= MIDDLE:
                 torch.linalg.vector_norm(p.detach()).item(), p.detach().sum().item()
         weights.extend([tracked(), tracked()])

@@ -44,8 +44,8 @@ class GradientHealth(Callback):
             would raise torch's `Unsupported`.
         detail_every: read details in records 0, n, 2n … only, as each needs another pass over the gradients:
             `abs_max`, NaN in the other records, and for `flow()` the mean |gradient|. Parameters with up to
-            1,024 elements and those of which each rank has a part always have them, and so does each
-            parameter on a CPU if a gradient is not finite.
+            1,024 elements, those of which each rank has a part, and all on a card with Triton, which reads
+            them in the same pass, always have them; so does each on a CPU if a gradient is not finite.
         on_nonfinite: action on a NaN or infinite gradient of any parameter: "record" it; "skip" the step and
             drop the gradients; "raise", which ends the fit with weights and optimizer as they were before the
             step. "skip" and "raise" wait for the device at each step. They leave overflows to a GradScaler
@@ -56,13 +56,13 @@ class GradientHealth(Callback):
     Attributes:
         records: the `GradientRecords`, which can be saved without the callback.
         stats: `stats[record][parameter]` is a dict of `norm` (L2), `clipped_norm` (NaN if the step was
-            skipped), `rms`, `abs_max` (of finite elements), `nonfinite` (number; on a GPU, in records
-            without details, 1 stands for any), `zero_rows` (share, 0..1; NaN for one dimension, or if no row
-            is finite), `weight_norm`, `weight_mean`, `weight_std`, `update_ratio` (‖Δw‖/‖w‖ of this step) and
-            `drift` (the same since the fit began). The last two use 1,024 elements at most. Gradient
-            statistics use all elements; weight statistics use all up to 65,536, and 1,024 of larger weights,
-            whose norm is then usually within 3 %. So does `weight_std` of more than 1,024 if it is below 6 %
-            of the mean, as in a layer norm.
+            skipped), `rms`, `abs_max` (of finite elements), `nonfinite` (number; on a GPU without Triton, in
+            records without details, 1 stands for any), `zero_rows` (share, 0..1; NaN for one dimension, or if
+            no row is finite), `weight_norm`, `weight_mean`, `weight_std`, `update_ratio` (‖Δw‖/‖w‖ of this
+            step) and `drift` (the same since the fit began). The last two use 1,024 elements at most.
+            Gradient statistics use all elements; weight statistics use all up to 65,536, and 1,024 of larger
+            weights, whose norm is then usually within 3 %. So does `weight_std` of more than 1,024 if it is
+            below 6 % of the mean, as in a layer norm.
 
     Raises:
         FloatingPointError: With `on_nonfinite="raise"`; names the first bad parameter, and the batch.

@@ -7,59 +7,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hookcb.core.precision import at_least_float32, moved, wide_norm
+from hookcb.core.precision import moved
 from hookcb.core.ranks import ALONE, Ranks
 from hookcb.core.shards import has_no_part, is_shard, local_part
 from hookcb.core.torch_private import flattened, norms_of, version_of
-from hookcb.gradients.layout import Layout
+from hookcb.gradients.device import Capture, DeviceReader, usable
 from hookcb.gradients.shards import Columns, ShardCapture, ShardReader, count_nonfinite
-from hookcb.gradients.stats import (
-    RUN,
-    SAFE_HIGH,
-    SAFE_LOW,
-    WHOLE,
-    Number,
-    elements_of,
-    is_readable,
-    mean_size,
-    norms_of_rows,
-    number_of,
-    plain_gradient,
-    row_norms,
-    summarize_gradient,
-)
+from hookcb.gradients.stats import Number, elements_of, is_readable
 from hookcb.hooks.params import Param
 from hookcb.records.memory import Memory
 
-Numbers = Sequence[float] | Tensor  # floats on a CPU, made one tensor later, for many steps together
 About = dict[str, tuple[int, int, str]]  # by parameter: number of elements, of dimensions, type of the module
-
-
-@dataclass(slots=True)
-class Capture:
-    """Numbers captured around one step, for the parameters of one layout.
-
-    Attributes:
-        layout: the layout.
-        before: the parts of `layout.parts`: small gradients, row norms of large gradients, and tracked
-            weights before the step, concatenated.
-        nonfinite: number of NaN and infinities of each large gradient.
-        details: smallest and largest element and mean |gradient| of each large gradient, `(n_large · 3,)`;
-            None if they were not read.
-        after: tracked weights after the step.
-        weights: norm and sum of each parameter of middle size, `(n_middle · 2,)`.
-        clipped_small: small gradients as the optimizer got them; None if they are as before.
-        clipped_large: norms of the large ones.
-    """
-
-    layout: Layout
-    before: Tensor
-    nonfinite: Numbers
-    details: Numbers | None = None
-    after: Tensor | None = None
-    weights: Numbers = ()
-    clipped_small: Tensor | None = None
-    clipped_large: Numbers = ()
 
 
 @dataclass(slots=True)
@@ -101,7 +59,7 @@ class StepCapture:
     def n_elements(self) -> int:
         """Number of elements held until they are reduced."""
         n = sum(values.numel() for _, values in self.buffers.values())
-        return n + sum(c.before.numel() + c.layout.parts[2] for c in self.captures)
+        return n + sum(c.n_elements for c in self.captures)
 
 
 class GradientReader:
@@ -127,7 +85,7 @@ class GradientReader:
         self._shards: ShardReader | None = None
         self._left_out: dict[str, str] = {}
         self._key: list[int] = []
-        self._layouts: list[tuple[Layout, list[int]]] = []  # with indices into the gradients of a step
+        self._readers: list[tuple[DeviceReader, list[int]]] = []  # with indices into the gradients of a step
         self._about: About = {}
         self._grads: list[
             tuple[Param, Tensor | None, int | None]
@@ -181,7 +139,6 @@ class GradientReader:
         frozen: list[str] = []
         grads, key = [], []
         shards: dict[str, Tensor | None] = {}
-        is_unscaled = isinstance(grad_scale, float) and grad_scale == 1
         for param in self.params:
             name, p, _ = param
             g = p.grad
@@ -193,57 +150,32 @@ class GradientReader:
                 self._grads.append((param, g, None))
                 key += [id(p), 0]
                 continue
-            x = _plain(g)
+            x = usable(g)
             if x is None:
                 self._left_out[name] = type(g).__name__
                 continue
             self._grads.append((param, g, version_of(g)))
-            grads.append(x if is_unscaled else _unscaled(x, grad_scale))
+            grads.append(x)
             key += [id(p), p.numel()]
         if key != self._key:
             self._key = key
-            self._lay_out(self.with_grad)
+            self._arrange(self.with_grad)
         of_shards = self._shards.before_step(shards, grad_scale) if self._shards else None
         captures = [
-            self._capture(layout, [grads[i] for i in places], is_detailed) for layout, places in self._layouts
+            reader.before([grads[i] for i in places], grad_scale, is_detailed)
+            for reader, places in self._readers
         ]
         names = without_grad, frozen, dict(self._left_out)
         return StepCapture(captures, lr, scale, self._about, *names, shards=of_shards)
 
-    def _capture(self, layout: Layout, grads: list[Tensor], is_detailed: bool) -> Capture:
-        """Numbers of the gradients, in the order of the layout, and of the weights before the step."""
-        small, large = _flat(grads[: layout.n_small]), grads[layout.n_small :]
-        details, known = None, None if is_detailed else norms_of_rows(large)
-        if known is None:
-            found = [summarize_gradient(g) for g in large]
-            known = [x.rows for x in found], [x.nonfinite for x in found]
-            pairs = zip(found, map(mean_size, large), strict=True)
-            details = _row([number for x, mean in pairs for number in (x.low, x.high, mean)], layout)
-        rows, nonfinite = known
-        tracked, runs = layout.tracked()
-        before = self._joined([*small, *rows, *tracked], runs, layout, layout.n_flat)
-        return Capture(layout, before, _row(nonfinite, layout), details)
-
-    def _joined(self, xs: list[Tensor], runs: list[Tensor], layout: Layout, n: int) -> Tensor:
-        """A concatenated copy of tensors with one dimension, `n` elements, then of runs, at least float32."""
-        if not layout.is_usual:
-            joined = [torch.cat(same).view(-1) for same in (xs, runs) if same]
-            return at_least_float32(torch.cat(joined)) if joined else layout.empty
-        whole = self.memory.lend(torch.Size([n + layout.n_in_runs if runs else n]))
-        if xs:
-            torch.cat(xs, out=whole[:n])
-        if runs:
-            torch.cat(runs, out=whole[n:].view(-1, RUN))
-        return whole
-
-    def _lay_out(self, params: list[Param]) -> None:
+    def _arrange(self, params: list[Param]) -> None:
         by_device: dict[torch.device, list[Param]] = {}
         whole = [param for param in params if param.name not in self._sharded]
         for param in whole:
             by_device.setdefault(param.p.device, []).append(param)
         place = {id(param): i for i, param in enumerate(whole)}
-        layouts = [Layout(on_device) for on_device in by_device.values()]
-        self._layouts = [(layout, [place[id(param)] for param in layout.params]) for layout in layouts]
+        readers = [DeviceReader(on_device, self.memory) for on_device in by_device.values()]
+        self._readers = [(reader, [place[id(param)] for param in reader.params]) for reader in readers]
         sizes = self._shards.numels if self._shards else {}
         self._about = {name: (sizes.get(id(p), p.numel()), p.ndim, kind) for name, p, kind in params}
 
@@ -258,21 +190,9 @@ class GradientReader:
             self._shards.at_step(step.shards)
         for param, g, version in self._grads:
             if g is not None and version is not None and (param.p.grad is not g or version_of(g) != version):
-                self._read_clipped(step)
+                for capture in step.captures:
+                    capture.reader.at_step(capture)
                 return
-
-    @torch.no_grad()
-    def _read_clipped(self, step: StepCapture) -> None:
-        for capture in step.captures:
-            layout = capture.layout
-            grads = [param.p.grad for param in layout.params]
-            plain = [None if g is None else _plain(g) for g in grads]
-            small, large = plain[: layout.n_small], plain[layout.n_small :]
-            shapes = zip(small, layout.shapes, strict=False)
-            zeroed = [torch.zeros(shape, device=layout.device) if x is None else x for x, shape in shapes]
-            capture.clipped_small = self._joined(_flat(zeroed), [], layout, layout.parts[0])
-            norms = [0.0 if x is None else _norm(x) for x in large]
-            capture.clipped_large = _row(norms, layout)
 
     def after_step(self, step: StepCapture, skipped: Number = 0.0) -> None:
         """Captures the updated weights; `skipped` is 1.0 if the step was not made.
@@ -282,65 +202,29 @@ class GradientReader:
         step.skipped = skipped
         if step.shards is not None and self._shards is not None:
             step.merged, step.shards = self._shards.after_step(step.shards, skipped), None
-            captured = {name for c in step.captures for name, *_ in c.layout.params} | step.merged.keys()
+            captured = {name for c in step.captures for name, *_ in c.reader.params} | step.merged.keys()
             step.without_grad += [
                 name for name in step.about if name not in captured and self._ranks.world > 1
             ]
         for capture in step.captures:
-            layout = capture.layout
-            capture.after = self._joined(*layout.tracked(), layout, layout.n_small_tracked)
-            if layout.start is None:
-                layout.start = self._start(layout, torch.split(capture.before, layout.parts)[2])
-            numbers: list[Number] = []
-            for param, is_middle in zip(layout.params[layout.n_small :], layout.is_middle, strict=True):
-                if is_middle:
-                    x = _plain(param.p.detach())
-                    numbers += [torch.nan] * 2 if x is None else [_norm(x), number_of(x.sum())]
-            capture.weights = _row(numbers, layout)
+            if capture.reader.start is None:
+                capture.reader.start = self._start(capture)
+            capture.reader.after(capture)
         self._grads = []
         for device, buffers in self._buffers.items():
             values = flattened([b.detach() for b in buffers]).clone()
             step.buffers[device] = self._sizes[device], self.memory.keep(values)
 
-    def _start(self, layout: Layout, before: Tensor) -> Tensor:
-        """Sketches of the parameters before their first step, which may have been in an earlier layout."""
-        starts = []
-        sketches = torch.split(before, layout.sketch_lengths)
-        for param, now in zip(layout.params, sketches, strict=True):
+    def _start(self, capture: Capture) -> Tensor:
+        """Sketches of the parameters before their first step, which another reader may have taken."""
+        reader, starts = capture.reader, []
+        sketches = torch.split(capture.before[reader.n_elements :], reader.lengths)
+        for param, now in zip(reader.params, sketches, strict=True):
             known = self.starts.get(param.name)
             if known is None or len(known) != len(now):
                 known = self.starts[param.name] = now.clone()
             starts.append(known.to(now.device, non_blocking=True))
         return torch.cat(starts)
-
-
-def _plain(g: Tensor) -> Tensor | None:
-    usual = type(g) is Tensor and g.dtype is torch.float32 and g.layout is torch.strided
-    return g if usual and not g.requires_grad else plain_gradient(g)  # a shortcut for most gradients
-
-
-def _flat(xs: list[Tensor]) -> list[Tensor]:
-    return [x if x.ndim == 1 else x.reshape(-1) for x in xs]
-
-
-def _unscaled(x: Tensor, scale: Number) -> Tensor:
-    return x / scale if x.layout is torch.strided else (x / scale).coalesce()
-
-
-def _norm(x: Tensor) -> Number:
-    x = elements_of(x)
-    norm = number_of(torch.linalg.vector_norm(x) if x.numel() <= WHOLE else row_norms(row_norms(x))[0])
-    if isinstance(norm, float) and (norm < SAFE_LOW or norm > SAFE_HIGH):  # squares may be out of range
-        return number_of(wide_norm(x.reshape(-1), dim=0))
-    return norm
-
-
-def _row(numbers: list[Number], layout: Layout) -> Numbers:
-    """The numbers as one tensor on the device, without a sync; on a CPU a list of floats."""
-    if layout.device.type == "cpu" or not numbers:
-        return numbers  # type: ignore[return-value]  # on a CPU all are floats
-    whole = [x if isinstance(x, Tensor) else torch.full((), x, device=layout.device) for x in numbers]
-    return torch.stack([x.to(layout.dtype) for x in whole])
 
 
 def first_nonfinite(params: Iterable[Param], ranks: Ranks = ALONE) -> tuple[str, int] | None:
@@ -356,7 +240,7 @@ def first_nonfinite(params: Iterable[Param], ranks: Ranks = ALONE) -> tuple[str,
     grads = [
         (param.name, x)
         for param in every
-        if not is_shard(param.p) and (g := param.p.grad) is not None and (x := _plain(g)) is not None
+        if not is_shard(param.p) and (g := param.p.grad) is not None and (x := usable(g)) is not None
     ]
     elements = [(name, elements_of(x)) for name, x in grads]
     if not elements:

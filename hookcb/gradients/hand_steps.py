@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from hookcb.core.restore import same_bits
 from hookcb.core.torch_private import version_of
-from hookcb.gradients.stats import is_readable, sketch_copy
+from hookcb.gradients.samples import sketch_copy
+from hookcb.gradients.stats import is_readable
 
 
 class StepByHand(Optimizer):

@@ -7,13 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hookcb.core.precision import moved, numbers_to, scaled_norm, wide_norm, widened, widest
-from hookcb.gradients.capture import Capture, Numbers, StepCapture
+from hookcb.core.precision import moved, numbers_to, scaled_norm, widened, widest
+from hookcb.gradients.capture import StepCapture
+from hookcb.gradients.device import Capture, Numbers
+from hookcb.gradients.samples import SKETCH
 from hookcb.gradients.stats import (
-    SKETCH,
     GradColumns,
     Number,
-    reduce_large,
+    of_sums,
     reduce_small,
     std_of,
     update_ratio,
@@ -48,52 +49,42 @@ def reduce_steps(steps: Sequence[StepCapture]) -> Iterable[tuple[list[StepCaptur
 
 def _kind(step: StepCapture) -> tuple[object, ...]:
     """Key that is equal for steps that can be reduced together."""
-    return (*step.merged, *(id(c.layout) for c in step.captures))
+    return (*step.merged, *(id(c.reader) for c in step.captures))
 
 
 def _reduce(captures: list[Capture], skipped: list[Number]) -> Reduced:
-    layout = captures[0].layout
-    small, rows, before = _split(torch.stack([c.before for c in captures]), layout.parts)
-    norm, abs_max, nonfinite, zero_rows, mean_abs = _gradient_columns(captures, small, rows)
-    made = numbers_on(layout.device, skipped)[:, None] == 0
+    reader, whole = captures[0].reader, torch.stack([c.before for c in captures])
+    small, before = whole[:, : reader.n_elements], whole[:, reader.n_elements :]
+    numels = numbers_to(reader.device, reader.numels, widest(reader.device))
+    norm, abs_max, nonfinite, zero_rows, mean_abs = _gradient_columns(captures, small, numels)
+    made = numbers_on(reader.device, skipped)[:, None] == 0
     used = _clipped_norms(captures, norm).where(made, torch.nan)
-    numels = numbers_to(layout.device, layout.numels, norm.dtype)
     rms, of_weights = norm / numels.sqrt(), _weight_columns(captures, before, numels)
     values = [norm, used, rms, abs_max, nonfinite, zero_rows, *of_weights, mean_abs]
-    by_param = torch.stack(values, 2).to(layout.dtype).transpose(0, 1).contiguous()
-    return Reduced([param.name for param in layout.params], by_param)
+    by_param = torch.stack(values, 2).to(reader.dtype).transpose(0, 1).contiguous()
+    return Reduced([param.name for param in reader.params], by_param)
 
 
-def _gradient_columns(captures: list[Capture], small: Tensor, rows: Tensor) -> GradColumns:
-    """Statistics of all gradients; adjacent gradients of one shape are reduced together.
+def _gradient_columns(captures: list[Capture], small: Tensor, numels: Tensor) -> GradColumns:
+    """Statistics of all gradients; adjacent gradients of one shape that were copied are reduced together.
 
     Args:
         captures: captures of R steps.
-        small: the small gradients, `(R, n)`.
-        rows: row norms of the large ones, `(R, n)`.
+        small: the gradients that were copied, `(R, n)`.
+        numels: numbers of elements, `(n_params,)`.
     """
-    layout, n, n_steps = captures[0].layout, captures[0].layout.n_small, len(captures)
-    shapes = [(shape, len(list(same))) for shape, same in groupby(layout.shapes[:n])]
+    reader, n_steps, n = captures[0].reader, len(captures), captures[0].reader.n_copied
+    shapes = [(shape, len(list(same))) for shape, same in groupby(reader.shapes[:n])]
+    parts = _split(small, [k * shape.numel() for shape, k in shapes])
     found = [
         reduce_small(x.reshape(n_steps, k, -1) if x.shape[1] else x.new_empty(n_steps, k, 0), shape)
-        for x, (shape, k) in zip(
-            _split(small, [k * shape.numel() for shape, k in shapes]), shapes, strict=True
-        )
+        for x, (shape, k) in zip(parts, shapes, strict=True)
     ]
-    large = [(shape, len(list(same))) for shape, same in groupby(layout.shapes[n:])]
-    n_rows = [k * (shape[0] if len(shape) > 1 else 1) for shape, k in large]
-    nonfinite = _table([c.nonfinite for c in captures])
-    details = torch.full(
-        (n_steps, 3 * nonfinite.shape[1]), torch.nan, dtype=nonfinite.dtype, device=nonfinite.device
-    )
-    read = {i: c.details for i, c in enumerate(captures) if c.details is not None}
-    if read:
-        details = _with_rows(details, list(read), _table([*read.values()]))
-    ks = [k for _, k in large]
-    parts = _split(rows, n_rows), _split(nonfinite, ks), _split(details, [3 * k for k in ks])
-    for (shape, k), norms, bad, numbers in zip(large, *parts, strict=True):
-        of_rows, of_grads = norms.reshape(n_steps, k, -1), numbers.reshape(n_steps, k, 3)
-        found.append(reduce_large(of_rows, bad, of_grads, len(shape)))
+    if n < len(reader.params):
+        rows = [shape[0] if len(shape) > 1 else torch.nan for shape in reader.shapes[n:]]
+        scale = numbers_on(reader.device, [c.scale for c in captures])[:, None]
+        sums = _table([c.grads for c in captures]).view(n_steps, len(rows), -1)
+        found.append(of_sums(sums, numels[n:], numbers_to(reader.device, rows, sums.dtype), scale))
     return GradColumns(*(torch.cat(column, 1) for column in zip(*found, strict=True)))
 
 
@@ -105,10 +96,10 @@ def _weight_columns(captures: list[Capture], before: Tensor, numels: Tensor) -> 
         before: tracked weights before these steps, `(R, n)`.
         numels: numbers of elements, `(n_params,)`.
     """
-    layout, n = captures[0].layout, captures[0].layout.n_small
+    reader, n = captures[0].reader, captures[0].reader.n_small
     after = _stacked(c.after for c in captures)
-    start = before[:1] if layout.start is None else layout.start[None]
-    kinds = zip(layout.sketch_lengths, layout.is_complex, strict=True)
+    start = before[:1] if reader.start is None else reader.start[None]
+    kinds = zip(reader.lengths, reader.is_complex, strict=True)
     alike = [(kind, len(list(same))) for kind, same in groupby(kinds)]
     split = [_split(x, [k * length for (length, _), k in alike]) for x in (before, after, start)]
     found = []
@@ -120,8 +111,10 @@ def _weight_columns(captures: list[Capture], before: Tensor, numels: Tensor) -> 
         found.append([*weight_stats(now, is_complex), of_step, update_ratio(change, begun)])
     size, mean, std, ratio, drift = (torch.cat(column, 1) for column in zip(*found, strict=True))
     size[:, n:] *= (numels[n:] / SKETCH).sqrt()  # a norm grows with the number of elements
-    if len(middle := layout.middle):
-        exact, total = _table([c.weights for c in captures]).view(len(captures), -1, 2).unbind(2)
+    if reader.middle:
+        table = _table([c.weights for c in captures]).view(len(captures), -1, 2)
+        exact, total = table.unbind(2)
+        middle = numbers_to(reader.device, reader.middle, torch.int64)
         std[:, middle] = std_of(exact, total, numels[middle], std[:, middle])
         size[:, middle], mean[:, middle] = exact, total / numels[middle]
     return [size, mean, std, ratio, drift]
@@ -129,21 +122,11 @@ def _weight_columns(captures: list[Capture], before: Tensor, numels: Tensor) -> 
 
 def _clipped_norms(captures: list[Capture], norm: Tensor) -> Tensor:
     """Gradient norms at the step, `(R, n_params)`; `norm` where the gradients were not changed."""
-    layout, n = captures[0].layout, captures[0].layout.n_small
-    clipped = {i: c for i, c in enumerate(captures) if c.clipped_small is not None}
+    clipped = {i: c.clipped for i, c in enumerate(captures) if c.clipped is not None}
     if not clipped:
         return norm
-    small = _split(_stacked(c.clipped_small for c in clipped.values()), layout.numels[:n])
-    norms = [wide_norm(x, dim=1) for x in small]
-    large = _table([c.clipped_large for c in clipped.values()])
-    used = torch.cat([*(x[:, None] for x in norms), large.view(len(clipped), -1)], 1)
-    return _with_rows(norm, list(clipped), used)
-
-
-def _with_rows(table: Tensor, places: list[int], rows: Tensor) -> Tensor:
-    """A table with other rows in some places, without a sync."""
-    index = numbers_to(table.device, places, torch.int64)
-    return table.index_copy(0, index, rows.to(table.dtype))
+    index = numbers_to(norm.device, list(clipped), torch.int64)
+    return norm.index_copy(0, index, _table([*clipped.values()]).to(norm.dtype))
 
 
 def _split(x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:

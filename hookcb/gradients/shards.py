@@ -19,13 +19,13 @@ from hookcb.core.shards import (
     summed,
 )
 from hookcb.core.torch_private import is_flattened
+from hookcb.gradients.samples import sketch_copy
 from hookcb.gradients.stats import (
     WHOLE,
     Number,
     elements_of,
     number_of,
     plain_gradient,
-    sketch_copy,
     summarize_gradient,
 )
 from hookcb.hooks.params import Param
@@ -43,7 +43,7 @@ class ShardCapture:
 
     Attributes:
         grads: sums over each gradient, as many as `OF_GRADIENT`.
-        abs_max: the largest finite |gradient|; -inf if there is none.
+        abs_max: the largest finite |gradient|; -1 if there is none.
         rows: whether each row of the gradient is not zero, for parameters that are not divided by rows.
         before: tracked weights before the step.
         names: parameters with a gradient.
@@ -187,7 +187,7 @@ class ShardReader:
         norm, used, off = squares.sqrt(), clipped.sqrt(), total / n
         made = torch.as_tensor(skipped, device=norm.device) == 0
         abs_max, *flags = torch.split(maxs, [len(n), *filter(None, self._n_rows)])
-        abs_max = abs_max.where(abs_max.isfinite(), math.nan)
+        abs_max = abs_max.masked_fill(abs_max < 0, math.nan)
         zeros, left = zero_rows / n_rows, iter(flags)
         for i, n_flags in enumerate(self._n_rows):
             if n_flags:
@@ -218,18 +218,12 @@ def _of_gradient(x: Tensor | None) -> tuple[list[Number], Number, Tensor]:
     """Sums over a part of a gradient, its largest finite magnitude, and norms of its rows."""
     if x is None or not x.numel():
         n = 0.0 if x is None or x.ndim < 2 else float(x.shape[0])
-        return [0.0, 0.0, 0.0, 0.0, n, n, 0.0], -math.inf, torch.zeros(int(n), device="cpu")
-    summary = summarize_gradient(x)
-    rows = summary.rows
+        return [0.0, 0.0, 0.0, 0.0, n, n, 0.0], -1.0, torch.zeros(int(n), device="cpu")
+    rows, largest, nonfinite = summarize_gradient(x)
     squares = number_of(widened(rows).square().sum())
     size = number_of(elements_of(x).abs().sum())
     zeros, n = (number_of((rows == 0).sum()), float(len(rows))) if x.ndim > 1 else (0.0, 0.0)
-    low, high = summary.low, summary.high
-    if isinstance(low, Tensor) and isinstance(high, Tensor):
-        largest: Number = torch.maximum(high, -low)
-    else:
-        largest = -math.inf if math.isnan(high) else max(high, -low)
-    return [float(x.numel()), squares, size, summary.nonfinite, zeros, n, squares], largest, rows
+    return [float(x.numel()), squares, size, nonfinite, zeros, n, squares], largest, rows
 
 
 def _of_weights(p: Tensor, pivot: Tensor, before: Tensor, now: Tensor, start: Tensor) -> list[Number]:

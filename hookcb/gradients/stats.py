@@ -6,7 +6,6 @@ reduced at their step, in one pass for the norms of their rows and, in some step
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -15,14 +14,13 @@ from torch import Tensor
 from hookcb.core.precision import WIDE, at_least_float32, scaled_norm, wide_norm, widened, widest
 from hookcb.core.shards import local_part
 from hookcb.core.torch_private import norms_of
+from hookcb.gradients.samples import SKETCH, is_native, sketch
 
 OF_GRADIENT = ("norm", "clipped_norm", "rms", "abs_max", "nonfinite", "zero_rows")
 GRAD_STATS = (*OF_GRADIENT, "weight_norm", "weight_mean", "weight_std", "update_ratio", "drift")
 STEP_STATS = ("total_norm", "clipped_total_norm", "mean_norm", "lr", "scale", "skipped", "clip_coef")
 BUFFER_STATS = ("min", "max")
 
-SKETCH = 1_024  # maximum number of elements of a parameter that are tracked from step to step
-RUN = 2  # adjacent elements that are tracked together, as each run is a line to fetch into the CPU's cache
 WHOLE = 65_536  # up to this size, statistics of weights and the mean |gradient| use all elements
 # squares of numbers outside leave float32: they underflow below 1e-38 and overflow above 3e38
 SAFE_LOW, SAFE_HIGH = 1e-15, 1e15
@@ -32,11 +30,10 @@ Number = float | Tensor  # a float on a CPU, as reading needs no sync there; els
 
 
 class GradSummary(NamedTuple):
-    """Summary of one large gradient, with its details."""
+    """Summary of one large gradient."""
 
     rows: Tensor  # L2 norm of each row, along the first dimension: (n_rows,)
-    low: Number  # smallest and largest of the finite elements
-    high: Number
+    largest: Number  # of the finite |x|; -1 if there is none
     nonfinite: Number  # number of NaN and infinities
 
 
@@ -47,7 +44,7 @@ def plain_gradient(x: Tensor) -> Tensor | None:
     integers are widened to float32; a sparse tensor is coalesced, and made dense up to 1,024 elements.
     """
     x = local_part(x.detach())
-    if not _is_native(x) or x.is_nested or x.is_quantized or x.is_meta:
+    if not is_native(x) or x.is_nested or x.is_quantized or x.is_meta:
         return None
     if x.layout is not torch.strided:
         if x.layout is not torch.sparse_coo:
@@ -72,12 +69,7 @@ def _sparse(x: Tensor, values: Tensor) -> Tensor:
 def is_readable(p: Tensor) -> bool:
     """Whether the elements of a parameter can be read; some subclasses of Tensor hide them."""
     part = local_part(p)
-    return _is_native(part) and not (part.is_nested or part.is_quantized or part.is_meta)
-
-
-def _is_native(x: Tensor) -> bool:
-    # subclasses without their own inherit it
-    return type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return is_native(part) and not (part.is_nested or part.is_quantized or part.is_meta)
 
 
 def row_norms(x: Tensor) -> Tensor:
@@ -117,55 +109,76 @@ def summarize_gradient(x: Tensor) -> GradSummary:
     """
     elements = elements_of(x)
     if elements.numel() == 0:
-        return GradSummary(row_norms(x), 0.0, 0.0, 0.0)
+        return GradSummary(row_norms(x), 0.0, 0.0)
     if not x.is_cpu:
         others = elements.isfinite().logical_not_()
-        finite = elements.masked_fill(others, 0)
-        return GradSummary(row_norms(x), *torch.aminmax(finite), others.sum())
-    low, high = _ends(elements)
-    size = max(-low, high)
+        return GradSummary(row_norms(x), elements.abs().masked_fill_(others, -1).amax(), others.sum())
+    size = _largest(elements)
     if SAFE_LOW < size < SAFE_HIGH or size == 0:  # False for NaN
-        return GradSummary(row_norms(x), low, high, 0.0)
+        return GradSummary(row_norms(x), size, 0.0)
     finite = elements[elements.isfinite()]
-    low, high = _ends(finite) if len(finite) else (math.nan, math.nan)
     scale = size if 0 < size < math.inf else 1.0  # else squares leave the range of float64 too
-    return GradSummary(
-        row_norms(x.double() / scale) * scale, low, high, float(elements.numel() - len(finite))
-    )
+    rows, largest = row_norms(x.double() / scale) * scale, _largest(finite) if len(finite) else -1.0
+    return GradSummary(rows, largest, float(elements.numel() - len(finite)))
 
 
-def norms_of_rows(xs: Sequence[Tensor]) -> tuple[list[Tensor], list[Number]] | None:
-    """Row norms of large gradients on one device, and the numbers of NaN and infinities in each.
+def large_sums(xs: Sequence[Tensor], is_detailed: bool) -> list[Number]:
+    """Norm, Σ|x|, largest finite |x|, number of NaN and infinities, and of rows that are not zero.
 
-    It reads each gradient once, where `summarize_gradient` reads it three times. On a CPU it is None if any
-    has NaN, infinities, or squares that would leave the range of float32. On other devices, where telling
-    needs a sync, 1 stands for any number of NaN and infinities.
+    Without details the second and the third are NaN, and each is read once, not three times; 1 stands for any
+    number of NaN and infinities on other devices than the CPU, where telling needs a sync. On a CPU there are
+    details all the same if any gradient has NaN, infinities, or squares that would leave float32.
+
+    Args:
+        xs: large gradients on one device, from `plain_gradient`.
+        is_detailed: whether to read the details.
+
+    Returns:
+        Five numbers for each gradient, one after another.
     """
-    rows = [row_norms(x) for x in xs]
-    if not rows:
-        return rows, []
-    if not rows[0].is_cpu:
+    quick = None if is_detailed else _quick_sums(xs)
+    if quick is not None:
+        return quick
+    numbers: list[Number] = []
+    for x in xs:
+        rows, largest, nonfinite = summarize_gradient(x)
+        filled = torch.where(rows.isfinite().any(), (rows != 0).sum(), math.nan)
+        numbers += number_of(wide_norm(rows, dim=0)), _size(x), largest, nonfinite, number_of(filled)
+    return numbers
+
+
+def _quick_sums(xs: Sequence[Tensor]) -> list[Number] | None:
+    """The numbers of `large_sums` without details; None if they must be read."""
+    numbers: list[Number] = []
+    if xs and not xs[0].is_cpu:
         stored = [elements_of(x) for x in xs]
         sizes = norms_of([x if x.numel() else x.new_zeros(1) for x in stored], math.inf)
-        return rows, [size.isfinite().logical_not_() for size in sizes]
-    for x, norms in zip(xs, rows, strict=True):
-        size = torch.linalg.vector_norm(norms).item()
-        if not SAFE_LOW < size < SAFE_HIGH and not (size == 0 and _is_zero(elements_of(x))):
+        for rows, size in zip(map(row_norms, xs), sizes, strict=True):
+            nonfinite = size.isfinite().logical_not_()
+            numbers += wide_norm(rows, dim=0), math.nan, math.nan, nonfinite, (rows != 0).sum()
+        return numbers
+    for x in xs:
+        rows = row_norms(x)
+        norm = torch.linalg.vector_norm(rows, dtype=torch.float64).item()
+        elements = elements_of(x)
+        if not SAFE_LOW < norm < SAFE_HIGH and (norm != 0 or (elements.numel() and _largest(elements) != 0)):
             return None
-    return rows, [0.0] * len(rows)
+        numbers += norm, math.nan, math.nan, 0.0, rows.count_nonzero().item()
+    return numbers
 
 
-def _is_zero(x: Tensor) -> bool:
-    """Whether a tensor on a CPU has no element other than 0."""
-    return not x.numel() or _ends(x) == (0, 0)
+def _largest(x: Tensor) -> float:
+    """The largest |x| on a CPU, from minimum and maximum, which take less time than `aminmax`."""
+    low, high = x.amin().item(), x.amax().item()
+    return max(-low, high)
 
 
-def mean_size(x: Tensor) -> Number:
-    """Mean |gradient| of a large gradient from `plain_gradient`; above 65,536 elements, that of 1,024."""
+def _size(x: Tensor) -> Number:
+    """Σ|x| of a gradient from `plain_gradient`; above 65,536 elements, that of 1,024 in proportion."""
     tracked = sketch(x) if x.numel() > WHOLE else None
     if tracked is None:
-        return number_of(elements_of(x).abs().sum()) / x.numel()  # a fifth of the time of the L1 norm
-    return number_of(tracked.abs().mean())
+        return number_of(elements_of(x).abs().sum())  # a fifth of the time of the L1 norm
+    return number_of(tracked.abs().mean()) * x.numel()
 
 
 def number_of(x: Tensor) -> Number:
@@ -176,11 +189,6 @@ def number_of(x: Tensor) -> Number:
 def elements_of(x: Tensor) -> Tensor:
     """The stored elements of a tensor from `plain_gradient`."""
     return x if x.layout is torch.strided else x.values()
-
-
-def _ends(x: Tensor) -> tuple[float, float]:
-    """Minimum and maximum, on a CPU in less time than by `aminmax`."""
-    return x.amin().item(), x.amax().item()
 
 
 class GradColumns(NamedTuple):
@@ -212,99 +220,25 @@ def reduce_small(x: Tensor, shape: torch.Size) -> GradColumns:
     return GradColumns(norm, abs_max.to(wide), nonfinite, zero_rows, total / n)
 
 
-def reduce_large(rows: Tensor, nonfinite: Tensor, details: Tensor, n_dims: int) -> GradColumns:
-    """Statistics of k large gradients of one shape in R records.
+def of_sums(sums: Tensor, numels: Tensor, n_rows: Tensor, scale: Tensor) -> GradColumns:
+    """Statistics of k gradients in R records from `large_sums` or `Sums`.
 
     Args:
-        rows: norms of their rows, `(R, k, n_rows)`.
-        nonfinite: numbers of NaN and infinities, `(R, k)`.
-        details: smallest and largest finite element, and mean |gradient|, `(R, k, 3)`; NaN if unknown.
-        n_dims: number of dimensions of the gradients.
+        sums: the sums, `(R, k, 5)`.
+        numels: number of elements of each, `(k,)`.
+        n_rows: number of rows of each, `(k,)`; NaN for one dimension.
+        scale: factor by which the gradients were too large, `(R, 1)`.
     """
-    low, high, mean_abs = details.unbind(2)
-    norm = wide_norm(rows, dim=2)
-    zero_rows = _zero_rows(rows, norm.dtype) if n_dims > 1 else torch.full_like(norm, math.nan)
-    return GradColumns(norm, torch.maximum(high, -low), nonfinite, zero_rows, mean_abs)
+    norm, size, largest, nonfinite, rows = sums.unbind(2)
+    has_none = largest < 0  # no finite element
+    zero_rows = (1 - rows / n_rows).masked_fill(has_none, math.nan)
+    abs_max = largest.masked_fill(has_none, math.nan) / scale
+    return GradColumns(norm / scale, abs_max, nonfinite, zero_rows, size / scale / numels)
 
 
 def _zero_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Share of zeros among sizes of rows, `(R, k, n_rows)`; NaN if none is finite."""
-    return (rows == 0).mean(2, dtype=dtype).masked_fill(rows.isfinite().logical_not_().all(2), math.nan)
-
-
-def sketch_stride(n: int) -> int:
-    """Stride of the tracked runs among n: about n / 512, and coprime to n.
-
-    A stride with a divisor in common with a dimension would track only some channels.
-    """
-    stride = n * RUN // SKETCH
-    while math.gcd(stride, n) != 1:
-        stride -= 1
-    return stride
-
-
-def sketch(x: Tensor) -> Tensor | None:
-    """A view of up to 1,024 elements of a dense tensor, the same at each call, spread evenly over it.
-
-    `(n,)` if it has that few, else 512 pairs, `(512, 2)`. None if there is no such view: up to 16,384
-    elements, as a stride would leave out too many at the ends, and if `x` is not a dense real tensor with
-    adjacent elements.
-    """
-    x = x.detach()
-    native = _is_native(x) and x.layout is torch.strided and x.is_floating_point()
-    if not native or x.is_nested or x.is_meta or x.dtype.itemsize < 2 or SKETCH < x.numel() <= 16 * SKETCH:
-        return None
-    if not x.is_contiguous():
-        x = x.permute(sorted(range(x.ndim), key=x.stride, reverse=True))
-        if not x.is_contiguous():
-            return None
-    return _tracked(x.view(-1))
-
-
-def _tracked(x: Tensor) -> Tensor:
-    n = len(x)
-    if n <= SKETCH:
-        return x
-    if n <= 16 * SKETCH:
-        return x[_places(n, x.device)]
-    runs = x[: n // RUN * RUN].view(-1, RUN)
-    stride, k = sketch_stride(len(runs)), SKETCH // RUN
-    return runs[(len(runs) - stride * (k - 1)) // 2 :: stride][:k]
-
-
-@lru_cache(maxsize=256)
-def _places(n: int, device: torch.device) -> Tensor:
-    """1,024 of n indices: multiples of the golden ratio, spread evenly over all parts and channels."""
-    step = round(n * 0.6180339887)
-    while math.gcd(step, n) != 1:
-        step += 1
-    return (torch.arange(SKETCH, device="cpu") * step % n).sort().values.to(device, non_blocking=True)
-
-
-def sketch_places(x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """A flat view of a float32 tensor and indices of its tracked elements, to copy them in one operation.
-
-    None if it has `sketch`, or is not an ordinary tensor.
-    """
-    x = x.detach()
-    usual = type(x) is Tensor and x.dtype is torch.float32 and x.layout is torch.strided and x.is_contiguous()
-    if not usual or x.is_meta or not SKETCH < x.numel() <= 16 * SKETCH:
-        return None
-    return x.view(-1), _places(x.numel(), x.device)
-
-
-def sketch_copy(x: Tensor) -> Tensor:
-    """Copy of up to 1,024 elements, in one dimension, at least float32; those of `sketch` if it has one.
-
-    Complex elements become real and imaginary parts in turn; of a DTensor, it has some of this rank's part.
-    """
-    x = local_part(x.detach())
-    view = sketch(x)
-    if view is None:
-        view = _tracked((x if x.layout is torch.strided else x.to_dense()).reshape(-1))
-    if view.is_complex():
-        view = torch.view_as_real(view)
-    return at_least_float32(view.clone(memory_format=torch.contiguous_format)).view(-1)
+    """Share of zeros among sizes of rows, along the last dimension; NaN if none is finite."""
+    return (rows == 0).mean(-1, dtype=dtype).masked_fill(rows.isfinite().logical_not_().all(-1), math.nan)
 
 
 def update_ratio(change: Tensor, before: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from hookcb import ActivationStats, GradientClip, GradientHealth, Learner
 from hookcb.activations import records as activations
 from hookcb.activations.stats import LAYER_STATS, histogram, layer_stats
 from hookcb.core import precision
+from hookcb.gradients import samples as grad_samples
 from hookcb.gradients import stats as grad_stats
 from tests.support import fit
 
@@ -80,7 +81,8 @@ def run(func, args, kwargs):
 def no_float64(monkeypatch):
     """A device without float64, whose tensors hookcb takes for plain ones."""
     monkeypatch.setattr(activations, "has_stats", lambda x: isinstance(x, Tensor))
-    monkeypatch.setattr(grad_stats, "_is_native", lambda x: True)
+    for module in (grad_stats, grad_samples):
+        monkeypatch.setattr(module, "is_native", lambda x: True)
     precision._has_float64.cache_clear()
     with Device():
         yield

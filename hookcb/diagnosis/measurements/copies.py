@@ -14,7 +14,8 @@ from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.measurements.parameters import Parameters
 from hookcb.diagnosis.measurements.state_dicts import statistics
 from hookcb.diagnosis.run import Run
-from hookcb.gradients.stats import is_readable, sketch_copy
+from hookcb.gradients.samples import are_same, named_sketches, on_cpu
+from hookcb.gradients.stats import is_readable
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import without_wrappers
 from hookcb.training.ema import EMA
@@ -106,7 +107,7 @@ class Copies(Measurement):
             now = _samples(m)
             begins = {name: named[id(p)] for name, p in model.named_parameters() if id(p) in named}
             trained = _samples(model)
-            if any(not torch.equal(x, copy.samples[name]) for name, x in now.items()):
+            if not all(are_same(list(now.values()), [copy.samples[name] for name in now])):
                 far, own = _distance(trained, begins), _distance(now, begins)
                 if far > 0:
                     self.moved.append((own / far, len(copy.steps)))
@@ -150,8 +151,8 @@ def _alike(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _samples(m: nn.Module) -> Samples:
-    known = ((name, p) for name, p in m.named_parameters() if is_readable(p) and is_in_memory(p))
-    return {name: sketch_copy(p) for name, p in known if p.numel()}
+    every = ((name, p) for name, p in m.named_parameters() if is_readable(p) and is_in_memory(p))
+    return named_sketches({name: p for name, p in every if p.numel()})
 
 
 def _running_means(m: nn.Module) -> Samples:
@@ -162,6 +163,7 @@ def _running_means(m: nn.Module) -> Samples:
 
 
 def _distance(samples: Samples, begins: Samples) -> float:
-    """Norm of the difference of sampled elements; waits for the device."""
-    pairs = ((samples[name].float(), x.float()) for name, x in begins.items() if name in samples)
-    return math.sqrt(sum(float((a - b.to(a.device)).square().sum()) for a, b in pairs))
+    """Norm of the difference of sampled elements; waits for the device, once for all."""
+    both = [(samples[name], x) for name, x in begins.items() if name in samples]
+    pairs = zip(*(on_cpu(same) for same in zip(*both, strict=True)), strict=True) if both else ()
+    return math.sqrt(sum(float((a.float() - b.float()).square().sum()) for a, b in pairs))

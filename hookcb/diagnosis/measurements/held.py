@@ -1,7 +1,7 @@
 """HeldWeights: the weights that optimizers hold, before and after each step and before the next forward."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ReferenceType, ref
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, NAdam, Optimizer
 
 from hookcb.core.optim import mark_of
+from hookcb.core.precision import numbers_to
 from hookcb.core.restore import same_bits
 from hookcb.core.shards import local_part
 from hookcb.core.torch_private import held_versions, is_flattened
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.outside import OutsideParameters
-from hookcb.diagnosis.measurements.samples import COLUMNS, Group, Range, differ, flat, spread, written
+from hookcb.diagnosis.measurements.samples import COLUMNS, Group, Range, differ, flat, spread_copy, written
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Partial, Run, Series
 from hookcb.gradients.hand_steps import StepByHand
@@ -28,6 +29,7 @@ MAX_WRITES = 200  # tables of writes that are kept; a loop that writes this ofte
 MAX_OPTIMIZERS = 16  # at a time
 TINY = 1e-3  # of the rate: a step of an optimizer whose rule is unknown is at least that large
 NOT_JUDGED = (StepByHand, LBFGS)
+Settings = dict[int, dict[str, Any]]
 OF_UPDATE = ("n_changed", "n_visible", "n_since")  # columns of the table of a look
 
 
@@ -245,7 +247,7 @@ class HeldWeights(Measurement):
         params, ids = list(found.values()), tuple(found)
         if ids == held.ids:
             for group in held.groups:
-                group.renew([params[i] for i in group.places])
+                group.follow([params[i] for i in group.places])
             return
         by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for i, p in enumerate(params):
@@ -302,9 +304,9 @@ class HeldWeights(Measurement):
         tables = []
         for i, (group, x, y) in enumerate(zip(held.groups, before, held.after, strict=True)):
             own = [params[place] for place in group.places]
-            sizes = [_update(p, opt, settings[id(p)], is_scaled) for p in own]
             eps = torch.finfo(own[0].dtype)
-            visible = torch.cat(sizes) > eps.eps * x.abs() + eps.smallest_normal
+            size = _updates(own, group.lengths, opt, settings, is_scaled)
+            visible = size > eps.eps * x.abs() + eps.smallest_normal
             since = torch.ones_like(visible) if held.last is None else differ(held.last[i], x)
             tables.append(group.sums(x, [differ(x, y), visible, since]))
         is_usual = held.longest > 0 and held.n_same <= 2 * held.longest
@@ -378,37 +380,74 @@ def _can_sample(p: Tensor, was_stepped: bool) -> bool:
     if p.grad is None and not was_stepped:
         return False
     is_number = (p.is_floating_point() or p.is_complex()) and p.dtype.itemsize >= 2
-    return is_number and is_readable(p) and local_part(p.detach()).numel() > 0
+    return is_number and is_readable(p) and local_part(p).numel() > 0
 
 
-def _update(p: Tensor, opt: Optimizer, settings: dict[str, Any], is_scaled: bool) -> Tensor:
-    """Sizes of the update of the sampled elements, at least; 0 where the gradient is 0 or not finite.
+@torch.no_grad()
+def _updates(
+    params: Sequence[Tensor], lengths: Sequence[int], opt: Optimizer, settings: Settings, is_scaled: bool
+) -> Tensor:
+    """Sizes of the updates of all sampled elements, at least; 0 where a gradient is 0 or not finite.
 
-    By the rule of Adam and of SGD; other optimizers are taken to make at least a thousandth of the step of
-    SGD with gradients below 1.
+    `lengths` are the numbers of sampled elements, `settings` the parameter groups by id of the parameter.
     """
-    like = spread(flat(p))
-    if p.grad is None or p.grad.layout is not torch.strided:
-        return torch.zeros_like(like)
-    state, rate = opt.state.get(p, {}), settings.get("lr", math.nan)
-    size = _placed(p.grad, p).abs()
-    mean, square = state.get("exp_avg"), state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
-    if isinstance(opt, Adam | AdamW | NAdam) and mean is not None and square is not None:
-        (beta1, beta2), n = settings.get("betas", (0.9, 0.999)), state.get("step", math.inf)
+    alike: dict[tuple[Any, ...], list[int]] = {}  # those that one formula with the same numbers is for
+    for i, p in enumerate(params):
+        if p.grad is not None and p.grad.layout is torch.strided:
+            n = opt.state.get(p, {}).get("step", math.inf)
+            n = None if isinstance(n, Tensor) and not n.is_cpu else float(n)
+            is_adam = _has_moments(p, opt)
+            alike.setdefault((id(settings[id(p)]), is_adam, n if is_adam else None), []).append(i)
+    found: dict[int, Tensor] = {}
+    for places in alike.values():
+        own, sizes = [params[i] for i in places], [lengths[i] for i in places]
+        update = _update(own, sizes, opt, settings[id(own[0])], is_scaled)
+        if len(places) == len(params):
+            return update
+        found |= zip(places, torch.split(update, sizes), strict=True)
+    like = flat(params[0])
+    return torch.cat([found[i] if i in found else like.new_zeros(n) for i, n in enumerate(lengths)])
+
+
+def _has_moments(p: Tensor, opt: Optimizer) -> bool:
+    return isinstance(opt, Adam | AdamW | NAdam) and {"exp_avg", "exp_avg_sq"} <= opt.state.get(p, {}).keys()
+
+
+def _update(
+    params: Sequence[Tensor], lengths: Sequence[int], opt: Optimizer, group: dict[str, Any], is_scaled: bool
+) -> Tensor:
+    """Sizes of updates by the rule of Adam and of SGD, of parameters with the same settings.
+
+    Other optimizers are taken to make at least a thousandth of the step of SGD with gradients below 1.
+    """
+    size, rate = _placed([p.grad for p in params], params).abs(), group.get("lr", math.nan)
+    if _has_moments(params[0], opt):
+        states = [opt.state[p] for p in params]
+        means = _placed([state["exp_avg"] for state in states], params).abs()
+        squares = _placed([state.get("max_exp_avg_sq", state["exp_avg_sq"]) for state in states], params)
+        (beta1, beta2), n = group.get("betas", (0.9, 0.999)), states[0].get("step", math.inf)
+        is_on_device = isinstance(n, Tensor) and not n.is_cpu  # where nothing is read
+        n = torch.stack([state["step"] for state in states]) if is_on_device else n
         unbiased = (1 - beta2**n) ** 0.5 / (1 - beta1**n)
-        update = (
-            unbiased * _placed(mean, p).abs() / (_placed(square, p).abs().sqrt() + settings.get("eps", 1e-8))
-        )
-    elif is_scaled:  # its gradients are still multiplied by the scale
-        return torch.zeros_like(like)
+        if is_on_device:
+            index = numbers_to(size.device, lengths, torch.int64)
+            unbiased = torch.repeat_interleave(unbiased, index, output_size=len(size))
+        update = (unbiased * means).to(means.dtype) / (squares.abs().sqrt() + group.get("eps", 1e-8))
+    elif is_scaled:
+        return torch.zeros_like(size)
     elif isinstance(opt, SGD):
-        update = size * (1 - settings.get("dampening", 0))
+        update = size * (1 - group.get("dampening", 0))
     else:
         update = TINY * size / (1 + size)
-    return torch.where((size > 0) & (size < math.inf), rate * update, 0.0).to(like.dtype)
+    return torch.where((size > 0) & (size < math.inf), rate * update, 0.0).to(size.dtype)
 
 
-def _placed(x: Tensor, p: Tensor) -> Tensor:
-    """A sample of a tensor at the places at which `p` is sampled, which depend on its order in memory."""
-    x, like = local_part(x.detach()), local_part(p.detach())
-    return spread(flat(x if x.stride() == like.stride() else torch.empty_like(like, dtype=x.dtype).copy_(x)))
+def _placed(xs: Sequence[Tensor | None], params: Sequence[Tensor]) -> Tensor:
+    """Samples of tensors at the places of those of parameters, which depend on their order in memory."""
+    parts = []
+    for whole, p in zip(xs, params, strict=True):
+        if whole is not None:
+            x, like = local_part(whole), local_part(p)
+            same = x.stride() == like.stride()
+            parts.append(x if same else torch.empty_like(like, dtype=x.dtype).copy_(x))
+    return spread_copy(parts)

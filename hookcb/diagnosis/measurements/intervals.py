@@ -20,7 +20,7 @@ from hookcb.diagnosis.heard import Ear, heard
 from hookcb.diagnosis.measurements.lines import place_of
 from hookcb.diagnosis.measurements.steps import Steps, is_there
 from hookcb.diagnosis.run import Run
-from hookcb.gradients.stats import sketch_copy
+from hookcb.gradients.samples import sketch_copies
 from hookcb.hooks.optimizer_steps import StepHook, params_of
 
 MAX_STEPS = 64
@@ -177,7 +177,7 @@ def _samples(p: nn.Parameter, run: Run, of_grads: bool = False) -> list[Tensor]:
     """Samples of a parameter and of the model's last one with a gradient when the backward had ended."""
     last = next((x for x in reversed(list(run.loop.model.parameters())) if x.requires_grad), p)
     chosen: list[Tensor | None] = [x.grad for x in (p, last)] if of_grads else [p, last]
-    return [sketch_copy(x) for x in chosen if x is not None and x.device == p.device]
+    return sketch_copies([x for x in chosen if x is not None and x.device == p.device])
 
 
 def _differ(before: list[Tensor], now: list[Tensor]) -> float | Tensor:

@@ -30,7 +30,7 @@ from hookcb.diagnosis.measurements.state_dicts import (
     tensors,
 )
 from hookcb.diagnosis.run import Run
-from hookcb.gradients.stats import sketch_copy
+from hookcb.gradients.samples import are_same, sketch_copies, sketch_copy
 
 MAX_CALLS = 1_000  # that are kept
 N_KNOWN = 4  # first and last tensors of a state dict, by which it is known again
@@ -369,9 +369,11 @@ class LoadClock(Measurement):
         pairs = [(p, x, named[name]) for name, (p, x) in self._begins.items() if name in named]
         trained = [(p, x, y) for p, x, y in pairs if p.requires_grad and p.ndim > 1 and p.shape == y.shape]
         n_all = sum(p.requires_grad and p.ndim > 1 for p, _ in self._begins.values())
-        return len(trained) == n_all > 0 and all(
-            is_plain(y) and y.dtype == p.dtype and is_same(x, y) and not is_same(x, p) for p, x, y in trained
-        )
+        is_like = all(is_plain(y) and y.dtype == p.dtype for p, _, y in trained)
+        if not (len(trained) == n_all > 0 and is_like and is_same(*trained[0][1:])):
+            return False
+        params, began, given = zip(*trained, strict=True)
+        return all(are_same(sketch_copies(given), began)) and not any(are_same(sketch_copies(params), began))
 
     def close(self, run: Run) -> None:
         if self._ear is not None:

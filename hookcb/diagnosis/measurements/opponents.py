@@ -2,7 +2,6 @@
 
 from weakref import ReferenceType, ref
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -14,7 +13,8 @@ from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.loss_graph import last_parameters
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run
-from hookcb.gradients.stats import is_readable, sketch_copy
+from hookcb.gradients.samples import are_same, sketch_copies
+from hookcb.gradients.stats import is_readable
 from hookcb.hooks.optimizer_steps import params_of
 
 N_FOLLOWED = 64  # steps
@@ -53,7 +53,8 @@ class Opponents(Measurement):
         if not self._behind:
             own = {id(p) for p in run.loop.model.parameters()}
             others = {id(p): p for p in last_parameters(run.loop.loss_node) if id(p) not in own}
-            self._behind = [(ref(p), sketch_copy(p)) for p in others.values() if _can_compare(p)]
+            known = [p for p in others.values() if _can_compare(p)]
+            self._behind = list(zip(map(ref, known), sketch_copies(known), strict=True))
 
     def on_step(self, run: Run) -> None:
         if not isinstance(opt := run.loop.opt, Optimizer):
@@ -72,7 +73,7 @@ class Opponents(Measurement):
         loss = run.measured(Loss)
         if loss.constant <= loss.perfect:
             self.why = "all targets are the same, as those of a generator"
-        elif any(not torch.equal(sketch_copy(p), before) for p, before in known):
+        elif not all(are_same(sketch_copies([p for p, _ in known]), [before for _, before in known])):
             self.why = "the loss goes through another model that is trained"
         elif min(self._n_fed, self._n_plain) >= MIN_TIMES:
             self.why = "in some batches another model that gets gradients computes the inputs"

@@ -2,14 +2,14 @@
 
 from collections import Counter
 
-import torch
 from torch import Tensor, nn
 
 from hookcb.core.shards import has_no_part
 from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.measurements.outside import OutsideParameters
 from hookcb.diagnosis.run import Run
-from hookcb.gradients.stats import is_readable, sketch_copy
+from hookcb.gradients.samples import named_sketches, unchanged
+from hookcb.gradients.stats import is_readable
 from hookcb.hooks.params import find_params
 
 
@@ -28,11 +28,14 @@ class Parameters(Measurement):
 
     def on_model(self, run: Run) -> None:
         self._params = [(name, p) for name, p, _ in find_params(run.loop.model)]
+        new: dict[str, nn.Parameter] = {}
         for name, p in self._params:
             is_known = name in self.begins and self.begins[name][0] is p
             is_there = is_readable(p) and not isinstance(p, nn.parameter.UninitializedParameter)
             if is_there and p.numel() and not is_known:
-                self.begins[name] = p, sketch_copy(p)
+                new[name] = p
+        copies = named_sketches(new)
+        self.begins |= {name: (p, copies[name]) for name, p in new.items()}
 
     def on_step(self, run: Run) -> None:
         if run.looking and run.measured(OutsideParameters).has_joined:
@@ -41,7 +44,8 @@ class Parameters(Measurement):
         self._n_without.update(name for name, p in without if not has_no_part(p))
 
     def tell(self, run: Run) -> None:
-        self.moved = {name: not torch.equal(sketch_copy(p), x) for name, (p, x) in self.begins.items()}
+        params, began = ({name: pair[i] for name, pair in self.begins.items()} for i in (0, 1))
+        self.moved = dict.fromkeys(params, True) | dict.fromkeys(unchanged(params, began), False)
         trained = [name for name, (p, _) in self.begins.items() if p.requires_grad]
         self.is_still = bool(trained) and not any(self.moved[name] for name in trained)
         for name, param in run.params.items():

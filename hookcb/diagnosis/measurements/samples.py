@@ -1,12 +1,13 @@
 """Samples of weights, and how two of them differ, parameter by parameter, without a device sync."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from hookcb.core.shards import local_part
-from hookcb.gradients.stats import SKETCH
+from hookcb.gradients.samples import SKETCH, Gather, can_gather, works_on
 
 N_NARROW = 32  # elements of each matrix that are copied in every step
 WILD = 10.0  # times the largest element of the parameter; a written element that is larger is corrupt
@@ -30,18 +31,19 @@ class Group:
 
     Attributes:
         places: the same.
+        lengths: number of elements of each in a wide sample.
     """
 
     def __init__(self, params: Sequence[Tensor], places: Sequence[int]) -> None:
         self.places = list(places)
         self._tables: dict[int, Tensor] = {}
-        self.renew(params)
+        self._view(params)
 
-    def renew(self, params: Sequence[Tensor]) -> None:
-        """Takes new views of the same parameters, whose data may have been replaced."""
+    def _view(self, params: Sequence[Tensor]) -> None:
         parts = [flat(p) for p in params]
         self._wide = [spread(x) for x in parts]
         are_vectors = all(p.ndim < 2 for p in params)
+        self.lengths = [len(view) for view in self._wide]
         self._n_narrow = [N_NARROW * (p.ndim > 1 or are_vectors) for p in params]
         some = zip(parts, self._n_narrow, strict=True)
         self._narrow = [x[len(x) // 2 :][:n] for x, n in some if n]
@@ -53,14 +55,18 @@ class Group:
 
     def wide(self, params: Sequence[Tensor]) -> Tensor:
         """Copies up to 1,024 elements of each parameter."""
-        if [local_part(p).data_ptr() for p in params] != self._addresses:
-            self.renew(params)
+        self.follow(params)
         return torch.cat(self._wide)
+
+    def follow(self, params: Sequence[Tensor]) -> None:
+        """Takes new views of the same parameters, if the data of any was replaced."""
+        if [local_part(p).data_ptr() for p in params] != self._addresses:
+            self._view(params)
 
     def owners(self, x: Tensor) -> Tensor:
         """Index of the parameter that each element of a sample is of."""
         if len(x) not in self._tables:
-            wide, few = [len(view) for view in self._wide], iter(self._narrow)
+            wide, few = self.lengths, iter(self._narrow)
             narrow = [len(next(few)) if n else 0 for n in self._n_narrow]
             sizes = torch.tensor(wide if sum(wide) == len(x) else narrow, device="cpu")
             index = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), sizes)
@@ -98,6 +104,19 @@ def spread(x: Tensor) -> Tensor:
     """A view of up to 1,024 elements of a flat tensor, at equal distances."""
     step = -(-len(x) // SKETCH)
     return x[(len(x) - 1) % step // 2 :: step]
+
+
+def spread_copy(xs: Sequence[Tensor]) -> Tensor:
+    """Copies the elements of `spread` of tensors of one dtype and device, in one operation."""
+    parts = [local_part(x) for x in xs]
+    if works_on(parts[0].device) and all(x.dtype is parts[0].dtype and can_gather(x) for x in parts):
+        return Gather(parts[0].device, parts[0].dtype).of(parts, _spread_places)
+    return torch.cat([spread(flat(x)) for x in parts])
+
+
+@lru_cache(maxsize=256)
+def _spread_places(n: int) -> Tensor:
+    return spread(torch.arange(n, device="cpu"))
 
 
 def differ(x: Tensor, y: Tensor) -> Tensor:

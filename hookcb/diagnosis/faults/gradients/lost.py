@@ -15,7 +15,7 @@ from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.rules import median
 from hookcb.diagnosis.run import Run, Skipped
-from hookcb.gradients.stats import sketch_copy
+from hookcb.gradients.samples import sketch_copy
 
 N_DENSE = 64  # steps in which each batch is looked at; later, inspected ones
 MIN_SEEN, MAX_SHARE = 10, 0.2  # batches, and share of them that may be zero: more of them are meant so

@@ -15,7 +15,7 @@ from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import Severity
 from hookcb.gradients.hand_steps import StepByHand
-from hookcb.gradients.stats import sketch_copy
+from hookcb.gradients.samples import sketch_copy
 
 DOWN, ALONG = -0.1, 0.9  # cosine of a gradient and a move of its weight, if the move is a step along it
 MIN_STEPS, MAX_STEPS = 3, 64

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,7 +15,7 @@ from hookcb.diagnosis.measurements.parameters import Parameters
 from hookcb.diagnosis.measurements.state_dicts import is_initial, is_plain, statistics
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Absent, Run
-from hookcb.gradients.stats import sketch_copy
+from hookcb.gradients.samples import named_sketches, unchanged
 
 PARAMETERS = "named_parameters() is saved, which has no buffers, instead of state_dict()"
 MAX_HEAD = 0.1  # share of the trained weights; more may be of use by itself, as a decoder
@@ -49,7 +48,8 @@ class IncompleteCheckpoint(Fault):
         self._head: tuple[tuple[str, ...], tuple[str, ...], float, str, int] | None = None
 
     def on_model(self, run: Run) -> None:
-        self._began = {name: sketch_copy(x) for name, x in statistics(run.loop.model).items() if is_plain(x)}
+        known = statistics(run.loop.model)
+        self._began = named_sketches({name: x for name, x in known.items() if is_plain(x)})
 
     def freeze(self) -> None:
         self._began = {}
@@ -128,8 +128,9 @@ class IncompleteCheckpoint(Fault):
     def _changed(self, run: Run) -> dict[str, Tensor]:
         """Running statistics that the training has changed."""
         now = run.measured(LoadClock).statistics()
-        both = ((name, x, self._began[name]) for name, x in now.items() if name in self._began)
-        return {name: x for name, x, began in both if not torch.equal(sketch_copy(x), began)}
+        known = {name: x for name, x in now.items() if name in self._began}
+        same = unchanged(known, self._began)
+        return {name: x for name, x in known.items() if name not in same}
 
     def _see_statistics(self, run: Run, named: dict[str, nn.Parameter], files: "Files", save: Save) -> bool:
         """Whether files have all parameters of the model, or of a part, but no statistics of its norms."""

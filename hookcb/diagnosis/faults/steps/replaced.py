@@ -16,7 +16,8 @@ from hookcb.diagnosis.heard import heard
 from hookcb.diagnosis.measurements.loads import Loads
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run
-from hookcb.gradients.stats import is_readable, sketch_copy
+from hookcb.gradients.samples import named_sketches, unchanged
+from hookcb.gradients.stats import is_readable
 from hookcb.hooks.optimizer_steps import params_of
 from hookcb.hooks.params import named_params
 
@@ -73,16 +74,19 @@ class Replaced(Fault):
         if run.step % EACH and not run.looking:
             return
         self._held |= {key for opt in run.measured(Steps).optimizers.values() for key in params_of(opt)}
-        now = named_params(run.loop.model)
+        now, fresh = named_params(run.loop.model), dict[str, nn.Parameter]()
         for name, known in self._own.items():
             p, old, new = now.get(name), known(), self._new.get(name)
             if p is None or p is old:
                 self._new.pop(name, None)
                 continue
             if (new is None or new.p() is not p) and id(old) in self._held and is_readable(p):
-                new = self._new[name] = _New(ref(p), id(old), sketch_copy(p), (self._latest, run.step))
-            if new is not None:
+                fresh[name] = p
+            elif new is not None:
                 new.n_gradients += p.grad is not None
+        for name, began in named_sketches(fresh).items():
+            p, n = fresh[name], int(fresh[name].grad is not None)
+            self._new[name] = _New(ref(p), id(self._own[name]()), began, (self._latest, run.step), n)
         self._latest = run.step
 
     def tell(self, run: Run) -> None:
@@ -92,8 +96,10 @@ class Replaced(Fault):
         for name, new in self._new.items():
             p = new.p()
             is_long = run.n_batches - new.since[1] >= MIN_BATCHES and new.n_gradients >= MIN_GRADIENTS
-            if p is not None and is_long and id(p) not in trained and torch.equal(sketch_copy(p), new.began):
+            if p is not None and is_long and id(p) not in trained:
                 found[name] = p
+        same = unchanged(found, {name: self._new[name].began for name in found})
+        found = {name: p for name, p in found.items() if name in same}
         self.names = frozenset(found)
         if not found:
             return

@@ -1,0 +1,102 @@
+"""TritonKernel: a kernel that is compiled at its first launch, and then launched with little overhead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookcb.core.console import warn
+from hookcb.core.randomness import random_kept
+
+
+class TritonKernel:
+    """A function for Triton; nothing is imported before its first launch.
+
+    The module of the function gets `tl`, triton.language, as Triton's interpreter finds names there only.
+
+    Args:
+        function: the function.
+        **options: what is passed to each launch, as `num_warps`.
+    """
+
+    def __init__(self, function: Callable[..., None], **options: Any) -> None:
+        # Triton 3.9 warns if the fusion of products and sums, which is the default, is not given
+        self._function, self.options = function, {"enable_fp_fusion": True} | options
+        if torch.version.hip:
+            self.options.pop("maxnreg", None)  # which Triton knows for NVIDIA only
+        self._jit: Any = None
+        self._compiled: dict[Hashable, Any] = {}
+
+    def launch(self, key: Hashable, device: torch.device, programs: int, args: Sequence[Any]) -> None:
+        """Launches programs on a device, on its current stream, and waits for nothing.
+
+        Args:
+            key: equal keys tell that constants, dtypes and divisibility of all arguments are the same.
+            device: the device.
+            programs: number of programs, 1 or more.
+            args: all arguments in order, constants included; tensors begin at a multiple of 16 bytes.
+        """
+        if device.type != "cuda":  # Triton's interpreter
+            self._launch((key, device), programs, args)
+            return
+        with torch.cuda.device(device):  # Triton launches on the current device, not on that of the tensors
+            self._launch((key, device), programs, args)
+
+    def _launch(self, key: Hashable, programs: int, args: Sequence[Any]) -> None:
+        compiled = self._compiled.get(key)
+        if compiled is None:  # in the interpreter at each launch
+            self._compiled[key] = self.jit[(programs,)](*args, **self.options)
+        else:
+            compiled[(programs, 1, 1)](*args)
+
+    @property
+    def jit(self) -> Any:
+        """The function as `triton.jit` returns it."""
+        if self._jit is None:
+            with random_kept():
+                import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]  # no types
+                import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+            self._function.__globals__["tl"] = tl
+            self._jit = triton.jit(self._function)
+        return self._jit
+
+
+class Addresses:
+    """Addresses of tensors in a table on their device, which is sent only if one has changed.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._known = device, list[int]()
+        self._table = torch.empty(0, dtype=torch.int64, device=device)
+
+    def of(self, xs: Sequence[Tensor]) -> Tensor:
+        """The table, `(len(xs),)` of int64; the transfer to it is queued, and not awaited."""
+        now = [x.data_ptr() for x in xs]
+        if now != self._known:
+            self._known, self._table = now, table_on(self._device, torch.tensor(now, device="cpu"))
+        return self._table
+
+
+def table_on(device: torch.device, table: Tensor) -> Tensor:
+    """A table of the CPU on a device, from pinned memory if it is a card, so that nothing waits."""
+    pinned = table.pin_memory() if device.type == "cuda" else table
+    return pinned.to(device, non_blocking=True)
+
+
+def can_run(device: torch.device, attempt: Callable[[], object]) -> bool:
+    """Whether kernels work on a device, by an attempt; warns if Triton is installed and they do not."""
+    if device.type != "cuda" or not find_spec("triton"):
+        return False
+    try:
+        attempt()
+    except Exception as error:  # no C compiler, too old a GPU: must not be raised in the user's step
+        warn(f"no kernels on {device}, plain operations are slower: {error!r}", stacklevel=3, is_of_rank=True)
+        return False
+    return True
