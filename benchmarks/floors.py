@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hookcb import Callback
 from hookcb.activations.bins import at_level, level_of
-from hookcb.activations.rows import MAX_BATCHES, MAX_ELEMENTS
+from hookcb.activations.buffer import MAX_BATCHES, MAX_ELEMENTS
 from hookcb.activations.stats import SAMPLED, WHOLE, _strata, histogram, shares
 from hookcb.gradients.records import MAX_STEPS
 from hookcb.gradients.stats import RUN, SKETCH, mean_size, sketch, sketch_places

@@ -50,8 +50,8 @@ class ActivationStats(HookCallback):
         with_hist: record histograms too.
         eps: magnitude up to which an element counts as near zero, in the output's unit.
         bins: number of histogram bins.
-        hist_range: range of the histograms of all layers; by default each record of a layer has a range that
-            fits it, and `hist` and pictures show one that holds 99 % of the values of all records.
+        hist_range: range of bins of equal width. By default bins are logarithmic, from 2⁻¹⁰ to 2¹⁰ on both
+            sides of 0: the same for all layers, so that counts of records, layers and ranks can be added.
         sample: `"auto"` uses every element for mean, std, min, max, abs_max and nonfinite, and for shares
             and histogram every one up to 8,192, above that 4,096 (standard error of a share ≤ 0.8 %).
             An int uses that many elements at most, for all; None uses every one for all, for which large
@@ -115,7 +115,7 @@ class ActivationStats(HookCallback):
         with_hist: bool = False,
         *,
         eps: float = 0.05,
-        bins: int = 40,
+        bins: int = 60,
         hist_range: tuple[float, float] | None = None,
         sample: Sample = "auto",
         keep: int = 5_000,
@@ -313,6 +313,6 @@ class ActivationStats(HookCallback):
         super().load_state_dict(state)
         merger, self.records = self.records.merger, ActivationRecords.from_state(state["recorded"])
         if merger is not None and "merged" in state:
-            merger.load_state(state["merged"], self.records.buffer)
+            merger.load_state(state["merged"])
         self.records.merger = merger
         self._now, self._before = state["now"], state["before"]

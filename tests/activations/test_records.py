@@ -10,7 +10,7 @@ from fastcore.foundation import L
 from torch import nn
 
 from hookcb import ActivationRecords, ActivationStats, Callback, CancelFitException, Learner
-from hookcb.activations.rows import MAX_BATCHES, MAX_ELEMENTS
+from hookcb.activations.buffer import MAX_BATCHES, MAX_ELEMENTS
 from hookcb.activations.stats import LAYER_STATS, take
 from tests.activations.support import (
     NAN,
@@ -177,7 +177,7 @@ def test_a_name_that_looks_like_a_glob_an_index_or_markup_is_a_name(name):
     assert name in stats.names
     assert stats.series(name, "mean")[0] == pytest.approx(100 * ODD_NAMES.index(name), abs=5)
     assert len(stats.layer_stats(name)) == 3
-    assert stats.hist(name).shape == (42, 2)
+    assert stats.hist(name).shape == (62, 2)
     assert stats.stats[0][name]["std"] == stats.series(name, "std")[0]
     assert name in printed(stats.report())
 

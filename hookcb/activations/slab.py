@@ -1,0 +1,157 @@
+"""Slab: one tensor on a device, in which a kernel writes the sums of each layer's outputs, record by record."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from hookcb.activations.bins import Bins
+from hookcb.activations.kernel import COLUMNS, DTYPES, Kernel, works_on
+from hookcb.activations.stats import Sample, flat
+from hookcb.records.store import StatStore, Transfer
+
+if TYPE_CHECKING:
+    from hookcb.activations.buffer import Output, Waiting
+
+RECORDS = 65  # those that wait, and the running batch
+ROWS = 64  # for layers and their calls, at first
+NOT_CALLED = -1.0  # in place of the number of elements
+
+
+class Place(NamedTuple):
+    """Where the sums of an output are."""
+
+    slab: "Slab"
+    record: int
+    row: int
+
+    @property
+    def sums(self) -> Tensor:
+        """The sums, on their device, `(columns,)`."""
+        return self.slab.sums[self.record, self.row]
+
+
+class Slab:
+    """Sums of outputs of the batches that wait, on one device; nothing is allocated in a hook.
+
+    A launch reads on the device which record is the running one, or that none is. So a graph that was captured
+    records at each replay, though no hook is called then.
+
+    Args:
+        device: the device.
+        eps: see `layer_stats`.
+        bins: bins of histograms, or None.
+
+    Attributes:
+        sums: `(records, rows, columns)`, see `COLUMNS`.
+        captured: outputs taken while a graph was captured, by path.
+    """
+
+    def __init__(self, device: torch.device, eps: float, bins: Bins | None) -> None:
+        self.device, self._eps, self._bins = device, eps, bins
+        self._n_columns = len(COLUMNS) + (bins.n + 2 if bins else 0)
+        self.sums = self._empty(ROWS)
+        self.captured: dict[str, list["Output"]] = {}
+        self._cursor = torch.zeros(1, dtype=torch.int32, device=device)
+        self._kernels: dict[int, Kernel] = {}  # by stream, as launches that overlap need memory of their own
+        self._rows: dict[tuple[str, int], int] = {}  # by path and call
+        self._record, self._is_used = 0, False  # whether the running batch has written
+        self._sent: list[tuple[Sequence["Waiting"], Transfer]] = []
+
+    def _empty(self, n: int) -> Tensor:
+        with torch.inference_mode(False):
+            shape = RECORDS, n, self._n_columns
+            sums = torch.full(shape, NOT_CALLED, dtype=torch.float64, device=self.device)
+        return sums
+
+    def take(self, path: str, call: int, x: Tensor) -> Place:
+        """Writes the sums of a tensor that `can_take` accepts, by one launch."""
+        row = self._rows.get((path, call))
+        if row is None:
+            row = self._rows[path, call] = len(self._rows)
+            if row == self.sums.shape[1]:
+                self.sums = torch.cat([self.sums, self._empty(row)], 1)
+        stream = torch.cuda.current_stream(self.device).cuda_stream if x.is_cuda else 0
+        if stream not in self._kernels:
+            self._kernels[stream] = Kernel(self.device, self._eps, self._bins)
+        self._kernels[stream].take(flat(x), self.sums, self._cursor, row)
+        self._is_used = True
+        return Place(self, self._record, row)
+
+    def drop_batch(self) -> None:
+        """Forgets the sums of the running batch."""
+        if self._is_used:
+            self.sums[self._record].fill_(NOT_CALLED)
+            self._is_used = False
+
+    def replayed(self) -> dict[str, list["Output"]]:
+        """Outputs of graphs that may have been replayed in the running batch, by path."""
+        place = {"slab": self, "record": self._record}
+        return {
+            path: [x._replace(place=Place(row=x.place.row, **place)) for x in calls if x.place]
+            for path, calls in self.captured.items()
+        }
+
+    def end_batch(self) -> None:
+        """Begins the next record."""
+        if self._is_used or self.captured:
+            self._record, self._is_used = self._record + 1, False
+            self._cursor.fill_(self._record)
+
+    def rest(self, rests: bool) -> None:
+        """Lets graphs that were captured write nothing when they are replayed, or write again."""
+        if self.captured:
+            self._cursor.fill_(-1 if rests else self._record)
+
+    def send(self, waiting: Sequence["Waiting"]) -> None:
+        """Starts the transfer of the sums of batches that have ended; the running one stays."""
+        if not self._record:
+            return
+        self._sent.append((waiting, Transfer(self.sums[: self._record, : len(self._rows)].clone())))
+        running = self.sums[self._record].clone()
+        self.sums[: self._record + 1].fill_(NOT_CALLED)
+        self.sums[0] = running
+        self._record = 0
+        self._cursor.fill_(0)
+
+    def receive(self, stores: Mapping[str, StatStore]) -> None:
+        """Puts statistics of all that was sent into the stores; waits for it."""
+        sent, self._sent = self._sent, []
+        for waiting, transfer in sent:
+            sums = transfer.arrived()
+            values, was_called = stats_of(sums), sums[..., 0] != NOT_CALLED
+            of_layers: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
+            for phase, name, record, output in waiting:
+                at, row = output.place[1:] if output.place else (0, 0)
+                if was_called[at, row]:
+                    of_layers.setdefault((phase, name), []).append((record, at, row))
+            for (phase, name), items in of_layers.items():
+                records, at_, rows = map(list, zip(*items, strict=True))
+                stores[phase].put(name, records, values[at_, rows])
+
+
+def can_take(x: Tensor, sample: Sample) -> bool:
+    """Whether the kernel takes a tensor: dense, not repeated in memory, and of which all elements count."""
+    return (
+        x.device.type != "cpu"
+        and works_on(x.device)
+        and x.dtype in DTYPES
+        and not isinstance(sample, int)
+        and x.numel() > 0
+        and 0 not in x.stride()
+        and not is_compiling()
+    )
+
+
+def stats_of(sums: Tensor) -> Tensor:
+    """`LAYER_STATS`, then the counts of a histogram, `(..., columns)`, from sums of the kernel."""
+    n, pivot, scale, sum1, sum2, _, _, low, high, near_zero, zeros, nonfinite = sums[..., : len(COLUMNS)].unbind(-1)
+    mean = pivot + sum1 / n / scale
+    std = ((sum2 - sum1.square() / n).clamp(min=0) / (n - 1)).sqrt() / scale  # NaN for one element
+    unknown = low > high  # no element is finite
+    low, high = (x.masked_fill(unknown, torch.nan) for x in (low, high))
+    shares = [(x / n).masked_fill(unknown, torch.nan) for x in (near_zero, zeros)]
+    found = [mean, std, low, high, torch.maximum(high, -low), *shares, nonfinite]
+    return torch.cat([torch.stack(found, -1), sums[..., len(COLUMNS) :]], -1)

@@ -1,0 +1,75 @@
+"""TritonKernel: a kernel that is compiled at its first launch, and then launched with little work of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from hookcb.core.console import warn
+from hookcb.core.randomness import random_kept
+
+
+class TritonKernel:
+    """A function for Triton; nothing is imported before its first launch.
+
+    The module of the function gets `tl`, which is triton.language: Triton's interpreter finds names there only.
+
+    Args:
+        function: the function.
+        varying: its parameters for whose values nothing is compiled anew.
+        **options: what is passed to each launch, as `num_warps`.
+    """
+
+    def __init__(self, function: Callable[..., None], varying: Sequence[str] = (), **options: Any) -> None:
+        # Triton 3.9 warns if the fusion of products and sums, which is the default, is not given
+        self._function, self._options = function, {"enable_fp_fusion": True} | options
+        self._varying, self._jit = list(varying), None
+        self._compiled: dict[Hashable, Any] = {}
+
+    def launch(self, key: Hashable, device: torch.device, programs: int, args: Sequence[Any]) -> None:
+        """Launches programs on a device, on its current stream, and waits for nothing.
+
+        Args:
+            key: equal keys tell that constants, dtypes and divisibility of all arguments are the same.
+            device: the device.
+            programs: number of programs, 1 or more.
+            args: all arguments in order, constants included; tensors begin at a multiple of 16 bytes.
+        """
+        if device.type != "cuda":  # Triton's interpreter
+            self._launch((key, device), programs, args)
+            return
+        with torch.cuda.device(device):  # Triton launches on the current device, not on that of the tensors
+            self._launch((key, device), programs, args)
+
+    def _launch(self, key: Hashable, programs: int, args: Sequence[Any]) -> None:
+        compiled = self._compiled.get(key)
+        if compiled is None:  # in the interpreter at each launch
+            self._compiled[key] = self.jit[(programs,)](*args, **self._options)
+        else:
+            compiled[(programs, 1, 1)](*args)
+
+    @property
+    def jit(self) -> Any:
+        """What `triton.jit` makes of the function."""
+        if self._jit is None:
+            with random_kept():
+                import triton
+                import triton.language as tl
+            self._function.__globals__["tl"] = tl
+            self._jit = triton.jit(self._function, do_not_specialize=self._varying)
+        return self._jit
+
+
+def can_run(device: torch.device, attempt: Callable[[], object]) -> bool:
+    """Whether kernels work on a device, by an attempt; warns if Triton is installed and they do not."""
+    if device.type != "cuda" or not find_spec("triton"):
+        return False
+    try:
+        attempt()
+    except Exception as error:  # no C compiler, too old a GPU: must not be raised in the user's step
+        warn(f"no kernels on {device}, plain operations are slower: {error!r}", stacklevel=3, is_of_rank=True)
+        return False
+    return True
