@@ -38,13 +38,13 @@ class Bins(NamedTuple):
         return torch.cat([-above.flip(0), above.new_zeros(1 - self.n % 2), above])
 
     @property
-    def scale(self) -> tuple[float, float]:
-        """Origin and factor by which log2(|x|), or x between `ends`, becomes a position among edges."""
+    def scale(self) -> tuple[float, float, int]:
+        """Origin, extent and number of steps: those of x between `ends`, or of log2(|x|) beyond the first bin."""
         if self.ends is not None:
             low, high = self.ends
-            return low, self.n / (high - low)
+            return low, high - low, self.n
         k = (self.n + 1) // 2
-        return (LEAST, (k - 1) / (MOST - LEAST)) if k > 1 else (MOST, 1.0)
+        return (LEAST, MOST - LEAST, k - 1) if k > 1 else (MOST, 1, 1)
 
     def count(self, rows: Tensor) -> Tensor:
         """Numbers of elements of each row, below the bins, in each of them, and above; NaN is in none.
@@ -69,12 +69,12 @@ class Bins(NamedTuple):
 
     def _slots(self, rows: Tensor) -> Tensor:
         """Place of each element among the counts, as a float; NaN for NaN."""
-        origin, factor = self.scale
+        origin, extent, steps = self.scale
         if self.ends is not None:
-            place = rows.sub(origin).mul_(factor).clamp_(-1, self.n - 1).floor_()
+            place = rows.sub(origin).div_(extent).mul_(steps).clamp_(-1, self.n - 1).floor_()
             return place.add_(rows.clone().gt_(self.ends[1])).add_(1)  # by the edge itself, as products are rounded
         k, is_odd = (self.n + 1) // 2, self.n % 2
-        place = rows.abs().log2_().sub_(origin).mul_(factor).clamp_(-1, k - 1).floor_()
+        place = rows.abs().log2_().sub_(origin).div_(extent).mul_(steps).clamp_(-1, k - 1).floor_()
         return place.add_(1.0 if is_odd else 1.5).copysign_(rows).add_((self.n + 1) / 2)
 
 

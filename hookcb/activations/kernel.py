@@ -52,9 +52,9 @@ class Kernel:
         self._parts = torch.empty(6, self.most, dtype=torch.float64, device=device)
         self._counts = torch.zeros(4 + n, dtype=torch.int64, device=device)
         bins = bins or Bins(1)
-        origin, factor = bins.scale
+        origin, extent, steps = bins.scale
         is_linear = int(bins.ends is not None)
-        self._of_bins = float(eps), origin, factor, bins.ends[1] if bins.ends else 0.0, bins.n, is_linear
+        self._of_bins = float(eps), float(origin), float(extent), float(steps), bins.ends[1] if bins.ends else 0.0, bins.n, is_linear
 
     def take(self, x: Tensor, rows: Tensor, cursor: Tensor, row: int) -> None:
         """Writes the sums of all elements to `rows[cursor, row]`, unless the cursor is negative.
@@ -90,7 +90,8 @@ def _take(
     blocks: tl.tensor,
     eps: tl.tensor,
     origin: tl.tensor,
-    factor: tl.tensor,
+    extent: tl.tensor,
+    steps: tl.tensor,
     high_end: tl.tensor,
     bins: tl.tensor,
     is_linear: tl.tensor,
@@ -109,9 +110,9 @@ def _take(
     known = (tl.abs(first) < inf) & (lane < n)
     first = tl.where(known, first, 0.0)
     pivot = tl.sum(first / tl.maximum(tl.sum(known.to(tl.int32)), 1).to(real))
-    extent = tl.max(tl.where(known, tl.abs(first * 0.5 - pivot * 0.5), 0.0)) * 2
-    extent = tl.where(extent > 0, extent, tl.abs(pivot))
-    scale = 1 / tl.minimum(tl.maximum(tl.where(extent > 0, extent, 1.0), 1e-37), 1e37)
+    size = tl.max(tl.where(known, tl.abs(first * 0.5 - pivot * 0.5), 0.0)) * 2
+    size = tl.where(size > 0, size, tl.abs(pivot))
+    scale = 1 / tl.minimum(tl.maximum(tl.where(size > 0, size, 1.0), 1e-37), 1e37)
     sum1 = tl.zeros((block,), real)
     sum2 = tl.zeros((block,), real)
     sum3 = tl.zeros((block,), real)
@@ -137,19 +138,19 @@ def _take(
         sum2 += square
         sum3 += square * z
         sum4 += square * square
-        size = tl.where(inside, tl.abs(value), inf)
-        finite = size < inf
+        magnitude = tl.where(inside, tl.abs(value), inf)
+        finite = magnitude < inf
         low = tl.where(finite, tl.minimum(low, value), low)
         high = tl.where(finite, tl.maximum(high, value), high)
-        near += (size <= tl.full((), eps, real)).to(tl.int32)
-        zeros += (size == 0).to(tl.int32)
+        near += (magnitude <= tl.full((), eps, real)).to(tl.int32)
+        zeros += (magnitude == 0).to(tl.int32)
         finites += finite.to(tl.int32)
         if n_slots > 0:  # as `Bins.count` does it
             if is_linear:
-                slot = tl.floor(tl.minimum(tl.maximum((value - origin) * factor, -1.0), bins - 1.0)) + 1
+                slot = tl.floor(tl.minimum(tl.maximum((value - origin) / extent * steps, -1.0), bins - 1.0)) + 1
                 slot += (value > high_end).to(slot.dtype)
             else:
-                level = (tl.log2(tl.abs(value)) - origin) * factor
+                level = (tl.log2(tl.abs(value)) - origin) / extent * steps
                 level = tl.floor(tl.minimum(tl.maximum(level, -1.0), (bins + 1) // 2 - 1.0))
                 level += tl.where(bins % 2 == 1, 1.0, 1.5)
                 slot = tl.where(value < 0, -level, level) + (bins + 1) * 0.5
@@ -213,6 +214,6 @@ def _take(
 
 KERNEL = TritonKernel(
     _take,
-    ("stride", "place", "n", "blocks", "origin", "factor", "high_end", "bins", "is_linear", "most"),
+    ("stride", "place", "n", "blocks", "origin", "extent", "steps", "high_end", "bins", "is_linear", "most"),
     num_warps=4,
 )
