@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hookcb.activations.bins import Bins
+from hookcb.activations.kernel import works_on
 from hookcb.activations.slab import Place, Slab, can_take
 from hookcb.activations.stats import ROW, Known, Sample, summarize, take
 from hookcb.records.memory import Memory
@@ -99,7 +100,9 @@ class OutputBuffer:
         self.read()  # each waiting row would be copied as the whole block
         return self.__dict__ | {"slabs": {}}
 
-    def take(self, path: str, x: Tensor, kind: str, sample: Sample, wide: bool, lends: bool) -> None:
+    def take(
+        self, path: str, x: Tensor, kind: str, sample: Sample, wide: bool, lends: bool, written: Tensor | None = None
+    ) -> None:
         """Takes what statistics need of a detached tensor with statistics; waits for no device.
 
         Args:
@@ -109,11 +112,12 @@ class OutputBuffer:
             sample: see `ActivationStats`.
             wide: see `moments`.
             lends: whether elements may be kept in memory that is used again.
+            written: what a kernel writes to, in compiled code.
         """
         calls = self.batch.setdefault(path, [])
         if can_take(x, sample):
             slab = self.slab_on(x.device)
-            calls.append(Output(kind, x.shape, x.numel(), place=slab.take(path, len(calls), x)))
+            calls.append(Output(kind, x.shape, x.numel(), place=slab.take(path, len(calls), x, written)))
             if x.is_cuda and torch.cuda.is_current_stream_capturing():
                 slab.captured.setdefault(path, []).append(calls[-1])
         else:
@@ -125,6 +129,13 @@ class OutputBuffer:
         if device not in self.slabs:
             self.slabs[device] = Slab(device, self.eps, self.bins)
         return self.slabs[device]
+
+    def written_on(self, device: torch.device) -> Tensor:
+        """What compiled code on a device writes to, as far as its compiler knows."""
+        if works_on(device):
+            return self.slab_on(device).sums
+        with torch.inference_mode(False):
+            return torch.zeros(1, device="cpu")
 
     def drop_batch(self) -> None:
         """Forgets the outputs of the running batch."""

@@ -8,8 +8,9 @@ from torch import Tensor, distributed, nn
 from torch.compiler import is_compiling
 
 from hookcb.activations.merge import Merger
+from hookcb.activations.operator import OWNERS
 from hookcb.activations.records import OPTIONS, ActivationRecords
-from hookcb.activations.stats import Sample
+from hookcb.activations.stats import Sample, has_stats, kind_of
 from hookcb.core.batch import parts
 from hookcb.core.ranks import ALONE, group_of, is_sharded
 from hookcb.core.sampling import SamplingCallback
@@ -20,6 +21,7 @@ from hookcb.hooks.callback import HookCallback
 from hookcb.hooks.coverage import Coverage
 from hookcb.hooks.modules import device_of
 from hookcb.records.forward import forwarded, forwarded_attribute, forwarded_property
+from hookcb.records.records import module_of
 
 NOT_TAKEN = ("hook", "cpu", "gather", "modify")  # options of `HookCallback` that have no use here
 
@@ -138,6 +140,8 @@ class ActivationStats(HookCallback):
         self._is_slice = False  # whether the last output of a layer in tensor parallelism was one
         self._awaited: list[Awaited] = []  # in the running forward
         self._thread: int | None = None  # of the loop, during a fit
+        self._owner = id(self)  # by which compiled code finds it
+        self._written: Tensor  # what compiled code writes to
 
     def before_fit(self) -> None:
         if not self.append:
@@ -148,9 +152,12 @@ class ActivationStats(HookCallback):
         super().before_fit()
         self._find_ranks()
         self._thread = this_thread() if self.learn.in_loop_thread else None
+        self._written = self.records.buffer.written_on(device_of(self.learn.model))
         if self.is_forward and not self._options.get("pre") and type(self).hook is ActivationStats.hook:
             for hook in self.hooks or ():
                 hook.quick = self._take_usual
+                hook.traced = None if self._is_sharded else self._trace
+            OWNERS[self._owner] = self
 
     def looks_alike(self) -> bool:
         """Whether all ranks look at the same batches, so that their records can be merged."""
@@ -201,6 +208,24 @@ class ActivationStats(HookCallback):
         if name is None:
             return False
         return self.records.take_usual(name, output, type(m).__name__)
+
+    def _trace(self, m: nn.Module, output: Any) -> None:
+        """Has compiled code call `take_compiled` for each tensor of an output; Dynamo follows it."""
+        name, kind = self._names[id(m)], plain_class(m).__name__
+        for path, x in list(parts(output, name)) or [(name, output)]:
+            taken, what = (x.detach(), kind) if has_stats(x) else (None, kind_of(x))
+            torch.ops.hookcb.take(taken, self._written, self._owner, path, what)
+
+    def take_compiled(self, x: Tensor | None, written: Tensor, path: str, kind: str) -> None:
+        """Does what `hook` does, when compiled code is run; a kernel writes to `written`."""
+        if self._acts_in is not self.learn.training or this_thread() != self._thread:
+            return
+        for hook in self.hooks or ():
+            hook.fired = hook.fired or hook.name == module_of(path)
+        if x is None:
+            self.records.leave_out(path, kind)
+        else:
+            self.records.take_usual(path, x, kind, written)
 
     def hook(self, m: nn.Module, *seen: Any) -> None:
         name, output = self._names.get(id(m)), seen[-1]
@@ -311,7 +336,9 @@ class ActivationStats(HookCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        merger, self.records = self.records.merger, ActivationRecords.from_state(state["recorded"])
+        merger, slabs = self.records.merger, self.records.buffer.slabs
+        self.records = ActivationRecords.from_state(state["recorded"])
+        self.records.buffer.slabs = slabs  # to which compiled code writes
         if merger is not None and "merged" in state:
             merger.load_state(state["merged"])
         self.records.merger = merger

@@ -116,7 +116,7 @@ class ActivationRecords(SavedRecords):
             copies: number of ranks that have the same part; 0 if that is unknown.
         """
         if not has_stats(output):
-            self.buffer.batch.setdefault(path, []).append(Output(kind_of(output)))
+            self.leave_out(path, kind_of(output))
             return
         is_merged = self.merger is not None  # then samples of a whole validation wait
         self.buffer.take(path, detached(output), kind, self.sample, is_merged, not (is_merged or _is_traced()))
@@ -124,12 +124,19 @@ class ActivationRecords(SavedRecords):
             calls = self.buffer.batch[path]
             calls[-1] = calls[-1]._replace(shape=shape or calls[-1].shape, copies=copies)
 
-    def take_usual(self, path: str, x: Tensor, kind: str) -> bool:
-        """Does what `take` does, if `x` is a whole tensor with statistics. Dynamo must not trace it."""
+    def leave_out(self, path: str, kind: str) -> None:
+        """Takes a call's output of a kind that has no statistics, in the running batch."""
+        self.buffer.batch.setdefault(path, []).append(Output(kind))
+
+    def take_usual(self, path: str, x: Tensor, kind: str, written: Tensor | None = None) -> bool:
+        """Does what `take` does, if `x` is a whole tensor with statistics. Dynamo must not trace it.
+
+        With `written`, what compiled code gives its operator to write to, a kernel writes there.
+        """
         if not has_stats(x) or in_transform() or is_jit_tracing():
             return False
         is_merged = self.merger is not None
-        self.buffer.take(path, x.detach(), kind, self.sample, is_merged, not is_merged)
+        self.buffer.take(path, x.detach(), kind, self.sample, is_merged, not is_merged, written)
         return True
 
     def drop_batch(self) -> None:

@@ -66,8 +66,8 @@ class Slab:
             sums = torch.full(shape, NOT_CALLED, dtype=torch.float64, device=self.device)
         return sums
 
-    def take(self, path: str, call: int, x: Tensor) -> Place:
-        """Writes the sums of a tensor that `can_take` accepts, by one launch."""
+    def take(self, path: str, call: int, x: Tensor, written: Tensor | None = None) -> Place:
+        """Writes the sums of a tensor that `can_take` accepts, by one launch; in compiled code to `written`."""
         row = self._rows.get((path, call))
         if row is None:
             row = self._rows[path, call] = len(self._rows)
@@ -76,7 +76,9 @@ class Slab:
         stream = torch.cuda.current_stream(self.device).cuda_stream if x.is_cuda else 0
         if stream not in self._kernels:
             self._kernels[stream] = Kernel(self.device, self._eps, self._bins)
-        self._kernels[stream].take(flat(x), self.sums, self._cursor, row)
+        # a compiler may give a copy, which it copies back; one of another shape was replaced since
+        sums = self.sums if written is None or written.shape != self.sums.shape else written
+        self._kernels[stream].take(flat(x), sums, self._cursor, row)
         self._is_used = True
         return Place(self, self._record, row)
 

@@ -23,6 +23,7 @@ class HookLike(Protocol):
     called: bool
     fired: bool
     quick: Callable[[Any, Any], bool] | None
+    traced: Callable[[Any, Any], object] | None
     is_idle: bool
     take_error: Callable[[Exception], object] | None
     why_silent: str
@@ -60,6 +61,9 @@ class Tap(OwnHook):
     def __call__(self, module: nn.Module, *seen: Any) -> Any:
         """Calls the hook if its gate is open; returns its result if the hook may modify."""
         hook = self.hook
+        if hook is not None and hook.traced is not None and is_compiling():
+            hook.traced(module, seen[-1])
+            return None
         if hook is None or hook.is_idle:
             return None
         try:
