@@ -52,9 +52,9 @@ class Kernel:
         self._parts = torch.empty(6, self.most, dtype=torch.float64, device=device)
         self._counts = torch.zeros(4 + n, dtype=torch.int64, device=device)
         bins = bins or Bins(1)
-        origin, extent, steps = bins.scale
-        is_linear = int(bins.ends is not None)
-        self._of_bins = float(eps), float(origin), float(extent), float(steps), bins.ends[1] if bins.ends else 0.0, bins.n, is_linear
+        limits = eps, *bins.scale, bins.ends[1] if bins.ends else 0.0
+        self._limits = torch.tensor(limits, dtype=torch.float64, device="cpu").to(device)
+        self._of_bins = bins.n, int(bins.ends is not None)
 
     def take(self, x: Tensor, rows: Tensor, cursor: Tensor, row: int) -> None:
         """Writes the sums of all elements to `rows[cursor, row]`, unless the cursor is negative.
@@ -75,7 +75,7 @@ class Kernel:
         programs = -(-n // (blocks * BLOCK))
         args = (x, rows, rows.stride(0), row * rows.stride(1), cursor, self._parts, self._counts, n, blocks)
         key = x.dtype, is_aligned, n < 2**31, self._n_slots
-        KERNEL.launch(key, self.device, programs, (*args, *self._of_bins, self.most, self._n_slots, BLOCK))
+        KERNEL.launch(key, self.device, programs, (*args, self._limits, *self._of_bins, self.most, self._n_slots, BLOCK))
 
 
 def _take(
@@ -88,11 +88,7 @@ def _take(
     totals: tl.tensor,
     n: tl.tensor,
     blocks: tl.tensor,
-    eps: tl.tensor,
-    origin: tl.tensor,
-    extent: tl.tensor,
-    steps: tl.tensor,
-    high_end: tl.tensor,
+    limits: tl.tensor,
     bins: tl.tensor,
     is_linear: tl.tensor,
     most: tl.tensor,
@@ -105,6 +101,7 @@ def _take(
         return
     real = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     inf = float("inf")
+    eps = tl.load(limits).to(real)
     lane = tl.arange(0, block)
     first = tl.load(x + lane, mask=lane < n, other=0).to(real)
     known = (tl.abs(first) < inf) & (lane < n)
@@ -124,6 +121,10 @@ def _take(
     finites = tl.zeros((block,), tl.int32)
     if n_slots > 0:
         counts = tl.zeros((n_slots,), tl.int32)
+        origin = tl.load(limits + 1).to(real)
+        extent = tl.load(limits + 2).to(real)
+        steps = tl.load(limits + 3).to(real)
+        high_end = tl.load(limits + 4).to(real)
     begin = tl.program_id(0).to(tl.int64) * blocks * block  # a GPU can hold over 2**31 elements
     for i in range(0, blocks):
         start = begin + i * block
@@ -142,7 +143,7 @@ def _take(
         finite = magnitude < inf
         low = tl.where(finite, tl.minimum(low, value), low)
         high = tl.where(finite, tl.maximum(high, value), high)
-        near += (magnitude <= tl.full((), eps, real)).to(tl.int32)
+        near += (magnitude <= eps).to(tl.int32)
         zeros += (magnitude == 0).to(tl.int32)
         finites += finite.to(tl.int32)
         if n_slots > 0:  # as `Bins.count` does it
@@ -214,6 +215,6 @@ def _take(
 
 KERNEL = TritonKernel(
     _take,
-    ("stride", "place", "n", "blocks", "origin", "extent", "steps", "high_end", "bins", "is_linear", "most"),
+    ("stride", "place", "n", "blocks", "bins", "is_linear", "most"),
     num_warps=4,
 )

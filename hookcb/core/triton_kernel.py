@@ -25,7 +25,7 @@ class TritonKernel:
 
     def __init__(self, function: Callable[..., None], varying: Sequence[str] = (), **options: Any) -> None:
         # Triton 3.9 warns if the fusion of products and sums, which is the default, is not given
-        self._function, self._options = function, {"enable_fp_fusion": True} | options
+        self._function, self.options = function, {"enable_fp_fusion": True} | options
         self._varying, self._jit = list(varying), None
         self._compiled: dict[Hashable, Any] = {}
 
@@ -47,7 +47,7 @@ class TritonKernel:
     def _launch(self, key: Hashable, programs: int, args: Sequence[Any]) -> None:
         compiled = self._compiled.get(key)
         if compiled is None:  # in the interpreter at each launch
-            self._compiled[key] = self.jit[(programs,)](*args, **self._options)
+            self._compiled[key] = self.jit[(programs,)](*args, **self.options)
         else:
             compiled[(programs, 1, 1)](*args)
 
