@@ -12,6 +12,7 @@ from hookcb.activations.bins import Bins
 from hookcb.activations.kernel import works_on
 from hookcb.activations.slab import Place, Slab, can_take
 from hookcb.activations.stats import ROW, Known, Sample, summarize, take
+from hookcb.core.torch_private import is_dynamo_imported, mark_static_address
 from hookcb.records.memory import Memory
 from hookcb.records.store import StatStore
 
@@ -48,12 +49,13 @@ class Output(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A layer's output in a batch that has a record."""
+    """A layer's output in a batch that has a record, and in which record of a slab it is."""
 
     phase: str
     name: str
     record: int
     output: Output
+    at: int = 0
 
 
 class Portion(NamedTuple):
@@ -133,6 +135,8 @@ class OutputBuffer:
     def written_on(self, device: torch.device) -> Tensor:
         """What compiled code on a device writes to, as far as its compiler knows."""
         if works_on(device):
+            if is_dynamo_imported():
+                mark_static_address(self.slab_on(device).sums)  # else Inductor captures no CUDA graph
             return self.slab_on(device).sums
         with torch.inference_mode(False):
             return torch.zeros(1, device="cpu")
@@ -148,7 +152,7 @@ class OutputBuffer:
         """Ends the running batch; returns its outputs by name."""
         batch, self.batch = self.batch, {}
         for slab in self.slabs.values():
-            batch = slab.replayed() | batch
+            batch = slab.captured | batch
         named: dict[str, Output] = {}
         for path, calls in batch.items():
             if len(calls) == 1:
@@ -167,7 +171,8 @@ class OutputBuffer:
             return named
         record = store.begin(epoch, step)
         for name, output in found:
-            self._waiting.append(Waiting(phase, name, record, output))
+            at = output.place.slab.record if output.place else 0
+            self._waiting.append(Waiting(phase, name, record, output, at))
             if output.elements is not None:
                 self._n_elements += output.elements.numel()
         for slab in self.slabs.values():

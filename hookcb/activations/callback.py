@@ -19,6 +19,7 @@ from hookcb.core.threads import this_thread
 from hookcb.core.torch_private import version_of
 from hookcb.hooks.callback import HookCallback
 from hookcb.hooks.coverage import Coverage
+from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import device_of
 from hookcb.records.forward import forwarded, forwarded_attribute, forwarded_property
 from hookcb.records.records import module_of
@@ -140,8 +141,9 @@ class ActivationStats(HookCallback):
         self._is_slice = False  # whether the last output of a layer in tensor parallelism was one
         self._awaited: list[Awaited] = []  # in the running forward
         self._thread: int | None = None  # of the loop, during a fit
-        self._owner = id(self)  # by which compiled code finds it
-        self._written: Tensor  # what compiled code writes to
+        self._owner = 0  # by which compiled code finds it
+        self._written: Tensor | None = None  # what compiled code writes to
+        self._hook_of: dict[str, Hook] = {}  # by name
 
     def before_fit(self) -> None:
         if not self.append:
@@ -152,12 +154,18 @@ class ActivationStats(HookCallback):
         super().before_fit()
         self._find_ranks()
         self._thread = this_thread() if self.learn.in_loop_thread else None
-        self._written = self.records.buffer.written_on(device_of(self.learn.model))
+        self._owner, self._written = id(self), self.records.buffer.written_on(device_of(self.learn.model))
         if self.is_forward and not self._options.get("pre") and type(self).hook is ActivationStats.hook:
             for hook in self.hooks or ():
                 hook.quick = self._take_usual
                 hook.traced = None if self._is_sharded else self._trace
+            self._hook_of = {hook.name: hook for hook in self.hooks or ()}
             OWNERS[self._owner] = self
+
+    def _let_act(self, training: bool | None) -> None:
+        super()._let_act(training)
+        for slab in self.records.buffer.slabs.values():
+            slab.rest(training is None)
 
     def looks_alike(self) -> bool:
         """Whether all ranks look at the same batches, so that their records can be merged."""
@@ -212,16 +220,17 @@ class ActivationStats(HookCallback):
     def _trace(self, m: nn.Module, output: Any) -> None:
         """Has compiled code call `take_compiled` for each tensor of an output; Dynamo follows it."""
         name, kind = self._names[id(m)], plain_class(m).__name__
-        for path, x in list(parts(output, name)) or [(name, output)]:
+        found = [(name, output)] if type(output) is Tensor else list(parts(output, name)) or [(name, output)]
+        for path, x in found:
             taken, what = (x.detach(), kind) if has_stats(x) else (None, kind_of(x))
             torch.ops.hookcb.take(taken, self._written, self._owner, path, what)
 
     def take_compiled(self, x: Tensor | None, written: Tensor, path: str, kind: str) -> None:
         """Does what `hook` does, when compiled code is run; a kernel writes to `written`."""
-        if self._acts_in is not self.learn.training or this_thread() != self._thread:
+        is_captured = x is not None and x.is_cuda and torch.cuda.is_current_stream_capturing()
+        if this_thread() != self._thread or not (self._acts_in is self.learn.training or is_captured):
             return
-        for hook in self.hooks or ():
-            hook.fired = hook.fired or hook.name == module_of(path)
+        self._hook_of[module_of(path)].fired = True
         if x is None:
             self.records.leave_out(path, kind)
         else:
@@ -320,6 +329,9 @@ class ActivationStats(HookCallback):
         self.records.drop_batch()
         self.records.flush()
         self.records.merger, self._awaited = None, []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_written": None, "_hook_of": {}}
 
     @property
     def coverage(self) -> Coverage:

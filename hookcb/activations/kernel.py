@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hookcb.activations.bins import Bins
+from hookcb.activations.stats import flat
 from hookcb.core.triton_kernel import TritonKernel, can_run
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Kernel:
         bins: bins of a histogram, or None.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, device: torch.device, eps: float, bins: Bins | None) -> None:
         sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
         self.device, self.most = device, PER_SM * sms
@@ -53,14 +55,15 @@ class Kernel:
         self._counts = torch.zeros(4 + n, dtype=torch.int64, device=device)
         bins = bins or Bins(1)
         limits = eps, *bins.scale, bins.ends[1] if bins.ends else 0.0
-        self._limits = torch.tensor(limits, dtype=torch.float64, device="cpu").to(device)
+        # without a transfer, which no graph may capture
+        self._limits = torch.stack([torch.full((), x, dtype=torch.float64, device=device) for x in limits])
         self._of_bins = bins.n, int(bins.ends is not None)
 
     def take(self, x: Tensor, rows: Tensor, cursor: Tensor, row: int) -> None:
         """Writes the sums of all elements to `rows[cursor, row]`, unless the cursor is negative.
 
         Args:
-            x: elements in memory without gaps, of a type in `DTYPES`, 1 or more.
+            x: a dense tensor of a type in `DTYPES`, of 1 element or more; it is copied if memory has gaps.
             rows: `(records, rows, columns)`, float64; columns are `COLUMNS`, and the counts of a histogram.
             cursor: `(1,)`, int32, so that a captured graph can be told where to write, or to rest.
             row: index of the row.
@@ -69,6 +72,7 @@ class Kernel:
         variance", 1983. Pivot and scale are mean and extent of the first block, which each program reads, so
         that the sums of all can be added, and powers of z stay in the range of float32.
         """
+        x = flat(x.resolve_neg()).contiguous()
         x = x.view(torch.uint8) if x.dtype is torch.bool else x  # a Triton bool is one bit
         n, is_aligned = x.numel(), x.data_ptr() % 16 == 0
         blocks = max(SHARE // BLOCK, -(-n // (self.most * BLOCK)))  # of each program

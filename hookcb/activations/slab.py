@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 
 from hookcb.activations.bins import Bins
 from hookcb.activations.kernel import COLUMNS, DTYPES, Kernel, works_on
-from hookcb.activations.stats import Sample, flat
+from hookcb.activations.stats import Sample
 from hookcb.records.store import StatStore, Transfer
 
 if TYPE_CHECKING:
@@ -21,16 +21,15 @@ NOT_CALLED = -1.0  # in place of the number of elements
 
 
 class Place(NamedTuple):
-    """Where the sums of an output are."""
+    """Where the sums of an output are, in each record."""
 
     slab: "Slab"
-    record: int
     row: int
 
     @property
     def sums(self) -> Tensor:
-        """The sums, on their device, `(columns,)`."""
-        return self.slab.sums[self.record, self.row]
+        """The sums in the running batch, on their device, `(columns,)`."""
+        return self.slab.sums[self.slab.record, self.row]
 
 
 class Slab:
@@ -46,7 +45,8 @@ class Slab:
 
     Attributes:
         sums: `(records, rows, columns)`, see `COLUMNS`.
-        captured: outputs taken while a graph was captured, by path.
+        record: the running one.
+        captured: outputs of graphs that may be replayed in any batch, by path.
     """
 
     def __init__(self, device: torch.device, eps: float, bins: Bins | None) -> None:
@@ -57,14 +57,14 @@ class Slab:
         self._cursor = torch.zeros(1, dtype=torch.int32, device=device)
         self._kernels: dict[int, Kernel] = {}  # by stream, as launches that overlap need memory of their own
         self._rows: dict[tuple[str, int], int] = {}  # by path and call
-        self._record, self._is_used = 0, False  # whether the running batch has written
+        self._wide: set[int] = set()  # rows of float64 outputs
+        self.record, self._is_used, self._rests = 0, False, False  # whether the running batch has written
         self._sent: list[tuple[Sequence["Waiting"], Transfer]] = []
 
+    @torch.inference_mode(False)  # else it could be written in inference mode only
     def _empty(self, n: int) -> Tensor:
-        with torch.inference_mode(False):
-            shape = RECORDS, n, self._n_columns
-            sums = torch.full(shape, NOT_CALLED, dtype=torch.float64, device=self.device)
-        return sums
+        shape = RECORDS, n, self._n_columns
+        return torch.full(shape, NOT_CALLED, dtype=torch.float64, device=self.device)
 
     def take(self, path: str, call: int, x: Tensor, written: Tensor | None = None) -> Place:
         """Writes the sums of a tensor that `can_take` accepts, by one launch; in compiled code to `written`."""
@@ -72,51 +72,53 @@ class Slab:
         if row is None:
             row = self._rows[path, call] = len(self._rows)
             if row == self.sums.shape[1]:
-                self.sums = torch.cat([self.sums, self._empty(row)], 1)
+                self._enlarge()
+        if x.dtype is torch.float64:
+            self._wide.add(row)
         stream = torch.cuda.current_stream(self.device).cuda_stream if x.is_cuda else 0
         if stream not in self._kernels:
             self._kernels[stream] = Kernel(self.device, self._eps, self._bins)
         # a compiler may give a copy, which it copies back; one of another shape was replaced since
         sums = self.sums if written is None or written.shape != self.sums.shape else written
-        self._kernels[stream].take(flat(x), sums, self._cursor, row)
+        self._kernels[stream].take(x, sums, self._cursor, row)
         self._is_used = True
-        return Place(self, self._record, row)
+        return Place(self, row)
+
+    @torch.inference_mode(False)
+    def _enlarge(self) -> None:
+        self.sums = torch.cat([self.sums, self._empty(self.sums.shape[1])], 1)
 
     def drop_batch(self) -> None:
         """Forgets the sums of the running batch."""
         if self._is_used:
-            self.sums[self._record].fill_(NOT_CALLED)
+            self.sums[self.record].fill_(NOT_CALLED)
             self._is_used = False
-
-    def replayed(self) -> dict[str, list["Output"]]:
-        """Outputs of graphs that may have been replayed in the running batch, by path."""
-        place = {"slab": self, "record": self._record}
-        return {
-            path: [x._replace(place=Place(row=x.place.row, **place)) for x in calls if x.place]
-            for path, calls in self.captured.items()
-        }
 
     def end_batch(self) -> None:
         """Begins the next record."""
         if self._is_used or self.captured:
-            self._record, self._is_used = self._record + 1, False
-            self._cursor.fill_(self._record)
+            self.record, self._is_used = self.record + 1, False
+            self._point()
+
+    def _point(self) -> None:
+        self._cursor.fill_(-1 if self._rests else self.record)
 
     def rest(self, rests: bool) -> None:
         """Lets graphs that were captured write nothing when they are replayed, or write again."""
+        self._rests = rests and bool(self.captured)
         if self.captured:
-            self._cursor.fill_(-1 if rests else self._record)
+            self._point()
 
     def send(self, waiting: Sequence["Waiting"]) -> None:
         """Starts the transfer of the sums of batches that have ended; the running one stays."""
-        if not self._record:
+        if not self.record:
             return
-        self._sent.append((waiting, Transfer(self.sums[: self._record, : len(self._rows)].clone())))
-        running = self.sums[self._record].clone()
-        self.sums[: self._record + 1].fill_(NOT_CALLED)
+        self._sent.append((waiting, Transfer(self.sums[: self.record, : len(self._rows)].clone())))
+        running = self.sums[self.record].clone()
+        self.sums[: self.record + 1].fill_(NOT_CALLED)
         self.sums[0] = running
-        self._record = 0
-        self._cursor.fill_(0)
+        self.record = 0
+        self._point()
 
     def receive(self, stores: Mapping[str, StatStore]) -> None:
         """Puts statistics of all that was sent into the stores; waits for it."""
@@ -125,13 +127,13 @@ class Slab:
             sums = transfer.arrived()
             values, was_called = stats_of(sums), sums[..., 0] != NOT_CALLED
             of_layers: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
-            for phase, name, record, output in waiting:
-                at, row = output.place[1:] if output.place else (0, 0)
-                if was_called[at, row]:
-                    of_layers.setdefault((phase, name), []).append((record, at, row))
+            for phase, name, record, output, at in waiting:
+                if output.place is not None and was_called[at, output.place.row]:
+                    of_layers.setdefault((phase, name), []).append((record, at, output.place.row))
             for (phase, name), items in of_layers.items():
                 records, at_, rows = map(list, zip(*items, strict=True))
-                stores[phase].put(name, records, values[at_, rows])
+                x = values[at_, rows]
+                stores[phase].put(name, records, x if rows[0] in self._wide else x.float())
 
 
 def can_take(x: Tensor, sample: Sample) -> bool:

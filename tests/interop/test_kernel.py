@@ -16,7 +16,7 @@ from hookcb.activations import buffer, kernel, slab
 from hookcb.activations.bins import Bins
 from hookcb.activations.kernel import BLOCK, COLUMNS, SHARE, Kernel
 from hookcb.activations.slab import NOT_CALLED, can_take, stats_of
-from hookcb.activations.stats import flat, layer_stats
+from hookcb.activations.stats import layer_stats
 from hookcb.core import triton_kernel
 from tests.support import notice_waits
 
@@ -60,7 +60,7 @@ def sums_of(x, eps=EPS, bins=None, most=None):
     kernel.most = min(most or kernel.most, kernel.most)
     n = len(COLUMNS) + (bins.n + 2 if bins else 0)
     rows = torch.full((2, 3, n), NOT_CALLED, dtype=torch.float64, device=x.device)
-    kernel.take(flat(x.detach()), rows, torch.ones(1, dtype=torch.int32, device=x.device), 2)
+    kernel.take(x.detach(), rows, torch.ones(1, dtype=torch.int32, device=x.device), 2)
     assert (rows.flatten(0, 1)[:-1] == NOT_CALLED).all()
     return rows[1, 2]
 
@@ -78,7 +78,7 @@ def check(x, eps=EPS, most=None):
     digits = 1e-9 if x.dtype is torch.float64 else 1e-6
     close = {"rtol": digits, "equal_nan": True}
     torch.testing.assert_close(got[:1].cpu(), expected[:1], atol=digits * spread + 1e-9 * size, **close)
-    torch.testing.assert_close(got[1:2].cpu(), expected[1:2], atol=0, **close | {"rtol": 3 * digits})
+    torch.testing.assert_close(got[1:2].cpu(), expected[1:2], atol=0, **close | {"rtol": max(1e-8, 3 * digits)})
     exact = {"rtol": 0, "atol": 0, "equal_nan": True}
     torch.testing.assert_close(got[2:].cpu(), expected[2:], **exact)
 
@@ -286,6 +286,7 @@ def as_on_a_card(monkeypatch):
     monkeypatch.setattr(buffer, "can_take", lambda x, sample: x.numel() > 0 and not isinstance(sample, int))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("options", [{}, {"with_hist": True, "sample": None}, {"every": 3}, {"on_valid": True}], ids=str)
 def test_a_fit_has_the_records_of_plain_operations(monkeypatch, options, is_compiled):
