@@ -62,7 +62,7 @@ def of_outputs(
                 shares(rows, 0.05)
                 if with_hist:
                     for some in rows.split(16):
-                        BINS.count(some)
+                        BINS.counts_of(some)
             samples.clear()
 
     by_hooks(act)(model, folder, stack)

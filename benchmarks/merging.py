@@ -277,7 +277,7 @@ def compare(
                 what = "std, offset" if (name, stat) == ("far", "std") else stat
                 note("output", what, f"{name}, batch {i}", stats.stats[i][name][stat], wanted, scale)
             wide = torch.float64 if dtype is torch.float64 else torch.float32
-            counts = Bins(stats.records.bins).count(torch.from_numpy(x)[None].to(wide))[0]
+            counts = Bins(stats.records.bins).counts_of(torch.from_numpy(x)[None].to(wide))[0]
             found = stats.records.store_of("train").series(name)[i][len(OUTPUTS) :]
             note("output", "histogram", name, float((found - counts).abs().max().round(decimals=6)), 0.0, 1.0)
     for i, grads in enumerate(oracle.grads):

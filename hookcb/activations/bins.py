@@ -39,14 +39,14 @@ class Bins(NamedTuple):
 
     @property
     def scale(self) -> tuple[float, float, int]:
-        """Origin, extent and number of steps: those of x between `ends`, or of log2(|x|) beyond the first bin."""
+        """Origin, extent and number of steps of x between `ends`, or of log2(|x|) beyond the first bin."""
         if self.ends is not None:
             low, high = self.ends
             return low, high - low, self.n
         k = (self.n + 1) // 2
         return (LEAST, MOST - LEAST, k - 1) if k > 1 else (MOST, 1, 1)
 
-    def count(self, rows: Tensor) -> Tensor:
+    def counts_of(self, rows: Tensor) -> Tensor:
         """Numbers of elements of each row, below the bins, in each of them, and above; NaN is in none.
 
         Args:
@@ -72,7 +72,9 @@ class Bins(NamedTuple):
         origin, extent, steps = self.scale
         if self.ends is not None:
             place = rows.sub(origin).div_(extent).mul_(steps).clamp_(-1, self.n - 1).floor_()
-            return place.add_(rows.clone().gt_(self.ends[1])).add_(1)  # by the edge itself, as products are rounded
+            return place.add_(rows.clone().gt_(self.ends[1])).add_(
+                1
+            )  # by the edge itself, as products are rounded
         k, is_odd = (self.n + 1) // 2, self.n % 2
         place = rows.abs().log2_().sub_(origin).div_(extent).mul_(steps).clamp_(-1, k - 1).floor_()
         return place.add_(1.0 if is_odd else 1.5).copysign_(rows).add_((self.n + 1) / 2)
@@ -133,7 +135,11 @@ def at_level(ends: tuple[float, float], levels: Tensor, n: int) -> Tensor:
 
 
 def from_levels(
-    store: dict[str, Any], phase: str, ranges: Sequence[tuple[str, str, tuple[float, float]]], first: int, edges: Tensor
+    store: dict[str, Any],
+    phase: str,
+    ranges: Sequence[tuple[str, str, tuple[float, float]]],
+    first: int,
+    edges: Tensor,
 ) -> dict[str, Any]:
     """State of a store, whose histograms have the bins of all layers, from that of an older version.
 

@@ -103,7 +103,14 @@ class OutputBuffer:
         return self.__dict__ | {"slabs": {}}
 
     def take(
-        self, path: str, x: Tensor, kind: str, sample: Sample, wide: bool, lends: bool, written: Tensor | None = None
+        self,
+        path: str,
+        x: Tensor,
+        kind: str,
+        sample: Sample,
+        wide: bool,
+        lends: bool,
+        written: Tensor | None = None,
     ) -> None:
         """Takes what statistics need of a detached tensor with statistics; waits for no device.
 
@@ -213,7 +220,7 @@ class OutputBuffer:
         pieces = [slice(i, i + at_once) for i in range(0, len(rows), at_once)]
         values = torch.cat([summarize(rows[i], known[i], self.eps) for i in pieces])
         if self.bins is not None:
-            counts = torch.cat([self.bins.count(rows[i]) for i in pieces])
+            counts = torch.cat([self.bins.counts_of(rows[i]) for i in pieces])
             values = torch.cat([values, counts.to(values.dtype)], 1)
         for run, x in zip(runs, torch.split(values, [len(run) for run in runs]), strict=True):
             self.stores[run[0].phase].put(run[0].name, [item.record for item in run], x)

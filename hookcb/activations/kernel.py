@@ -16,7 +16,20 @@ if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]  # no types
 
 # of a row, before the counts of a histogram; sums are of z = (x - pivot) · scale
-COLUMNS = ("n", "pivot", "scale", "sum1", "sum2", "sum3", "sum4", "min", "max", "near_zero", "zeros", "nonfinite")
+COLUMNS = (
+    "n",
+    "pivot",
+    "scale",
+    "sum1",
+    "sum2",
+    "sum3",
+    "sum4",
+    "min",
+    "max",
+    "near_zero",
+    "zeros",
+    "nonfinite",
+)
 BLOCK = 1024  # elements that a program reads at a time
 SHARE = 8 * BLOCK  # elements of a program, at least
 PER_SM = 4  # programs, as many as run at once by their registers
@@ -28,7 +41,9 @@ DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.boo
 @cache
 def works_on(device: torch.device) -> bool:
     """Whether the kernel works on a device; warns if Triton is installed and it does not."""
-    return can_run(device, lambda: Kernel(device, 0.0, None).take(torch.zeros(1, device=device), *_nowhere(device)))
+    return can_run(
+        device, lambda: Kernel(device, 0.0, None).take(torch.zeros(1, device=device), *_nowhere(device))
+    )
 
 
 def _nowhere(device: torch.device) -> tuple[Tensor, Tensor, int]:
@@ -37,7 +52,7 @@ def _nowhere(device: torch.device) -> tuple[Tensor, Tensor, int]:
 
 
 class Kernel:
-    """The kernel with what it needs on a device beside a tensor; launches on several streams must not overlap.
+    """The kernel with memory that it needs on a device; launches of one must not overlap.
 
     Args:
         device: the device.
@@ -79,7 +94,9 @@ class Kernel:
         programs = -(-n // (blocks * BLOCK))
         args = (x, rows, rows.stride(0), row * rows.stride(1), cursor, self._parts, self._counts, n, blocks)
         key = x.dtype, is_aligned, n < 2**31, self._n_slots
-        KERNEL.launch(key, self.device, programs, (*args, self._limits, *self._of_bins, self.most, self._n_slots, BLOCK))
+        KERNEL.launch(
+            key, self.device, programs, (*args, self._limits, *self._of_bins, self.most, self._n_slots, BLOCK)
+        )
 
 
 def _take(
@@ -130,7 +147,7 @@ def _take(
         steps = tl.load(limits + 3).to(real)
         high_end = tl.load(limits + 4).to(real)
     begin = tl.program_id(0).to(tl.int64) * blocks * block  # a GPU can hold over 2**31 elements
-    for i in range(0, blocks):
+    for i in range(blocks):
         start = begin + i * block
         inside = start + lane < n
         if start + block <= n:  # a mask would keep loads from being of 16 bytes
@@ -150,9 +167,11 @@ def _take(
         near += (magnitude <= eps).to(tl.int32)
         zeros += (magnitude == 0).to(tl.int32)
         finites += finite.to(tl.int32)
-        if n_slots > 0:  # as `Bins.count` does it
+        if n_slots > 0:  # as `Bins.counts_of` does it
             if is_linear:
-                slot = tl.floor(tl.minimum(tl.maximum((value - origin) / extent * steps, -1.0), bins - 1.0)) + 1
+                slot = (
+                    tl.floor(tl.minimum(tl.maximum((value - origin) / extent * steps, -1.0), bins - 1.0)) + 1
+                )
                 slot += (value > high_end).to(slot.dtype)
             else:
                 level = (tl.log2(tl.abs(value)) - origin) / extent * steps

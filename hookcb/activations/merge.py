@@ -94,7 +94,7 @@ class Merger:
         for runs, rows, known in portions(Waiting(phase, name, 0, output) for name, output in found.items()):
             of_rows = summarize(rows, known, buffer.eps, wide=True)
             if buffer.bins is not None:
-                of_rows = torch.cat([of_rows, buffer.bins.count(rows).to(of_rows.dtype)], 1)
+                of_rows = torch.cat([of_rows, buffer.bins.counts_of(rows).to(of_rows.dtype)], 1)
             values |= dict(zip((run[0].name for run in runs), moved(of_rows, self.device), strict=True))
         places = {name: output.place for name, output in found.items() if output.place}
         if places:
@@ -205,7 +205,11 @@ class Merger:
     def state(self) -> dict[str, Any]:
         """Names, pivots and copies that all have agreed on, of types that `weights_only=True` reads."""
         agreed = {
-            phase: (list(names), self._pivots[phase].tolist(), [0.0] * len(names))  # levels, in older versions
+            phase: (
+                list(names),
+                self._pivots[phase].tolist(),
+                [0.0] * len(names),
+            )  # levels, in older versions
             for phase, names in self._names.items()
         }
         return {"agreed": agreed, "copies": self._copies}

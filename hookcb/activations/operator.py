@@ -18,19 +18,20 @@ class Owner(Protocol):
 
 
 OWNERS: WeakValueDictionary[int, Owner] = WeakValueDictionary()
-LIBRARY = torch.library.Library("hookcb", "DEF")
 # that it writes to a tensor is why no compiler leaves it out, or moves it to another step
-LIBRARY.define("take(Tensor? x, Tensor(a!) written, int owner, str path, str kind) -> ()", tags=torch.Tag.flexible_layout)
+torch.library.define(
+    "hookcb::take",
+    "(Tensor? x, Tensor(a!) written, int owner, str path, str kind) -> ()",
+    tags=(torch.Tag.flexible_layout,),
+)
 
 
+@torch.library.impl("hookcb::take", "default")
 def _take(x: Tensor | None, written: Tensor, owner: int, path: str, kind: str) -> None:
     if (found := OWNERS.get(owner)) is not None:
         found.take_compiled(x, written, path, kind)
 
 
+@torch.library.register_fake("hookcb::take")
 def _nothing(x: Tensor | None, written: Tensor, owner: int, path: str, kind: str) -> None:
     """Done with tensors without values, as a compiler has them."""
-
-
-LIBRARY.impl("take", _take, "CompositeExplicitAutograd")
-LIBRARY.impl("take", _nothing, "Meta")

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, overload
 
-import torch
 from fastcore.foundation import L
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -119,7 +118,9 @@ class ActivationRecords(SavedRecords):
             self.leave_out(path, kind_of(output))
             return
         is_merged = self.merger is not None  # then samples of a whole validation wait
-        self.buffer.take(path, detached(output), kind, self.sample, is_merged, not (is_merged or _is_traced()))
+        self.buffer.take(
+            path, detached(output), kind, self.sample, is_merged, not (is_merged or _is_traced())
+        )
         if shape is not None or copies != 1:
             calls = self.buffer.batch[path]
             calls[-1] = calls[-1]._replace(shape=shape or calls[-1].shape, copies=copies)
@@ -242,7 +243,7 @@ class ActivationRecords(SavedRecords):
     ) -> "Figure":
         """The colorful dimension: a layer's histograms side by side, a column for each record.
 
-        By default of all layers. Shows the bins that hold 99 % of the values in all records, of equal height.
+        By default of all layers. Shows the bins that hold 99 % of the values in all records.
 
         Raises:
             RuntimeError: If no histograms were recorded.

@@ -1,4 +1,4 @@
-"""Slab: one tensor on a device, in which a kernel writes the sums of each layer's outputs, record by record."""
+"""Slab: a tensor on a device to which a kernel writes the sums of each layer's outputs, record by record."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 class Slab:
     """Sums of outputs of the batches that wait, on one device; nothing is allocated in a hook.
 
-    A launch reads on the device which record is the running one, or that none is. So a graph that was captured
+    A launch reads on the device which record is the running one, or that none is. So a captured graph
     records at each replay, though no hook is called then.
 
     Args:
@@ -53,13 +53,13 @@ class Slab:
         self.device, self._eps, self._bins = device, eps, bins
         self._n_columns = len(COLUMNS) + (bins.n + 2 if bins else 0)
         self.sums = self._empty(ROWS)
-        self.captured: dict[str, list["Output"]] = {}
+        self.captured: dict[str, list[Output]] = {}
         self._cursor = torch.zeros(1, dtype=torch.int32, device=device)
         self._kernels: dict[int, Kernel] = {}  # by stream, as launches that overlap need memory of their own
         self._rows: dict[tuple[str, int], int] = {}  # by path and call
         self._wide: set[int] = set()  # rows of float64 outputs
         self.record, self._is_used, self._rests = 0, False, False  # whether the running batch has written
-        self._sent: list[tuple[Sequence["Waiting"], Transfer]] = []
+        self._sent: list[tuple[Sequence[Waiting], Transfer]] = []
 
     @torch.inference_mode(False)  # else it could be written in inference mode only
     def _empty(self, n: int) -> Tensor:
@@ -67,7 +67,7 @@ class Slab:
         return torch.full(shape, NOT_CALLED, dtype=torch.float64, device=self.device)
 
     def take(self, path: str, call: int, x: Tensor, written: Tensor | None = None) -> Place:
-        """Writes the sums of a tensor that `can_take` accepts, by one launch; in compiled code to `written`."""
+        """Writes the sums of a tensor that `can_take` accepts, by one launch; in compiled code, to `written`."""
         row = self._rows.get((path, call))
         if row is None:
             row = self._rows[path, call] = len(self._rows)
@@ -151,7 +151,9 @@ def can_take(x: Tensor, sample: Sample) -> bool:
 
 def stats_of(sums: Tensor) -> Tensor:
     """`LAYER_STATS`, then the counts of a histogram, `(..., columns)`, from sums of the kernel."""
-    n, pivot, scale, sum1, sum2, _, _, low, high, near_zero, zeros, nonfinite = sums[..., : len(COLUMNS)].unbind(-1)
+    n, pivot, scale, sum1, sum2, _, _, low, high, near_zero, zeros, nonfinite = sums[
+        ..., : len(COLUMNS)
+    ].unbind(-1)
     mean = pivot + sum1 / n / scale
     std = ((sum2 - sum1.square() / n).clamp(min=0) / (n - 1)).sqrt() / scale  # NaN for one element
     unknown = low > high  # no element is finite

@@ -167,7 +167,7 @@ def is_dynamo_imported() -> bool:
 
 
 def mark_static_address(x: Tensor) -> None:
-    """Tells torch.compile, which must be imported, that a tensor stays where it is, so that graphs may write to it."""
+    """Tells torch.compile, which must be imported, that a tensor stays where it is."""
     torch._dynamo.mark_static_address(x)
 
 

@@ -1,4 +1,4 @@
-"""TritonKernel: a kernel that is compiled at its first launch, and then launched with little work of the host."""
+"""TritonKernel: a kernel that is compiled at its first launch, then launched with little work of the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hookcb.core.randomness import random_kept
 class TritonKernel:
     """A function for Triton; nothing is imported before its first launch.
 
-    The module of the function gets `tl`, which is triton.language: Triton's interpreter finds names there only.
+    The module of the function gets `tl`, which is triton.language: the interpreter finds names there only.
 
     Args:
         function: the function.
@@ -56,8 +56,8 @@ class TritonKernel:
         """What `triton.jit` makes of the function."""
         if self._jit is None:
             with random_kept():
-                import triton
-                import triton.language as tl
+                import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]  # no types
+                import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
             self._function.__globals__["tl"] = tl
             self._jit = triton.jit(self._function, do_not_specialize=self._varying)
         return self._jit

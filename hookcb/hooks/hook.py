@@ -101,7 +101,7 @@ class Hook:
         self.detach = detach and not modify
         # called with module and output after the first call; if it returns False, gate and `hook_func` follow
         self.quick: Callable[[Any, Any], bool] | None = None
-        # called in place of all by Dynamo, with module and output: what it does is in compiled code for all batches
+        # called with module and output while Dynamo compiles, in place of all else
         self.traced: Callable[[Any, Any], object] | None = None
         self.is_idle = False  # whether it does nothing, so that neither these nor the gate are called
         # called with an error of the function or the gate, which then does not reach the forward

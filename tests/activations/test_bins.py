@@ -41,25 +41,25 @@ def test_elements_are_counted_between_the_edges(bins, dtype):
     rows[1] *= 1e-3 if bins.ends is None else 1
     rows[2] *= 100
     rows[:, :4] = torch.tensor([0.0, 1e9, -1e9, 1e-30])
-    for row, counts in zip(rows.double(), bins.count(rows).tolist(), strict=True):
+    for row, counts in zip(rows.double(), bins.counts_of(rows).tolist(), strict=True):
         moved = (torch.tensor(counts) - torch.tensor(plain_counts(row, bins.edges))).abs().sum() / 2
         assert moved <= 4  # an element at an edge may be rounded past it
 
 
 def test_nan_is_in_no_bin_and_infinity_beyond_them():
     rows = torch.tensor([[0.0, 1, 2, 3, 4, 5, -1, NAN, INF, -INF], [0.5] * 10])
-    assert Bins(4, (0.0, 4.0)).count(rows).tolist() == [[2, 1, 1, 1, 2, 2], [0, 10, 0, 0, 0, 0]]
+    assert Bins(4, (0.0, 4.0)).counts_of(rows).tolist() == [[2, 1, 1, 1, 2, 2], [0, 10, 0, 0, 0, 0]]
     odd = torch.tensor([[NAN, INF, -INF, 0.0]])
-    assert Bins(4).count(odd).tolist() == [[1, 0, 0, 1, 0, 1]]
-    assert Bins(3).count(odd).tolist() == [[1, 0, 1, 0, 1]]
-    assert Bins(4).count(odd[:, :0]).tolist() == [[0] * 6]
+    assert Bins(4).counts_of(odd).tolist() == [[1, 0, 0, 1, 0, 1]]
+    assert Bins(3).counts_of(odd).tolist() == [[1, 0, 1, 0, 1]]
+    assert Bins(4).counts_of(odd[:, :0]).tolist() == [[0] * 6]
 
 
 @pytest.mark.parametrize("bins", ALL, ids=str)
 def test_counts_of_parts_add_up_to_those_of_the_whole(bins):
     rows = randn(1, 1000) * 3
-    parts = sum(bins.count(part) for part in rows.split([1, 99, 400, 500], 1))
-    assert torch.equal(parts, bins.count(rows))
+    parts = sum(bins.counts_of(part) for part in rows.split([1, 99, 400, 500], 1))
+    assert torch.equal(parts, bins.counts_of(rows))
 
 
 def test_a_picture_shows_the_bins_with_99_percent_and_loses_no_element():
@@ -91,28 +91,37 @@ def test_ranges_of_older_versions_have_an_edge_in_common_and_are_twice_as_wide_a
     still = 0 if ends[0] == 0 else n if ends[1] == 0 else n // 2
     torch.testing.assert_close(edges[0], torch.linspace(*ends, n + 1, dtype=torch.float64))
     torch.testing.assert_close(edges[:, still], edges[0, still].expand(3))
-    torch.testing.assert_close((edges[:, -1] - edges[:, 0]) / (ends[1] - ends[0]), torch.tensor([1.0, 2.0, 0.25]).double())
+    torch.testing.assert_close(
+        (edges[:, -1] - edges[:, 0]) / (ends[1] - ends[0]), torch.tensor([1.0, 2.0, 0.25]).double()
+    )
 
 
 def test_histograms_of_older_versions_are_read_in_the_bins_of_today():
     x = randn(4000)
     ends, levels = {"fc": (-2.0, 2.0)}, [1.0, 2.0]
-    old = [Bins(40, (-2.0 * 2**level, 2.0 * 2**level)).count(x[None])[0] for level in levels]
-    values = torch.stack([torch.cat([torch.tensor([0.5]), own, torch.tensor([level])]) for own, level in zip(old, levels, strict=True)])
+    old = [Bins(40, (-2.0 * 2**level, 2.0 * 2**level)).counts_of(x[None])[0] for level in levels]
+    values = torch.stack(
+        [
+            torch.cat([torch.tensor([0.5]), own, torch.tensor([level])])
+            for own, level in zip(old, levels, strict=True)
+        ]
+    )
     values = torch.cat([values, torch.full((1, len(values[0])), NAN)])  # a batch in which it was not called
     store = {"columns": ["mean", *(f"bin {i}" for i in range(42)), "level"], "values": {"fc": values}}
-    new = from_levels(store, "train", [("train", "fc", ends["fc"]), ("valid", "fc", (0.0, 9.0))], 1, Bins(40).edges)
+    new = from_levels(
+        store, "train", [("train", "fc", ends["fc"]), ("valid", "fc", (0.0, 9.0))], 1, Bins(40).edges
+    )
     assert new["columns"] == store["columns"][:-1]
     first, second, missing = new["values"]["fc"]
     assert missing.isnan().all()
     assert first[0] == 0.5
     for found in (first, second):
         assert found[1:].sum().item() == pytest.approx(4000)
-        assert (found[1:] - Bins(40).count(x[None])[0]).abs().sum() < 0.1 * 4000
+        assert (found[1:] - Bins(40).counts_of(x[None])[0]).abs().sum() < 0.1 * 4000
 
 
 def test_log2_at_powers_of_2_is_exact_enough_for_edges():
     x = Bins(22).edges.float()[None]  # each a power of 2, or 0
     assert all(math.log2(value).is_integer() for value in x[0, 12:].tolist())
-    assert Bins(22).count(x).sum() == 23
-    assert Bins(22).count(x)[0, 12:].tolist() == [1] * 11 + [1]
+    assert Bins(22).counts_of(x).sum() == 23
+    assert Bins(22).counts_of(x)[0, 12:].tolist() == [1] * 11 + [1]

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from hookcb import ActivationStats, Learner
-from tests.activations.support import INF, NAN, Around, Puts, numbered, printed, randn, watch
+from hookcb import ActivationStats
+from tests.activations.support import INF, NAN, Around, numbered, printed, randn, watch
 from tests.support import covering, fit, make_learner
 
 CENTRES = {"hist_range": (-0.5, 9.5), "bins": 10, "with_hist": True}  # whole numbers are far from all edges

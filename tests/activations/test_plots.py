@@ -249,7 +249,9 @@ def test_records_are_labeled_with_their_steps():
 def test_records_with_nan_have_a_mark_and_those_without_a_call_are_gray():
     values = counts(records=4)
     values[:, 1] = NAN
-    (panel,) = panels_of(color_dim({"fc": Hist(values, edges_of(values, 0.0, 1.0), [0.0, NAN, 0.5, 1.0])}, range(4)))
+    (panel,) = panels_of(
+        color_dim({"fc": Hist(values, edges_of(values, 0.0, 1.0), [0.0, NAN, 0.5, 1.0])}, range(4))
+    )
     marks = [line for line in panel.lines if line.get_label() == "NaN or inf"]
     assert [list(line.get_xdata()) for line in marks] == [[2, 3]]
     assert shown(panel.images[-1])[:, 1].isnan().all()

@@ -1,7 +1,6 @@
 """Each statistic against its definition in float64: of tensors, and of what layers put out."""
 
 import math
-from itertools import pairwise
 
 import pytest
 import torch

@@ -105,7 +105,7 @@ def test_statistics_on_such_a_device_are_those_of_the_cpu(no_float64, n, scale):
         layer_stats(x).tolist(), rel=1e-4, nan_ok=True
     )
     for bins in (Bins(10), Bins(10, (x.amin().item() - 1, x.amax().item() + 1))):
-        assert torch.equal(bins.count(OnDevice(x[None])).cpu(), bins.count(x[None]))
+        assert torch.equal(bins.counts_of(OnDevice(x[None])).cpu(), bins.counts_of(x[None]))
 
 
 def trained(on, sample="auto"):

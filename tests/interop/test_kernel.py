@@ -78,7 +78,9 @@ def check(x, eps=EPS, most=None):
     digits = 1e-9 if x.dtype is torch.float64 else 1e-6
     close = {"rtol": digits, "equal_nan": True}
     torch.testing.assert_close(got[:1].cpu(), expected[:1], atol=digits * spread + 1e-9 * size, **close)
-    torch.testing.assert_close(got[1:2].cpu(), expected[1:2], atol=0, **close | {"rtol": max(1e-8, 3 * digits)})
+    torch.testing.assert_close(
+        got[1:2].cpu(), expected[1:2], atol=0, **close | {"rtol": max(1e-8, 3 * digits)}
+    )
     exact = {"rtol": 0, "atol": 0, "equal_nan": True}
     torch.testing.assert_close(got[2:].cpu(), expected[2:], **exact)
 
@@ -103,7 +105,9 @@ def test_every_dtype_is_widened_and_described(dtype, n):
 
 
 @pytest.mark.parametrize("most", [2, 1024])  # 2: each reads more than its share
-@pytest.mark.parametrize("n", [1, 2, 127, BLOCK - 1, BLOCK, BLOCK + 1, SHARE, SHARE + 1, 3 * SHARE + 1, 100_003])
+@pytest.mark.parametrize(
+    "n", [1, 2, 127, BLOCK - 1, BLOCK, BLOCK + 1, SHARE, SHARE + 1, 3 * SHARE + 1, 100_003]
+)
 def test_sizes_around_blocks_and_programs(n, most):
     check(normal(n, seed=n), most=most)
 
@@ -239,7 +243,7 @@ def test_a_histogram_is_counted_in_the_same_pass(bins, dtype):
         x[:3] = tensor(NAN, INF, -INF)
     counts = sums_of(x, bins=bins, most=2)[len(COLUMNS) :]
     wide = x if dtype is torch.float64 else x.float()
-    moved = (counts - bins.count(wide[None])[0]).abs().sum().item()
+    moved = (counts - bins.counts_of(wide[None])[0]).abs().sum().item()
     assert counts.sum() == (~wide.isnan()).sum()
     assert moved <= (8 if CUDA else 0)  # a card's logarithm is rounded otherwise
 
@@ -288,7 +292,9 @@ def as_on_a_card(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("options", [{}, {"with_hist": True, "sample": None}, {"every": 3}, {"on_valid": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"with_hist": True, "sample": None}, {"every": 3}, {"on_valid": True}], ids=str
+)
 def test_a_fit_has_the_records_of_plain_operations(monkeypatch, options, is_compiled):
     def trained():
         torch.manual_seed(0)
@@ -298,7 +304,9 @@ def test_a_fit_has_the_records_of_plain_operations(monkeypatch, options, is_comp
             model.compile(backend="eager", fullgraph=True)
         data = [(torch.randn(40, 4), torch.randn(40, 1)) for _ in range(7)]
         stats = ActivationStats(include_paramless=True, **options)
-        learn = Learner((data, data[:2]), model, torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1, cbs=stats)
+        learn = Learner(
+            (data, data[:2]), model, torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1, cbs=stats
+        )
         with learn.no_logging():
             learn.fit(1)
         return stats
@@ -336,7 +344,9 @@ def test_a_cancelled_batch_and_a_read_in_mid_batch_leave_the_records_right(monke
         records.end_batch("train", 0, step)
     kept = [step for step in range(200) if step % 7 != 3]
     assert records.series("fc", "mean") == list(map(float, kept))
-    assert records.series("odd", "mean") == pytest.approx([-float(s) if s % 2 else NAN for s in kept], nan_ok=True)
+    assert records.series("odd", "mean") == pytest.approx(
+        [-float(s) if s % 2 else NAN for s in kept], nan_ok=True
+    )
     assert all(own == list(map(float, kept[: len(own)])) for own in seen)
     assert pickle.loads(pickle.dumps(records)).series("fc", "mean") == list(map(float, kept))
 
@@ -381,12 +391,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from hookcb.activations.kernel import BLOCK, KERNEL
 
-TYPES = {"x": "", "rows": "*fp64", "stride": "i32", "place": "i32", "cursor": "*i32", "parts": "*fp64", "totals": "*i64"}
-TYPES |= {"n": "i32", "blocks": "i32", "limits": "*fp64", "bins": "i32", "is_linear": "i32", "most": "i32"}
+KINDS = ("fp64", "i64", 0), ("fp32", "i32", 0), ("bf16", "i32", 0), ("fp32", "i64", 64), ("u8", "i32", 64)
+TYPES = {"x": "", "rows": "*fp64", "stride": "i32", "place": "i32", "cursor": "*i32", "parts": "*fp64"}
+TYPES |= {"totals": "*i64", "n": "i32", "blocks": "i32", "limits": "*fp64", "bins": "i32", "is_linear": "i32", "most": "i32"}
 for target in GPUTarget("cuda", 75, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64):
-    for dtype, n, slots in ("fp64", "i64", 0), ("fp32", "i32", 0), ("bf16", "i32", 0), ("fp32", "i64", 64), ("u8", "i32", 64):
+    for dtype, n, slots in KINDS:
         signature = TYPES | {"x": "*" + dtype, "n": n, "n_slots": "constexpr", "block": "constexpr"}
-        aligned = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(signature.values()) if x.startswith("*")}
+        pointers = [i for i, x in enumerate(signature.values()) if x.startswith("*")]
+        aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
         constants = {"n_slots": slots, "block": BLOCK}
         source = triton.compiler.ASTSource(KERNEL.jit, signature, constants, aligned)
         kernel = triton.compile(source, target=target, options=KERNEL.options)
