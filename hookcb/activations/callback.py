@@ -56,7 +56,8 @@ class ActivationStats(HookCallback):
         hist_range: range of bins of equal width. By default bins are logarithmic, from 2⁻¹⁰ to 2¹⁰ on both
             sides of 0: the same for all layers, so that counts of records, layers and ranks can be added.
         sample: `"auto"` uses every element for mean, std, min, max, abs_max and nonfinite, and for shares
-            and histogram every one up to 8,192, above that 4,096 (standard error of a share ≤ 0.8 %).
+            and histogram every one up to 8,192, above that 4,096 (standard error of a share ≤ 0.8 %); on a
+            GPU with Triton every one for all, in one pass.
             An int uses that many elements at most, for all; None uses every one for all, for which large
             outputs are copied until the batch ends.
         keep: maximum number of records; of more every second, fourth … is kept, and the newest.

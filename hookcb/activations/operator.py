@@ -32,6 +32,8 @@ def _take(x: Tensor | None, written: Tensor, owner: int, path: str, kind: str) -
         found.take_compiled(x, written, path, kind)
 
 
-@torch.library.register_fake("hookcb::take")
 def _nothing(x: Tensor | None, written: Tensor, owner: int, path: str, kind: str) -> None:
     """Done with tensors without values, as a compiler has them."""
+
+
+torch.library.register_fake("hookcb::take", _nothing)

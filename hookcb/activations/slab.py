@@ -67,7 +67,7 @@ class Slab:
         return torch.full(shape, NOT_CALLED, dtype=torch.float64, device=self.device)
 
     def take(self, path: str, call: int, x: Tensor, written: Tensor | None = None) -> Place:
-        """Writes the sums of a tensor that `can_take` accepts, by one launch; in compiled code, to `written`."""
+        """Writes the sums of a tensor that `can_take` accepts, by one launch: in compiled code to `written`."""
         row = self._rows.get((path, call))
         if row is None:
             row = self._rows[path, call] = len(self._rows)
