@@ -3,7 +3,7 @@
 By default they are logarithmic on both sides of 0, so that one set of them fits every layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -71,10 +71,9 @@ class Bins(NamedTuple):
         """Place of each element among the counts, as a float; NaN for NaN."""
         origin, extent, steps = self.scale
         if self.ends is not None:
-            place = rows.sub(origin).div_(extent).mul_(steps).clamp_(-1, self.n - 1).floor_()
-            return place.add_(rows.clone().gt_(self.ends[1])).add_(
-                1
-            )  # by the edge itself, as products are rounded
+            # what is above is found by the edge itself, as products are rounded
+            place = rows.sub(origin).div_(extent).mul_(steps).clamp_(-1, self.n - 1).floor_().add_(1)
+            return place.add_(rows.clone().gt_(self.ends[1]))
         k, is_odd = (self.n + 1) // 2, self.n % 2
         place = rows.abs().log2_().sub_(origin).div_(extent).mul_(steps).clamp_(-1, k - 1).floor_()
         return place.add_(1.0 if is_odd else 1.5).copysign_(rows).add_((self.n + 1) / 2)
@@ -122,38 +121,24 @@ def rebinned(counts: Tensor, old: Tensor, new: Tensor) -> Tensor:
     return inner
 
 
-def at_level(ends: tuple[float, float], levels: Tensor, n: int) -> Tensor:
-    """Edges, `(R, n + 1)`, of histograms of older versions, at levels `(R,)`.
+def from_levels(store: dict[str, Any], ranges: Mapping[str, Any], edges: Tensor) -> dict[str, Any]:
+    """State of a store with the bins of all layers, from that of an older version.
 
-    A level is 2ᵏ times as wide as the first; an end that is 0, else the middle, is the same in all.
-    """
-    low, high = ends
-    still = 0 if low == 0 else n if high == 0 else n // 2
-    width = (high - low) / n
-    places = torch.arange(n + 1, dtype=torch.float64, device="cpu") - still
-    return low + still * width + places * width * torch.exp2(levels.double())[:, None]
-
-
-def from_levels(
-    store: dict[str, Any],
-    phase: str,
-    ranges: Sequence[tuple[str, str, tuple[float, float]]],
-    first: int,
-    edges: Tensor,
-) -> dict[str, Any]:
-    """State of a store, whose histograms have the bins of all layers, from that of an older version.
+    There each record had a level k: its bins were 2ᵏ times as wide as those of the layer's range, and one
+    edge was the same at all levels: an end that was 0, else the middle.
 
     Args:
-        store: state of a store in which the counts begin at column `first` and end with their level.
-        phase: its phase.
-        ranges: phase, name, and the range at level 0.
-        first: column of the first count.
+        store: state of a store in which the last columns are counts and their level.
+        ranges: range of each layer at level 0.
         edges: edges of the bins.
     """
-    ends = {name: own for of, name, own in ranges if of == phase}
-    values = {}
+    first, values = store["columns"].index("bin 0"), {}
+    n = len(store["columns"]) - first - 3
     for name, x in store["values"].items():
-        old = at_level(ends.get(name, (0.0, 1.0)), x[:, -1].nan_to_num(0), x.shape[1] - first - 3)
-        counts = rebinned(x[:, first:-1], old, edges)
+        low, high = ranges.get(name, (0.0, 1.0))
+        still = 0 if low == 0 else n if high == 0 else n // 2
+        places = torch.arange(n + 1, dtype=torch.float64, device="cpu") - still
+        width = (high - low) / n * torch.exp2(x[:, -1].double().nan_to_num(0))[:, None]
+        counts = rebinned(x[:, first:-1], low + still * (high - low) / n + places * width, edges)
         values[name] = torch.cat([x[:, :first], counts.to(x.dtype)], 1)
     return store | {"columns": store["columns"][:-1], "values": values}

@@ -58,18 +58,8 @@ class Waiting(NamedTuple):
     at: int = 0
 
 
-class Portion(NamedTuple):
-    """Outputs of one shape that are reduced together.
-
-    Attributes:
-        runs: those of each layer.
-        rows: their elements, `(R, n)`.
-        known: their moments; empty if they are to be computed from `rows`.
-    """
-
-    runs: list[list[Waiting]]
-    rows: Tensor
-    known: Sequence[Known] = ()
+# outputs of one shape, reduced together: those of each layer, elements `(R, n)`, moments if these are known
+Portion = tuple[list[list[Waiting]], Tensor, Sequence[Known]]
 
 
 class OutputBuffer:
@@ -245,4 +235,4 @@ def portions(waiting: Iterable[Waiting]) -> Iterator[Portion]:
             rows = elements[0] if len(some) == 1 else torch.stack(elements)  # a single one needs no copy
             known = [exact for item in some if (exact := item.output.exact) is not None]
             runs = [list(same) for _, same in groupby(some, lambda item: item[:2])]
-            yield Portion(runs, rows.reshape(len(some), -1), known)
+            yield runs, rows.reshape(len(some), -1), known

@@ -16,20 +16,8 @@ if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]  # no types
 
 # of a row, before the counts of a histogram; sums are of z = (x - pivot) · scale
-COLUMNS = (
-    "n",
-    "pivot",
-    "scale",
-    "sum1",
-    "sum2",
-    "sum3",
-    "sum4",
-    "min",
-    "max",
-    "near_zero",
-    "zeros",
-    "nonfinite",
-)
+SUMS = ("n", "pivot", "scale", "sum1", "sum2", "sum3", "sum4")
+COLUMNS = (*SUMS, "min", "max", "near_zero", "zeros", "nonfinite")
 BLOCK = 1024  # elements that a program reads at a time
 SHARE = 8 * BLOCK  # elements of a program, at least
 PER_SM = 4  # programs, as many as run at once by their registers
@@ -41,14 +29,12 @@ DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.boo
 @cache
 def works_on(device: torch.device) -> bool:
     """Whether the kernel works on a device; warns if Triton is installed and it does not."""
-    return can_run(
-        device, lambda: Kernel(device, 0.0, None).take(torch.zeros(1, device=device), *_nowhere(device))
-    )
+    return can_run(device, lambda: Kernel(device, 0.0, None).take(*_example(device), 0))
 
 
-def _nowhere(device: torch.device) -> tuple[Tensor, Tensor, int]:
+def _example(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     rows = torch.empty(1, 1, len(COLUMNS), dtype=torch.float64, device=device)
-    return rows, torch.zeros(1, dtype=torch.int32, device=device), 0
+    return torch.zeros(1, device=device), rows, torch.zeros(1, dtype=torch.int32, device=device)
 
 
 class Kernel:
@@ -69,10 +55,9 @@ class Kernel:
         self._parts = torch.empty(6, self.most, dtype=torch.float64, device=device)
         self._counts = torch.zeros(4 + n, dtype=torch.int64, device=device)
         bins = bins or Bins(1)
-        limits = eps, *bins.scale, bins.ends[1] if bins.ends else 0.0
+        limits = eps, *bins.scale, bins.ends[1] if bins.ends else 0.0, bins.n, bins.ends is not None
         # without a transfer, which no graph may capture
         self._limits = torch.stack([torch.full((), x, dtype=torch.float64, device=device) for x in limits])
-        self._of_bins = bins.n, int(bins.ends is not None)
 
     def take(self, x: Tensor, rows: Tensor, cursor: Tensor, row: int) -> None:
         """Writes the sums of all elements to `rows[cursor, row]`, unless the cursor is negative.
@@ -94,9 +79,7 @@ class Kernel:
         programs = -(-n // (blocks * BLOCK))
         args = (x, rows, rows.stride(0), row * rows.stride(1), cursor, self._parts, self._counts, n, blocks)
         key = x.dtype, is_aligned, n < 2**31, self._n_slots
-        KERNEL.launch(
-            key, self.device, programs, (*args, self._limits, *self._of_bins, self.most, self._n_slots, BLOCK)
-        )
+        KERNEL.launch(key, self.device, programs, (*args, self._limits, self.most, self._n_slots, BLOCK))
 
 
 def _take(
@@ -110,8 +93,6 @@ def _take(
     n: tl.tensor,
     blocks: tl.tensor,
     limits: tl.tensor,
-    bins: tl.tensor,
-    is_linear: tl.tensor,
     most: tl.tensor,
     n_slots: tl.constexpr,
     block: tl.constexpr,
@@ -146,6 +127,8 @@ def _take(
         extent = tl.load(limits + 2).to(real)
         steps = tl.load(limits + 3).to(real)
         high_end = tl.load(limits + 4).to(real)
+        bins = tl.load(limits + 5).to(tl.int32)
+        is_linear = tl.load(limits + 6) > 0
     begin = tl.program_id(0).to(tl.int64) * blocks * block  # a GPU can hold over 2**31 elements
     for i in range(blocks):
         start = begin + i * block
@@ -236,8 +219,4 @@ def _take(
     tl.store(totals, 0)
 
 
-KERNEL = TritonKernel(
-    _take,
-    ("stride", "place", "n", "blocks", "bins", "is_linear", "most"),
-    num_warps=4,
-)
+KERNEL = TritonKernel(_take, ("stride", "place", "n", "blocks", "most"), num_warps=4)

@@ -388,7 +388,8 @@ class ActivationRecords(SavedRecords):
         records.is_whole = state.get("is_whole", False)  # older versions lack it
         for phase, store in state["stores"].items():
             if "level" in store["columns"]:
-                store = from_levels(store, phase, state["ranges"], len(LAYER_STATS), records.edges)
+                ranges = {name: own for of, name, own in state["ranges"] if of == phase}
+                store = from_levels(store, ranges, records.edges)
             records._stores[phase] = StatStore.from_state(store)
         return records
 

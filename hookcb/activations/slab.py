@@ -67,7 +67,7 @@ class Slab:
         return torch.full(shape, NOT_CALLED, dtype=torch.float64, device=self.device)
 
     def take(self, path: str, call: int, x: Tensor, written: Tensor | None = None) -> Place:
-        """Writes the sums of a tensor that `can_take` accepts, by one launch: in compiled code to `written`."""
+        """Writes the sums of a tensor that `can_take` accepts, in compiled code to `written`; one launch."""
         row = self._rows.get((path, call))
         if row is None:
             row = self._rows[path, call] = len(self._rows)
@@ -139,8 +139,7 @@ class Slab:
 def can_take(x: Tensor, sample: Sample) -> bool:
     """Whether the kernel takes a tensor: dense, not repeated in memory, and of which all elements count."""
     return (
-        x.device.type != "cpu"
-        and works_on(x.device)
+        works_on(x.device)
         and x.dtype in DTYPES
         and not isinstance(sample, int)
         and x.numel() > 0

@@ -19,7 +19,6 @@ AT_ONCE = 16 * ROW  # elements that are widened at a time
 # Variance by mean square above which sums of squares give a std to 3e-4, though float32 rounds those of few
 # distinct values all in one direction: of any number of elements, |mean|/std below 3, and of few, below 7.
 EXACT, EXACT_OF_FEW = 0.1, 0.02
-SHIFTED = 4e-3  # below 16: above it the mean has the digits to be subtracted
 
 Sample = int | None | Literal["auto"]
 Known = Tensor | tuple[float, ...]  # `moments` of one output: `(1, 6)`, or six numbers
@@ -208,17 +207,6 @@ def _sum_of_squares(rows: Tensor) -> float:
     return sum([norm * norm for norm in norms])
 
 
-def _centered(x: Tensor, near: float, length: int) -> tuple[float, float]:
-    """Mean, and sum of squares around it, from the distances to a number that is near it."""
-    rest, squares = 0.0, 0.0
-    for rows in torch.split(x.view(-1, length), max(1, AT_ONCE // length)):  # as it copies them
-        distances = rows - near
-        rest += distances.sum().item()
-        squares += _sum_of_squares(distances)
-    n = x.numel()
-    return near + rest / n, squares - rest * rest / n
-
-
 def _quick_moments(x: Tensor) -> tuple[float, ...] | None:
     """Finds `moments` of many elements on a CPU by four reductions; None where these are not exact.
 
@@ -235,9 +223,7 @@ def _quick_moments(x: Tensor) -> tuple[float, ...] | None:
     total = torch.dot(x, x).item() if n == length else _sum_of_squares(x.view(-1, length))
     squares = total - n * mean * mean
     if not squares > EXACT * total:  # NaN too
-        if not squares > SHIFTED * total:
-            return None
-        mean, squares = _centered(x, mean, length)
+        return None
     ends = torch.aminmax(x) if n <= ROW else (x.amin(), x.amax())  # two passes are faster over many
     low, high = ends[0].item(), ends[1].item()
     return mean, math.sqrt(squares / (n - 1)), low, high, max(high, -low), 0.0

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from hookcb.activations.bins import Bins, at_level, from_levels, rebinned, trimmed
+from hookcb.activations.bins import Bins, from_levels, rebinned, trimmed
 from tests.activations.support import INF, NAN, randn
 
 ALL = [Bins(60), Bins(41), Bins(7), Bins(2), Bins(1), Bins(40, (-3.0, 3.0)), Bins(7, (0.0, 1.0))]
@@ -81,21 +81,6 @@ def test_counts_in_other_bins_are_spread_evenly_over_those_they_overlap():
     assert found.tolist() == [[1.0, 2.0, 2.0, 3.0, 5.0]]
 
 
-RANGES = {"middle": (-1.0, 3.0), "from zero": (0.0, 2.0), "to zero": (-2.0, 0.0), "far": (999.0, 1001.0)}
-
-
-@pytest.mark.parametrize("n", [2, 3, 7, 40])
-@pytest.mark.parametrize("ends", RANGES.values(), ids=RANGES.keys())
-def test_ranges_of_older_versions_have_an_edge_in_common_and_are_twice_as_wide_a_level(ends, n):
-    edges = at_level(ends, torch.tensor([0.0, 1.0, -2.0]), n)
-    still = 0 if ends[0] == 0 else n if ends[1] == 0 else n // 2
-    torch.testing.assert_close(edges[0], torch.linspace(*ends, n + 1, dtype=torch.float64))
-    torch.testing.assert_close(edges[:, still], edges[0, still].expand(3))
-    torch.testing.assert_close(
-        (edges[:, -1] - edges[:, 0]) / (ends[1] - ends[0]), torch.tensor([1.0, 2.0, 0.25]).double()
-    )
-
-
 def test_histograms_of_older_versions_are_read_in_the_bins_of_today():
     x = randn(4000)
     ends, levels = {"fc": (-2.0, 2.0)}, [1.0, 2.0]
@@ -108,9 +93,7 @@ def test_histograms_of_older_versions_are_read_in_the_bins_of_today():
     )
     values = torch.cat([values, torch.full((1, len(values[0])), NAN)])  # a batch in which it was not called
     store = {"columns": ["mean", *(f"bin {i}" for i in range(42)), "level"], "values": {"fc": values}}
-    new = from_levels(
-        store, "train", [("train", "fc", ends["fc"]), ("valid", "fc", (0.0, 9.0))], 1, Bins(40).edges
-    )
+    new = from_levels(store, ends, Bins(40).edges)
     assert new["columns"] == store["columns"][:-1]
     first, second, missing = new["values"]["fc"]
     assert missing.isnan().all()
