@@ -99,46 +99,31 @@ def trimmed(counts: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([ends[0], counts[:, first + 1 : n - last + 1], ends[1]], 1), edges[first : n + 1 - last]
 
 
-def rebinned(counts: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    """Counts in other bins: what was in a bin is spread evenly over those that it overlaps.
-
-    Args:
-        counts: `(R, n + 2)`, below and above the bins too, which stay there.
-        old: their edges, `(n + 1,)` or `(R, n + 1)`.
-        new: edges of the result, `(m + 1,)`.
-
-    Returns:
-        `(R, m + 2)`, float64.
-    """
-    counts, old, new = counts.double(), old.double(), new.double()
-    far = new.new_tensor([torch.inf])
-    lows, highs = torch.cat([-far, new]), torch.cat([new, far])
-    begins, ends = old[..., :-1, None], old[..., 1:, None]
-    overlap = (torch.minimum(ends, highs) - torch.maximum(begins, lows)).clamp(min=0)
-    inner = (counts[:, None, 1:-1] @ (overlap / (ends - begins))).squeeze(1)
-    inner[:, 0] += counts[:, 0]
-    inner[:, -1] += counts[:, -1]
-    return inner
-
-
 def from_levels(store: dict[str, Any], ranges: Mapping[str, Any], edges: Tensor) -> dict[str, Any]:
     """State of a store with the bins of all layers, from that of an older version.
 
     There each record had a level k: its bins were 2ᵏ times as wide as those of the layer's range, and one
-    edge was the same at all levels: an end that was 0, else the middle.
+    edge was the same at all levels: an end that was 0, else the middle. What was in a bin is spread evenly over
+    those that it overlaps.
 
     Args:
         store: state of a store in which the last columns are counts and their level.
         ranges: range of each layer at level 0.
         edges: edges of the bins.
     """
-    first, values = store["columns"].index("bin 0"), {}
+    first, values, far = store["columns"].index("bin 0"), {}, edges.new_tensor([torch.inf])
     n = len(store["columns"]) - first - 3
+    lows, highs = torch.cat([-far, edges]), torch.cat([edges, far])
     for name, x in store["values"].items():
         low, high = ranges.get(name, (0.0, 1.0))
         still = 0 if low == 0 else n if high == 0 else n // 2
-        places = torch.arange(n + 1, dtype=torch.float64, device="cpu") - still
-        width = (high - low) / n * torch.exp2(x[:, -1].double().nan_to_num(0))[:, None]
-        counts = rebinned(x[:, first:-1], low + still * (high - low) / n + places * width, edges)
-        values[name] = torch.cat([x[:, :first], counts.to(x.dtype)], 1)
+        width = (high - low) / n * torch.exp2(x[:, -1].double().nan_to_num(0))[:, None, None]
+        places = torch.arange(n, dtype=torch.float64, device="cpu")[:, None] - still
+        begins = low + still * (high - low) / n + places * width
+        shares = (torch.minimum(begins + width, highs) - torch.maximum(begins, lows)).clamp(min=0) / width
+        counts = x[:, first:-1].double()
+        new = (counts[:, None, 1:-1] @ shares).squeeze(1)
+        new[:, 0] += counts[:, 0]
+        new[:, -1] += counts[:, -1]
+        values[name] = torch.cat([x[:, :first], new.to(x.dtype)], 1)
     return store | {"columns": store["columns"][:-1], "values": values}

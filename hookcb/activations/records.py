@@ -47,7 +47,6 @@ class ActivationRecords(SavedRecords):
         left_out: type of what has no statistics, by path.
         slices: outputs of which other ranks have other parts that are not merged, and whose part was seen, by
             path.
-        is_whole: whether a kernel has read every element of some outputs.
         of_ranks: the ranks whose samples were seen, "rank 0 of 2"; "" if there is only one.
 
     Raises:
@@ -85,7 +84,7 @@ class ActivationRecords(SavedRecords):
             check_count("sample", self.sample, "elements", least=2, hint=", 'auto', or None for every one")
         _check_range(self.hist_range)
         self.merger: Merger | None = None  # during a fit on several ranks
-        self.of_ranks, self.is_whole = "", False
+        self.of_ranks = ""
         self.clear()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -156,7 +155,6 @@ class ActivationRecords(SavedRecords):
             else:
                 self.merger.keep(self.buffer, outputs)
         for name, output in outputs.items():
-            self.is_whole = self.is_whole or output.place is not None
             if not output.is_known:
                 self.left_out[name] = output.type
             elif (seen := self.outputs.get(name)) is None or seen != (output.type, output.shape):
@@ -354,7 +352,7 @@ class ActivationRecords(SavedRecords):
     def _sampling(self) -> str:
         """Number of elements that statistics are computed from, as text; "" if from all."""
         largest = max((math.prod(shape) for _, shape in self.outputs.values()), default=0)
-        if self.sample == "auto" and largest > WHOLE and not self.is_whole:
+        if self.sample == "auto" and largest > WHOLE and not self.buffer.slabs:
             return f"near zero of outputs above {WHOLE:,} elements: from {SAMPLED:,} of them"
         if isinstance(self.sample, int) and largest > self.sample:
             return f"from {self.sample:,} elements of each output"
@@ -376,7 +374,7 @@ class ActivationRecords(SavedRecords):
         """All that was recorded, of types that `torch.load(weights_only=True)` reads."""
         state: dict[str, Any] = {name: getattr(self, name) for name in (*OPTIONS, *STATE)}
         state["stores"] = {phase: self.store_of(phase).state() for phase in PHASES}
-        state |= {"ranges": [], "is_whole": self.is_whole}  # ranges are for older versions
+        state["ranges"] = []  # of histograms of older versions
         return state
 
     @classmethod
@@ -385,7 +383,6 @@ class ActivationRecords(SavedRecords):
         records = cls(**{option: state[option] for option in OPTIONS})
         for name in STATE:
             setattr(records, name, state[name])
-        records.is_whole = state.get("is_whole", False)  # older versions lack it
         for phase, store in state["stores"].items():
             if "level" in store["columns"]:
                 ranges = {name: own for of, name, own in state["ranges"] if of == phase}

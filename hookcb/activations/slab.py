@@ -72,7 +72,8 @@ class Slab:
         if row is None:
             row = self._rows[path, call] = len(self._rows)
             if row == self.sums.shape[1]:
-                self._enlarge()
+                with torch.inference_mode(False):
+                    self.sums = torch.cat([self.sums, self._empty(row)], 1)
         if x.dtype is torch.float64:
             self._wide.add(row)
         stream = torch.cuda.current_stream(self.device).cuda_stream if x.is_cuda else 0
@@ -83,10 +84,6 @@ class Slab:
         self._kernels[stream].take(x, sums, self._cursor, row)
         self._is_used = True
         return Place(self, row)
-
-    @torch.inference_mode(False)
-    def _enlarge(self) -> None:
-        self.sums = torch.cat([self.sums, self._empty(self.sums.shape[1])], 1)
 
     def drop_batch(self) -> None:
         """Forgets the sums of the running batch."""

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from hookcb.activations.bins import Bins, from_levels, rebinned, trimmed
+from hookcb.activations.bins import Bins, from_levels, trimmed
 from tests.activations.support import INF, NAN, randn
 
 ALL = [Bins(60), Bins(41), Bins(7), Bins(2), Bins(1), Bins(40, (-3.0, 3.0)), Bins(7, (0.0, 1.0))]
@@ -73,12 +73,6 @@ def test_a_picture_shows_the_bins_with_99_percent_and_loses_no_element():
     assert shown[1].isnan().all()
     nothing = torch.full((2, 10), NAN)
     assert torch.equal(trimmed(nothing, torch.arange(9.0))[1], torch.arange(9.0))
-
-
-def test_counts_in_other_bins_are_spread_evenly_over_those_they_overlap():
-    counts = torch.tensor([[1.0, 4.0, 6.0, 2.0]])
-    found = rebinned(counts, torch.tensor([0.0, 1.0, 3.0]), torch.tensor([-1.0, 0.5, 1.0, 2.0]))
-    assert found.tolist() == [[1.0, 2.0, 2.0, 3.0, 5.0]]
 
 
 def test_histograms_of_older_versions_are_read_in_the_bins_of_today():
