@@ -103,8 +103,7 @@ def from_levels(store: dict[str, Any], ranges: Mapping[str, Any], edges: Tensor)
     """State of a store with the bins of all layers, from that of an older version.
 
     There each record had a level k: its bins were 2ᵏ times as wide as those of the layer's range, and one
-    edge was the same at all levels: an end that was 0, else the middle. What was in a bin is spread evenly over
-    those that it overlaps.
+    edge was the same at all levels: an end that was 0, else the middle. Counts are spread evenly.
 
     Args:
         store: state of a store in which the last columns are counts and their level.

@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hookcb.activations.bins import Bins
 from hookcb.activations.kernel import works_on
-from hookcb.activations.slab import Place, Slab, can_take
+from hookcb.activations.slab import Output, Slab, Waiting, can_take
 from hookcb.activations.stats import ROW, Known, Sample, summarize, take
 from hookcb.core.torch_private import is_dynamo_imported, mark_static_address
 from hookcb.records.memory import Memory
@@ -18,44 +18,6 @@ from hookcb.records.store import StatStore
 
 MAX_BATCHES = 64  # batches that wait to be reduced
 MAX_ELEMENTS = 4 * ROW  # that wait, and are reduced together: 1 MB, which a CPU's cache holds
-
-
-class Output(NamedTuple):
-    """What a hook keeps of one output.
-
-    Attributes:
-        type: class of the layer; for an output without statistics, what the output is instead.
-        shape: shape of the output.
-        n: number of elements that this process has of the output.
-        copies: number of ranks that have the same ones, as under tensor parallelism; 0 if that is unknown.
-        elements: a copy of the output or a sample of it, see `take`; None if it is in a slab, or has no
-            statistics.
-        exact: moments of all elements if `elements` is a sample, else None.
-        place: where its sums are in a slab; None if they are not in one.
-    """
-
-    type: str
-    shape: tuple[int, ...] = ()
-    n: int = 0
-    copies: int = 1
-    elements: Tensor | None = None
-    exact: Known | None = None
-    place: Place | None = None
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it has statistics."""
-        return self.elements is not None or self.place is not None
-
-
-class Waiting(NamedTuple):
-    """A layer's output in a batch that has a record, and in which record of a slab it is."""
-
-    phase: str
-    name: str
-    record: int
-    output: Output
-    at: int = 0
 
 
 # outputs of one shape, reduced together: those of each layer, elements `(R, n)`, moments if these are known
@@ -104,14 +66,8 @@ class OutputBuffer:
     ) -> None:
         """Takes what statistics need of a detached tensor with statistics; waits for no device.
 
-        Args:
-            path: name of the layer, or of a tensor in its output.
-            x: the tensor.
-            kind: class of the layer.
-            sample: see `ActivationStats`.
-            wide: see `moments`.
-            lends: whether elements may be kept in memory that is used again.
-            written: what a kernel writes to, in compiled code.
+        With `lends`, elements may be kept in memory that is used again; a kernel in compiled code writes to
+        `written`. For the others see `ActivationStats` and `moments`.
         """
         calls = self.batch.setdefault(path, [])
         if can_take(x, sample):
@@ -130,7 +86,7 @@ class OutputBuffer:
         return self.slabs[device]
 
     def written_on(self, device: torch.device) -> Tensor:
-        """What compiled code on a device writes to, as far as its compiler knows."""
+        """The tensor to which compiled code on a device writes, as its compiler knows."""
         if works_on(device):
             if is_dynamo_imported():
                 mark_static_address(self.slab_on(device).sums)  # else Inductor captures no CUDA graph

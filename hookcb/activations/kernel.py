@@ -38,13 +38,7 @@ def _example(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Kernel:
-    """The kernel with memory that it needs on a device; launches of one must not overlap.
-
-    Args:
-        device: the device.
-        eps: magnitude up to which an element counts as near zero.
-        bins: bins of a histogram, or None.
-    """
+    """The kernel with memory that it needs on a device; launches of one must not overlap."""
 
     @torch.inference_mode(False)
     def __init__(self, device: torch.device, eps: float, bins: Bins | None) -> None:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hookcb.activations.buffer import Output, OutputBuffer, Waiting, portions
-from hookcb.activations.slab import stats_of
+from hookcb.activations.buffer import OutputBuffer, portions
+from hookcb.activations.slab import Output, Waiting, stats_of
 from hookcb.activations.stats import LAYER_STATS, summarize
 from hookcb.core.precision import moved, numbers_to, widest
 from hookcb.core.ranks import Ranks

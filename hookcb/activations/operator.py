@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Owner(Protocol):
-    """What takes outputs of compiled code."""
+    """Taker of outputs of compiled code."""
 
     def take_compiled(self, x: Tensor | None, written: Tensor, path: str, kind: str) -> None:
         """Takes an output, None if it has no statistics, when compiled code is run."""

@@ -11,9 +11,10 @@ from torch.compiler import is_compiling
 
 from hookcb.activations import plots
 from hookcb.activations.bins import Bins, from_levels, trimmed
-from hookcb.activations.buffer import Output, OutputBuffer
+from hookcb.activations.buffer import OutputBuffer
 from hookcb.activations.merge import Merger
 from hookcb.activations.report import ActivationReport, ActivationRow
+from hookcb.activations.slab import Output
 from hookcb.activations.stats import LAYER_STATS, SAMPLED, WHOLE, Sample, has_stats, kind_of
 from hookcb.core.arguments import check_count
 from hookcb.core.text import as_layer, join_names
@@ -205,7 +206,7 @@ class ActivationRecords(SavedRecords):
             RuntimeError: If no histograms were recorded.
         """
         self._check_hist()
-        return self.of_layers(layer, lambda name: self._counts(name, phase))
+        return self.of_layers(layer, lambda name: self.layer_hist(name, phase).T.nan_to_num(0).log1p())
 
     @overload
     def hist_edges(self, layer: int, phase: str = "train") -> Tensor: ...
@@ -357,9 +358,6 @@ class ActivationRecords(SavedRecords):
         if isinstance(self.sample, int) and largest > self.sample:
             return f"from {self.sample:,} elements of each output"
         return ""
-
-    def _counts(self, name: str, phase: str) -> Tensor:
-        return self.layer_hist(name, phase).T.nan_to_num(0).log1p()
 
     def _three(self, name: str) -> Any:
         return L(self.layer_series(name, stat) for stat in SERIES)

@@ -1,7 +1,7 @@
 """Slab: a tensor on a device to which a kernel writes the sums of each layer's outputs, record by record."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,11 +9,8 @@ from torch.compiler import is_compiling
 
 from hookcb.activations.bins import Bins
 from hookcb.activations.kernel import COLUMNS, DTYPES, Kernel, works_on
-from hookcb.activations.stats import Sample
+from hookcb.activations.stats import Known, Sample
 from hookcb.records.store import StatStore, Transfer
-
-if TYPE_CHECKING:
-    from hookcb.activations.buffer import Output, Waiting
 
 RECORDS = 65  # those that wait, and the running batch
 ROWS = 64  # for layers and their calls, at first
@@ -21,7 +18,7 @@ NOT_CALLED = -1.0  # in place of the number of elements
 
 
 class Place(NamedTuple):
-    """Where the sums of an output are, in each record."""
+    """Place of the sums of an output, in each record."""
 
     slab: "Slab"
     row: int
@@ -30,6 +27,44 @@ class Place(NamedTuple):
     def sums(self) -> Tensor:
         """The sums in the running batch, on their device, `(columns,)`."""
         return self.slab.sums[self.slab.record, self.row]
+
+
+class Output(NamedTuple):
+    """The part of one output that a hook keeps.
+
+    Attributes:
+        type: class of the layer; for an output without statistics, what the output is instead.
+        shape: shape of the output.
+        n: number of elements that this process has of the output.
+        copies: number of ranks that have the same ones, as under tensor parallelism; 0 if that is unknown.
+        elements: a copy of the output or a sample of it, see `take`; None if it is in a slab, or has no
+            statistics.
+        exact: moments of all elements if `elements` is a sample, else None.
+        place: where its sums are in a slab; None if they are not in one.
+    """
+
+    type: str
+    shape: tuple[int, ...] = ()
+    n: int = 0
+    copies: int = 1
+    elements: Tensor | None = None
+    exact: Known | None = None
+    place: Place | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it has statistics."""
+        return self.elements is not None or self.place is not None
+
+
+class Waiting(NamedTuple):
+    """A layer's output in a batch that has a record, and in which record of a slab it is."""
+
+    phase: str
+    name: str
+    record: int
+    output: Output
+    at: int = 0
 
 
 class Slab:
@@ -106,7 +141,7 @@ class Slab:
         if self.captured:
             self._point()
 
-    def send(self, waiting: Sequence["Waiting"]) -> None:
+    def send(self, waiting: Sequence[Waiting]) -> None:
         """Starts the transfer of the sums of batches that have ended; the running one stays."""
         if not self.record:
             return

@@ -53,7 +53,7 @@ class TritonKernel:
 
     @property
     def jit(self) -> Any:
-        """What `triton.jit` makes of the function."""
+        """The function as `triton.jit` has made it."""
         if self._jit is None:
             with random_kept():
                 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]  # no types
