@@ -9,6 +9,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from hookcb.core.torch_private import is_transform_tensor, transforms_left, without_transform
+
 
 class Owner(Protocol):
     """Taker of outputs of compiled code."""
@@ -36,4 +38,14 @@ def _nothing(x: Tensor | None, written: Tensor, owner: int, path: str, kind: str
     """Done with tensors without values, as a compiler has them."""
 
 
+def _in_vmap(x: Tensor | None, written: Tensor, owner: int, path: str, kind: str) -> None:
+    """Takes the tensor of all calls, as a model that is compiled may have torch.func.vmap in it."""
+    while x is not None and is_transform_tensor(x):
+        x = without_transform(x)
+    with transforms_left():
+        torch.ops.hookcb.take(x, written, owner, path, kind)
+
+
+LIBRARY = torch.library.Library("hookcb", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types
+LIBRARY.impl("take", _in_vmap, "FuncTorchBatched")  # type: ignore[no-untyped-call]  # as above
 torch.library.register_fake("hookcb::take", _nothing)

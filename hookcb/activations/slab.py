@@ -171,12 +171,12 @@ class Slab:
 def can_take(x: Tensor, sample: Sample) -> bool:
     """Whether the kernel takes a tensor: dense, not repeated in memory, and of which all elements count."""
     return (
-        works_on(x.device)
+        not is_compiling()
+        and works_on(x.device)
         and x.dtype in DTYPES
         and not isinstance(sample, int)
         and x.numel() > 0
         and 0 not in x.stride()
-        and not is_compiling()
     )
 
 
