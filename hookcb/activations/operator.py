@@ -3,7 +3,7 @@
 So a compiled model has as many graphs as without hooks, and which batches are recorded changes none of them.
 """
 
-from typing import Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -12,14 +12,7 @@ from torch import Tensor
 from hookcb.core.torch_private import is_transform_tensor, transforms_left, without_transform
 
 
-class Owner(Protocol):
-    """Taker of outputs of compiled code."""
-
-    def take_compiled(self, x: Tensor | None, written: Tensor, path: str, kind: str) -> None:
-        """Takes an output, None if it has no statistics, when compiled code is run."""
-
-
-OWNERS: WeakValueDictionary[int, Owner] = WeakValueDictionary()
+OWNERS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # instances of ActivationStats
 # that it writes to a tensor is why no compiler leaves it out, or moves it to another step
 torch.library.define(
     "hookcb::take",
