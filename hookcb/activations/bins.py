@@ -82,8 +82,8 @@ class Bins(NamedTuple):
 def trimmed(counts: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
     """The bins that hold 99 % of the elements in all records; what is in others counts as beyond them.
 
-    Takes counts `(n_records, n + 2)`, NaN if the layer was not called, and edges `(n + 1,)`; returns such of fewer
-    bins, the counts in float64.
+    Takes counts `(n_records, n + 2)`, NaN if the layer was not called, and edges `(n + 1,)`; returns such of
+    fewer bins, the counts in float64.
     """
     counts, n = counts.double(), len(edges) - 1
     total = counts.nan_to_num(0).sum(0)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hookcb.core.torch_private import is_transform_tensor, transforms_left, without_transform
 
-
 OWNERS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # instances of ActivationStats
 # that it writes to a tensor is why no compiler leaves it out, or moves it to another step
 torch.library.define(
