@@ -96,7 +96,8 @@ def can_run(device: torch.device, attempt: Callable[[], object]) -> bool:
     if device.type != "cuda" or not find_spec("triton"):
         return False
     try:
-        attempt()
+        for _ in range(2):  # the first compiles, the second launches what was compiled
+            attempt()
     except Exception as error:  # no C compiler, too old a GPU: must not be raised in the user's step
         warn(f"no kernels on {device}, plain operations are slower: {error!r}", stacklevel=3, is_of_rank=True)
         return False
