@@ -3,6 +3,7 @@
 So a compiled model has as many graphs as without hooks, and which batches are recorded changes none of them.
 """
 
+import sys
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -13,16 +14,12 @@ from hookcb.core.torch_private import is_transform_tensor, transforms_left, with
 
 OWNERS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # instances of ActivationStats
 # that it writes to a tensor is why no compiler leaves it out, or moves it to another step
-torch.library.define(
-    "hookcb::take",
-    "(Tensor? x, Tensor(a!) written, int owner, str path, str kind) -> ()",
-    tags=(torch.Tag.flexible_layout,),
-)
+SCHEMA = "(Tensor? x, Tensor(a!) written, int owner, str path, str kind) -> ()"
 
 
-@torch.library.impl("hookcb::take", "default")
 def _take(x: Tensor | None, written: Tensor, owner: int, path: str, kind: str) -> None:
-    if (found := OWNERS.get(owner)) is not None:
+    owners = sys.modules[__name__].OWNERS  # not those of the first import, if there was another
+    if (found := owners.get(owner)) is not None:
         found.take_compiled(x, written, path, kind)
 
 
@@ -39,5 +36,8 @@ def _in_vmap(x: Tensor | None, written: Tensor, owner: int, path: str, kind: str
 
 
 LIBRARY = torch.library.Library("hookcb", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types
-LIBRARY.impl("take", _in_vmap, "FuncTorchBatched")  # type: ignore[no-untyped-call]  # as above
-torch.library.register_fake("hookcb::take", _nothing)
+if not hasattr(torch.ops.hookcb, "take"):  # it is there if this module is imported again, as by autoreload
+    torch.library.define("hookcb::take", SCHEMA, tags=(torch.Tag.flexible_layout,))
+    torch.library.impl("hookcb::take", "default", _take)
+    LIBRARY.impl("take", _in_vmap, "FuncTorchBatched")  # type: ignore[no-untyped-call]  # as above
+    torch.library.register_fake("hookcb::take", _nothing)

@@ -5,6 +5,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,19 +35,22 @@ def is_of_user(file: str) -> bool:
     return not file.startswith((*INSTALLED, OURS, "<frozen"))
 
 
-def running_frame(thread: int) -> FrameType | None:
-    """Innermost frame of the thread with an identifier; None if it does not run Python.
+@contextmanager
+def running_frame(thread: int) -> Iterator[FrameType | None]:
+    """The innermost frame of the thread with an identifier; None if it does not run Python.
 
-    Until Python 3.12 a garbage collection may start within `sys._current_frames`, and a finalizer that lets
-    another thread run then blocks the process for good (github.com/python/cpython/issues/106883).
+    Until Python 3.12 `sys._current_frames` and `f_back` can start a garbage collection. A finalizer that lets
+    the thread run then makes the process hang (github.com/python/cpython/issues/106883), or leaves `f_back` a
+    frame that is gone, which ends it. So none starts while frames of another thread are read.
     """
     if thread == get_ident():
-        return sys._getframe(1)
+        yield sys._getframe(2)  # that of the `with`
+        return
     is_paused = sys.version_info < (3, 12) and gc.isenabled()
     if is_paused:
         gc.disable()
     try:
-        return sys._current_frames().get(thread)
+        yield sys._current_frames().get(thread)
     finally:
         if is_paused:
             gc.enable()

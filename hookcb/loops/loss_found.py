@@ -62,12 +62,13 @@ def find_loss(thread: int, params: Iterable[nn.Parameter]) -> FoundLoss | None:
 
 
 def _outermost_backward(thread: int) -> FrameType | None:
-    frame, found = running_frame(thread), None
-    while frame is not None:
-        if frame.f_code in graph.BACKWARDS:
-            found = frame
-        frame = frame.f_back
-    return found
+    with running_frame(thread) as frame:
+        found = None
+        while frame is not None:
+            if frame.f_code in graph.BACKWARDS:
+                found = frame
+            frame = frame.f_back
+        return found
 
 
 def _has_any(inputs: Any, params: Iterable[nn.Parameter]) -> bool:

@@ -118,7 +118,8 @@ class Intervals(Measurement):
     def on_backward(self, run: Run) -> None:
         """Sees whether the gradients of the backward before are gone."""
         now, p = self._now, run.measured(Steps).first_param
-        lines = lines_of(running_frame(self._thread))
+        with running_frame(self._thread) as frame:
+            lines = lines_of(frame)
         if now.n and p is not None and self._is_there and self._is_cleared(p):
             now.is_used |= self._has_stepped or (not self._weights and self._n_thrown > 0)
             now.n_thrown, self._n_thrown = now.n, self._n_thrown + 1

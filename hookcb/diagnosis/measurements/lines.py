@@ -142,12 +142,12 @@ class LineSamples:
 
     def sample(self, seconds: float, delay: float = 0.0) -> None:
         """Takes a sample that stands for `seconds`, and comes `delay` seconds after it was due."""
-        frame = running_frame(self._thread_id)
-        line = self._line_of(frame)
-        if frame is not None and line is not None:
-            is_broken_off = frame.f_code.co_code[frame.f_lasti] in BREAKS
-            held_up = "python" if is_broken_off else "earlier" if delay <= MAX_SKID else "late"
-            self._pending.append((line, "waits" if delay <= SLACK else held_up, seconds))
+        with running_frame(self._thread_id) as frame:
+            line = self._line_of(frame)
+            if frame is not None and line is not None:
+                is_broken_off = frame.f_code.co_code[frame.f_lasti] in BREAKS
+                held_up = "python" if is_broken_off else "earlier" if delay <= MAX_SKID else "late"
+                self._pending.append((line, "waits" if delay <= SLACK else held_up, seconds))
 
     def _line_of(self, frame: FrameType | None) -> Line | None:
         called: Line | None = None  # by a package, in the loop
