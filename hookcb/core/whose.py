@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from threading import get_ident
 from types import FrameType
 
 OURS = str(Path(__file__).parents[1]) + os.sep
@@ -36,21 +35,18 @@ def is_of_user(file: str) -> bool:
 
 
 @contextmanager
-def running_frame(thread: int) -> Iterator[FrameType | None]:
-    """The innermost frame of the thread with an identifier; None if it does not run Python.
+def garbage_kept() -> Iterator[None]:
+    """Keeps garbage collections from starting, while frames of another thread are read.
 
-    Until Python 3.12 `sys._current_frames` and `f_back` can start a garbage collection. A finalizer that lets
-    the thread run then makes the process hang (github.com/python/cpython/issues/106883), or leaves `f_back` a
-    frame that is gone, which ends it. So none starts while frames of another thread are read.
+    Until Python 3.12 `sys._current_frames` and `f_back` can start one. A finalizer that lets the thread run
+    then makes the process hang (github.com/python/cpython/issues/106883), or leaves `f_back` a frame that is
+    gone, which ends the process.
     """
-    if thread == get_ident():
-        yield sys._getframe(2)  # that of the `with`
-        return
     is_paused = sys.version_info < (3, 12) and gc.isenabled()
     if is_paused:
         gc.disable()
     try:
-        yield sys._current_frames().get(thread)
+        yield
     finally:
         if is_paused:
             gc.enable()

@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from hookcb.core import graph
 from hookcb.core.batch import parts
 from hookcb.core.torch_private import has_scaled, saved
-from hookcb.core.whose import running_frame
+from hookcb.core.whose import frames_of, garbage_kept
 
 
 class FoundLoss(NamedTuple):
@@ -62,13 +62,9 @@ def find_loss(thread: int, params: Iterable[nn.Parameter]) -> FoundLoss | None:
 
 
 def _outermost_backward(thread: int) -> FrameType | None:
-    with running_frame(thread) as frame:
-        found = None
-        while frame is not None:
-            if frame.f_code in graph.BACKWARDS:
-                found = frame
-            frame = frame.f_back
-        return found
+    with garbage_kept():
+        frames = frames_of(sys._current_frames().get(thread), bool)
+        return next(reversed([x for x in frames if x.f_code in graph.BACKWARDS]), None)
 
 
 def _has_any(inputs: Any, params: Iterable[nn.Parameter]) -> bool:

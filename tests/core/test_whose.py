@@ -1,9 +1,9 @@
 """Whose code runs, told by its file."""
 
+import gc
 import inspect
 import subprocess
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -53,7 +53,7 @@ def test_an_instruction_without_a_line_counts_for_the_one_before():
 
 BUSY = """
 import gc, sys, threading, time
-from hookcb.core.whose import running_frame
+from hookcb.core.whose import garbage_kept
 
 class Cycle:
     def __init__(self):
@@ -74,7 +74,8 @@ def make(n):  # a function with n local variables, which is gone when the next o
 def sample(thread):
     while threading.main_thread().is_alive():
         names = []
-        with running_frame(thread) as frame:
+        with garbage_kept():
+            frame = sys._current_frames()[thread]
             while frame is not None:
                 names.append(frame.f_code.co_name)
                 frame = frame.f_back
@@ -100,8 +101,14 @@ def test_frames_of_a_running_thread_are_read_while_garbage_is_collected():
     assert (shown.stdout, shown.stderr) == ("through\n", "")
 
 
-def test_the_running_frame_of_this_thread_is_that_of_the_caller():
-    with whose.running_frame(threading.get_ident()) as frame:
-        assert frame is sys._getframe()
-    with whose.running_frame(0) as frame:
-        assert frame is None
+def test_garbage_collections_are_as_before():
+    with whose.garbage_kept():
+        assert gc.isenabled() == (sys.version_info >= (3, 12))
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with whose.garbage_kept():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

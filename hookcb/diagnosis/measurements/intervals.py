@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hookcb.core.batch import parts
 from hookcb.core.optim import detached_scalar, mark_of
-from hookcb.core.whose import frames_of, is_of_user, line_in, running_frame
+from hookcb.core.whose import frames_of, garbage_kept, is_of_user, line_in
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.heard import Ear, heard
 from hookcb.diagnosis.measurements.lines import place_of
@@ -118,8 +118,8 @@ class Intervals(Measurement):
     def on_backward(self, run: Run) -> None:
         """Sees whether the gradients of the backward before are gone."""
         now, p = self._now, run.measured(Steps).first_param
-        with running_frame(self._thread) as frame:
-            lines = lines_of(frame)
+        with garbage_kept():
+            lines = lines_of(sys._current_frames().get(self._thread))
         if now.n and p is not None and self._is_there and self._is_cleared(p):
             now.is_used |= self._has_stepped or (not self._weights and self._n_thrown > 0)
             now.n_thrown, self._n_thrown = now.n, self._n_thrown + 1

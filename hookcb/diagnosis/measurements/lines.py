@@ -22,7 +22,7 @@ from torch.optim import LBFGS
 
 from hookcb.core.loop import Loop
 from hookcb.core.threads import in_each_fork
-from hookcb.core.whose import is_of_user, line_in, running_frame
+from hookcb.core.whose import garbage_kept, is_of_user, line_in
 
 # a function and its line, negative if an `__iter__` runs there; 0 for the function as a whole
 Line = tuple[CodeType, int]
@@ -142,7 +142,8 @@ class LineSamples:
 
     def sample(self, seconds: float, delay: float = 0.0) -> None:
         """Takes a sample that stands for `seconds`, and comes `delay` seconds after it was due."""
-        with running_frame(self._thread_id) as frame:
+        with garbage_kept():
+            frame = sys._current_frames().get(self._thread_id)
             line = self._line_of(frame)
             if frame is not None and line is not None:
                 is_broken_off = frame.f_code.co_code[frame.f_lasti] in BREAKS
