@@ -43,12 +43,13 @@ class HistogramOverTime:
     """Histograms of a layer's output, one for each of `steps`.
 
     Attributes:
-        edges: edges of the bins, in the unit of the output.
+        low, high: range of the bins, in the unit of the output.
         bins: a series for each bin, from low to high: number of elements; the first counts those below the
             range, the last those above it.
     """
 
-    edges: list[float]
+    low: float
+    high: float
     bins: list[Series] = field(default_factory=list)
 
 
