@@ -30,7 +30,8 @@ class NotResumed(Fault):
     settings, the script also writes that file or loads the scheduler in it, and at the first step afterwards
     the optimizer is fresh and `load_state_dict` of an optimizer was not called. Or the optimizer was loaded,
     the file has a scheduler with the same settings after its beginning, and the one in use is at its
-    beginning. Other files may be read for their weights alone, as for fine-tuning.
+    beginning. Other files may be read for their weights alone, as for fine-tuning. After 64 steps, loads are
+    looked at in inspected batches only.
 
     Source: the PyTorch tutorial "Saving and Loading Models": to resume, "it is important to also save the
     optimizer's state_dict".
