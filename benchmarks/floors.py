@@ -17,15 +17,15 @@ from peers import Install, by_hooks
 from torch import Tensor, nn
 
 from hookcb import Callback
-from hookcb.activations.bins import at_level, level_of
-from hookcb.activations.rows import MAX_BATCHES, MAX_ELEMENTS
-from hookcb.activations.stats import SAMPLED, WHOLE, _strata, histogram, shares
+from hookcb.activations.bins import Bins
+from hookcb.activations.buffer import MAX_BATCHES, MAX_ELEMENTS
+from hookcb.activations.stats import SAMPLED, WHOLE, _strata, shares
 from hookcb.gradients.records import MAX_STEPS
 from hookcb.gradients.samples import RUN, SKETCH, sketch, sketch_places
 from hookcb.gradients.stats import WHOLE as MIDDLE
 
 DETAIL_EVERY = 10  # the default of GradientHealth
-WIDEST = torch.tensor([[-8.0, 8.0]], dtype=torch.float64)  # a range of histograms at level 0
+BINS = Bins(60)
 
 
 def of_outputs(
@@ -61,9 +61,8 @@ def of_outputs(
                     rows.sum(1), torch.linalg.vector_norm(rows, dim=1), rows.amin(1), rows.amax(1)
                 shares(rows, 0.05)
                 if with_hist:
-                    edges = at_level(ranges := WIDEST.expand(len(rows), 2), level_of(rows, ranges, 40), 40)
-                    for some, ends in zip(rows.split(16), edges.split(16), strict=True):
-                        histogram(some, ends[:, :1], ends[:, 1:], 40)
+                    for some in rows.split(16):
+                        BINS.counts_of(some)
             samples.clear()
 
     by_hooks(act)(model, folder, stack)

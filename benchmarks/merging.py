@@ -32,7 +32,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from hookcb import ActivationStats, Callback, GradientClip, GradientHealth, Learner
-from hookcb.activations.stats import histogram
+from hookcb.activations.bins import Bins
 from hookcb.core.ranks import Ranks
 
 ROOT = Path(__file__).parents[1]
@@ -276,11 +276,9 @@ def compare(
                 scale = size if stat == "mean" else 0.0
                 what = "std, offset" if (name, stat) == ("far", "std") else stat
                 note("output", what, f"{name}, batch {i}", stats.stats[i][name][stat], wanted, scale)
-            *_, level = stats.records.store_of("train").series(name)[i].tolist()
-            edges = stats.records.range_at(name, level)
             wide = torch.float64 if dtype is torch.float64 else torch.float32
-            counts = histogram(torch.from_numpy(x)[None].to(wide), *edges, stats.records.bins)[0]
-            found = stats.records.store_of("train").series(name)[i][len(OUTPUTS) : -1]
+            counts = Bins(stats.records.bins).counts_of(torch.from_numpy(x)[None].to(wide))[0]
+            found = stats.records.store_of("train").series(name)[i][len(OUTPUTS) :]
             note("output", "histogram", name, float((found - counts).abs().max().round(decimals=6)), 0.0, 1.0)
     for i, grads in enumerate(oracle.grads):
         for name, g in grads.items():

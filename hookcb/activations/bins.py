@@ -1,102 +1,124 @@
-"""Ranges of histograms: each record has one that fits it, 2ᵏ times as wide as the first one; all are joined.
+"""Bins of histograms: fixed, and equal for all layers, records and ranks, so that counts can be added.
 
-One edge of the bins is the same at every level k: an end of the range that is 0, as after a ReLU, else the
-middle. So the bins of a level are parts of those of a higher one, and counts can be joined without a guess.
+By default they are logarithmic on both sides of 0, so that one set of them fits every layer.
 """
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-HELD = 0.99  # share of the values of all records that the joined range holds
-PICKED = 256  # elements by which a range is chosen, so that it holds 99 % of these
-MAX_LEVEL = 60  # more would exceed the numbers of float32
+from hookcb.core.precision import widest
+
+SHOWN = 0.99  # share of a layer's elements that the bins of a picture hold, if these were counted
+LEAST, MOST = -10, 10  # powers of 2 at which logarithmic bins begin and end on both sides of 0
 
 
-def level_of(rows: Tensor, ranges: Tensor, bins: int) -> Tensor:
-    """Levels at which ranges hold nearly all elements of rows.
+class Bins(NamedTuple):
+    """Bins of equal width in `ends`; without ends, of equal ratio from 2⁻¹⁰ to 2¹⁰ on both sides of 0.
+
+    The bin next to 0 begins at 0; if their number is odd, one lies around it.
+
+    >>> Bins(6).edges.tolist()
+    [-1024.0, -1.0, -0.0009765625, 0.0, 0.0009765625, 1.0, 1024.0]
+    """
+
+    n: int
+    ends: tuple[float, float] | None = None
+
+    @property
+    def edges(self) -> Tensor:
+        """Edges of the bins, `(n + 1,)`, float64."""
+        if self.ends is not None:
+            return torch.linspace(*self.ends, self.n + 1, dtype=torch.float64, device="cpu")
+        k = (self.n + 1) // 2
+        powers = torch.linspace(LEAST, MOST, k, dtype=torch.float64, device="cpu")
+        above = torch.exp2(powers if k > 1 else powers + MOST - LEAST)
+        return torch.cat([-above.flip(0), above.new_zeros(1 - self.n % 2), above])
+
+    @property
+    def scale(self) -> tuple[float, float, int]:
+        """Origin, extent and number of steps of x between `ends`, or of log2(|x|) beyond the first bin."""
+        if self.ends is not None:
+            low, high = self.ends
+            return low, high - low, self.n
+        k = (self.n + 1) // 2
+        return (LEAST, MOST - LEAST, k - 1) if k > 1 else (MOST, 1, 1)
+
+    def counts_of(self, rows: Tensor) -> Tensor:
+        """Numbers of elements of each row, below the bins, in each of them, and above; NaN is in none.
+
+        Args:
+            rows: `(R, m)`, float32 or float64.
+
+        Returns:
+            `(R, n + 2)`, float32 or, where that is not exact, float64.
+        """
+        slot = self._slots(rows).nan_to_num_(nan=self.n + 2).int()
+        n = self.n + 3
+        slot += torch.arange(0, n * len(rows), n, dtype=slot.dtype, device=rows.device)[:, None]
+        wide = widest(rows.device)
+        exact = torch.float32 if rows.shape[1] < 2**24 or wide is torch.float32 else wide
+        if rows.is_cpu and not torch.compiler.is_compiling():  # elsewhere it waits for the device
+            counts = torch.bincount(slot.view(-1), minlength=n * len(rows)).to(exact)
+        else:
+            counts = rows.new_zeros(n * len(rows), dtype=exact)
+            counts.scatter_add_(0, slot.view(-1).long(), torch.ones_like(slot.view(-1), dtype=exact))
+        return counts.view(len(rows), n)[:, :-1]
+
+    def _slots(self, rows: Tensor) -> Tensor:
+        """Place of each element among the counts, as a float; NaN for NaN."""
+        origin, extent, steps = self.scale
+        if self.ends is not None:
+            # what is above is found by the edge itself, as products are rounded
+            place = rows.sub(origin).div_(extent).mul_(steps).clamp_(-1, self.n - 1).floor_().add_(1)
+            return place.add_(rows.clone().gt_(self.ends[1]))
+        k, is_odd = (self.n + 1) // 2, self.n % 2
+        place = rows.abs().log2_().sub_(origin).div_(extent).mul_(steps).clamp_(-1, k - 1).floor_()
+        return place.add_(1.0 if is_odd else 1.5).copysign_(rows).add_((self.n + 1) / 2)
+
+
+def trimmed(counts: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
+    """The bins that hold 99 % of the elements in all records; what is in others counts as beyond them.
+
+    Takes counts `(n_records, n + 2)`, NaN if the layer was not called, and edges `(n + 1,)`; returns such of
+    fewer bins, the counts in float64.
+    """
+    counts, n = counts.double(), len(edges) - 1
+    total = counts.nan_to_num(0).sum(0)
+    spare = (1 - SHOWN) / 2 * total.sum()  # at each end
+    first, last = (int((ends.cumsum(0)[1:-1] <= spare).sum()) for ends in (total, total.flip(0)))
+    if first + last >= n:
+        return counts, edges
+    ends = counts[:, : first + 1].sum(1, True), counts[:, n - last + 1 :].sum(1, True)
+    return torch.cat([ends[0], counts[:, first + 1 : n - last + 1], ends[1]], 1), edges[first : n + 1 - last]
+
+
+def from_levels(store: dict[str, Any], ranges: Mapping[str, Any], edges: Tensor) -> dict[str, Any]:
+    """State of a store with the bins of all layers, from that of an older version.
+
+    There each record had a level k: its bins were 2ᵏ times as wide as those of the layer's range, and one
+    edge was the same at all levels: an end that was 0, else the middle. Counts are spread evenly.
 
     Args:
-        rows: `(R, n)`.
-        ranges: ranges at level 0, `(R, 2)`.
-        bins: number of bins.
-
-    Returns:
-        `(R,)`, whole numbers in the dtype of `ranges`.
+        store: state of a store in which the last columns are counts and their level.
+        ranges: range of each layer at level 0.
+        edges: edges of the bins.
     """
-    still = n_below(ranges, bins)
-    width = (ranges[:, 1] - ranges[:, 0]) / bins
-    center = ranges[:, 0] + still * width
-    some = rows[:, :: max(1, rows.shape[1] // PICKED) | 1].to(ranges.dtype)  # odd: not always of one channel
-    some = torch.where(some.isfinite(), some - center[:, None], 0.0)
-    if not some.shape[1]:
-        return torch.zeros_like(center)
-    # nothing can be done for elements beyond an end that stays
-    above = torch.where(still < bins, 1 / ((bins - still) * width), 0.0)[:, None]
-    below = torch.where(still > 0, -1 / (still * width), 0.0)[:, None]
-    n_outside = round((1 - HELD) * some.shape[1])
-    reach = (some * torch.where(some > 0, above, below)).topk(1 + n_outside, 1).values[:, -1]
-    mantissa, exponent = torch.frexp(reach)
-    return (exponent - mantissa.eq(0.5).int()).clamp(-MAX_LEVEL, MAX_LEVEL).to(ranges.dtype)
-
-
-def n_below(ranges: Tensor, bins: int) -> Tensor:
-    """Number of bins below the edge that is the same at all levels, `(R,)`."""
-    low, high = ranges.unbind(-1)
-    at_end = torch.where(high == 0, float(bins), float(bins // 2))
-    return torch.where(low == 0, 0.0, at_end).to(ranges.dtype)
-
-
-def at_level(ranges: Tensor, levels: Tensor, bins: int) -> Tensor:
-    """Ranges `(R, 2)` at levels `(R,)`."""
-    still = n_below(ranges, bins)
-    width = (ranges[:, 1] - ranges[:, 0]) / bins
-    center, width = ranges[:, 0] + still * width, width * torch.exp2(levels)
-    moved = torch.stack([center - still * width, center + (bins - still) * width], 1)
-    return torch.where(levels[:, None] == 0, ranges, moved)  # exactly, without rounding
-
-
-def join(counts: Tensor, levels: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts at different levels, as counts of the narrowest range that holds 99 % of them.
-
-    The counts of a record with a wider range are spread evenly over the narrower bins.
-
-    Args:
-        counts: `(n_records, bins + 2)`, first the number below the range and last that above; NaN if unknown.
-        levels: level of each record, `(n_records,)`.
-        edges: the range at level 0, `(2,)`.
-
-    Returns:
-        Counts `(n_records, bins + 2)` in float64, and their range `(2,)`.
-    """
-    counts, levels, edges = counts.double(), levels.double(), edges.double()
-    known = sorted(set(levels[~counts[:, 0].isnan()].tolist()))
-    bins = counts.shape[1] - 2
-    for level in known:
-        joined = torch.full_like(counts, torch.nan)
-        for own in known:
-            is_own = levels == own
-            joined[is_own] = counts[is_own] @ _shares(own - level, bins, float(n_below(edges, bins)))
-        total = joined.nan_to_num(0).sum(0)
-        if level == known[-1] or total[1:-1].sum() >= HELD * total.sum():
-            return joined, at_level(edges[None], torch.tensor([level], device="cpu").double(), bins)[0]
-    return counts, edges
-
-
-def _shares(higher: float, bins: int, still: float) -> Tensor:
-    """Share of each bin that is in each bin of another range, `(bins + 2, bins + 2)`.
-
-    Args:
-        higher: level of the bins above that of the other range.
-        bins: number of bins.
-        still: number of bins below the edge that both have.
-    """
-    size = 2.0**higher  # in bins of the other range, as are the positions, which begin at the edge both have
-    begins = (torch.arange(bins, dtype=torch.float64, device="cpu") - still) * size
-    cuts = torch.arange(bins + 1, dtype=torch.float64, device="cpu") - still
-    far = torch.tensor([torch.inf], dtype=torch.float64, device="cpu")
-    lows, highs = torch.cat([-far, cuts]), torch.cat([cuts, far])
-    overlap = torch.minimum(begins[:, None] + size, highs) - torch.maximum(begins[:, None], lows)
-    shares = torch.zeros(bins + 2, bins + 2, dtype=torch.float64, device="cpu")
-    shares[1:-1] = overlap.clamp(min=0) / size
-    shares[0, 0] = shares[-1, -1] = 1.0
-    return shares
+    first, values, far = store["columns"].index("bin 0"), {}, edges.new_tensor([torch.inf])
+    n = len(store["columns"]) - first - 3
+    lows, highs = torch.cat([-far, edges]), torch.cat([edges, far])
+    for name, x in store["values"].items():
+        low, high = ranges.get(name, (0.0, 1.0))
+        still = 0 if low == 0 else n if high == 0 else n // 2
+        width = (high - low) / n * torch.exp2(x[:, -1].double().nan_to_num(0))[:, None, None]
+        places = torch.arange(n, dtype=torch.float64, device="cpu")[:, None] - still
+        begins = low + still * (high - low) / n + places * width
+        shares = (torch.minimum(begins + width, highs) - torch.maximum(begins, lows)).clamp(min=0) / width
+        counts = x[:, first:-1].double()
+        new = (counts[:, None, 1:-1] @ shares).squeeze(1)
+        new[:, 0] += counts[:, 0]
+        new[:, -1] += counts[:, -1]
+        values[name] = torch.cat([x[:, :first], new.to(x.dtype)], 1)
+    return store | {"columns": store["columns"][:-1], "values": values}

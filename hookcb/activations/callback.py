@@ -8,8 +8,9 @@ from torch import Tensor, distributed, nn
 from torch.compiler import is_compiling
 
 from hookcb.activations.merge import Merger
+from hookcb.activations.operator import OWNERS
 from hookcb.activations.records import OPTIONS, ActivationRecords
-from hookcb.activations.stats import Sample
+from hookcb.activations.stats import Sample, has_stats, kind_of
 from hookcb.core.batch import parts
 from hookcb.core.ranks import ALONE, group_of, is_sharded
 from hookcb.core.sampling import SamplingCallback
@@ -18,8 +19,10 @@ from hookcb.core.threads import this_thread
 from hookcb.core.torch_private import version_of
 from hookcb.hooks.callback import HookCallback
 from hookcb.hooks.coverage import Coverage
+from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import device_of
 from hookcb.records.forward import forwarded, forwarded_attribute, forwarded_property
+from hookcb.records.records import module_of
 
 NOT_TAKEN = ("hook", "cpu", "gather", "modify")  # options of `HookCallback` that have no use here
 
@@ -50,10 +53,11 @@ class ActivationStats(HookCallback):
         with_hist: record histograms too.
         eps: magnitude up to which an element counts as near zero, in the output's unit.
         bins: number of histogram bins.
-        hist_range: range of the histograms of all layers; by default each record of a layer has a range that
-            fits it, and `hist` and pictures show one that holds 99 % of the values of all records.
+        hist_range: range of bins of equal width. By default bins are logarithmic, from 2⁻¹⁰ to 2¹⁰ on both
+            sides of 0: the same for all layers, so that counts of records, layers and ranks can be added.
         sample: `"auto"` uses every element for mean, std, min, max, abs_max and nonfinite, and for shares
-            and histogram every one up to 8,192, above that 4,096 (standard error of a share ≤ 0.8 %).
+            and histogram every one up to 8,192, above that 4,096 (standard error of a share ≤ 0.8 %); on a
+            GPU with Triton every one for all, in one pass.
             An int uses that many elements at most, for all; None uses every one for all, for which large
             outputs are copied until the batch ends.
         keep: maximum number of records; of more every second, fourth … is kept, and the newest.
@@ -115,7 +119,7 @@ class ActivationStats(HookCallback):
         with_hist: bool = False,
         *,
         eps: float = 0.05,
-        bins: int = 40,
+        bins: int = 60,
         hist_range: tuple[float, float] | None = None,
         sample: Sample = "auto",
         keep: int = 5_000,
@@ -138,6 +142,9 @@ class ActivationStats(HookCallback):
         self._is_slice = False  # whether the last output of a layer in tensor parallelism was one
         self._awaited: list[Awaited] = []  # in the running forward
         self._thread: int | None = None  # of the loop, during a fit
+        self._owner = 0  # by which compiled code finds it
+        self._written: Tensor | None = None  # what compiled code writes to
+        self._hook_of: dict[str, Hook] = {}  # by name
 
     def before_fit(self) -> None:
         if not self.append:
@@ -148,9 +155,18 @@ class ActivationStats(HookCallback):
         super().before_fit()
         self._find_ranks()
         self._thread = this_thread() if self.learn.in_loop_thread else None
+        self._owner, self._written = id(self), self.records.buffer.written_on(device_of(self.learn.model))
         if self.is_forward and not self._options.get("pre") and type(self).hook is ActivationStats.hook:
             for hook in self.hooks or ():
                 hook.quick = self._take_usual
+                hook.traced = None if self._is_sharded else self._trace
+            self._hook_of = {hook.name: hook for hook in self.hooks or ()}
+            OWNERS[self._owner] = self
+
+    def _let_act(self, training: bool | None) -> None:
+        super()._let_act(training)
+        for slab in self.records.buffer.slabs.values():
+            slab.rest(training is None)
 
     def looks_alike(self) -> bool:
         """Whether all ranks look at the same batches, so that their records can be merged."""
@@ -201,6 +217,25 @@ class ActivationStats(HookCallback):
         if name is None:
             return False
         return self.records.take_usual(name, output, type(m).__name__)
+
+    def _trace(self, m: nn.Module, output: Any) -> None:
+        """Has compiled code call `take_compiled` for each tensor of an output; Dynamo follows it."""
+        name, kind = self._names[id(m)], plain_class(m).__name__
+        found = [(name, output)] if type(output) is Tensor else list(parts(output, name)) or [(name, output)]
+        for path, x in found:
+            taken, what = (x.detach(), kind) if has_stats(x) else (None, kind_of(x))
+            torch.ops.hookcb.take(taken, self._written, self._owner, path, what)
+
+    def take_compiled(self, x: Tensor | None, written: Tensor, path: str, kind: str) -> None:
+        """Does what `hook` does, when compiled code is run; a kernel writes to `written`."""
+        is_captured = x is not None and x.is_cuda and torch.cuda.is_current_stream_capturing()
+        if this_thread() != self._thread or not (self._acts_in is self.learn.training or is_captured):
+            return
+        self._hook_of[module_of(path)].fired = True
+        if x is None:
+            self.records.leave_out(path, kind)
+        else:
+            self.records.take_usual(path, x, kind, written)
 
     def hook(self, m: nn.Module, *seen: Any) -> None:
         name, output = self._names.get(id(m)), seen[-1]
@@ -296,6 +331,9 @@ class ActivationStats(HookCallback):
         self.records.flush()
         self.records.merger, self._awaited = None, []
 
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_written": None, "_hook_of": {}}
+
     @property
     def coverage(self) -> Coverage:
         """Layers and batches that the hooks have seen; a layer whose output has no statistics is not seen."""
@@ -311,8 +349,10 @@ class ActivationStats(HookCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        merger, self.records = self.records.merger, ActivationRecords.from_state(state["recorded"])
+        merger, slabs = self.records.merger, self.records.buffer.slabs
+        self.records = ActivationRecords.from_state(state["recorded"])
+        self.records.buffer.slabs = slabs  # to which compiled code writes
         if merger is not None and "merged" in state:
-            merger.load_state(state["merged"], self.records.buffer)
+            merger.load_state(state["merged"])
         self.records.merger = merger
         self._now, self._before = state["now"], state["before"]

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-SHOWN = 0.99  # share of a layer's values that the bins of a picture hold, if they were counted
 SHARES = ("near zero", "zeros")
 
 
@@ -44,13 +43,12 @@ class Hist(NamedTuple):
     Attributes:
         counts: log(1 + count), `(bins + 2, records)`, underflow first and overflow last; NaN in records in
             which the layer was not called.
-        low, high: edges of the bins between, in the unit of the layer's output.
+        edges: edges of the bins between, `bins + 1`, in the unit of the layer's output.
         nonfinite: share of NaN and infinite elements in each record, which no bin counts.
     """
 
     counts: Tensor
-    low: float
-    high: float
+    edges: Sequence[float]
     nonfinite: Sequence[float] = ()
 
 
@@ -59,9 +57,8 @@ def color_dim(
 ) -> "Figure":
     """Histograms over the steps `x`, the "colorful dimension": how a layer's values spread, record by record.
 
-    Each panel shows the bins that hold 99 % of the layer's values in all records; the bands `<low` and
-    `>high` show the values outside. A mark on top is a record with NaN or infinite values. All layers share
-    one color scale; records that share a pixel are averaged.
+    All bins are equally high; the bands `<low` and `>high` show the values outside. A mark on top is a record
+    with NaN or infinite values. All layers share one color scale; records that share a pixel are averaged.
 
     Raises:
         ModuleNotFoundError: Without matplotlib.
@@ -76,7 +73,7 @@ def color_dim(
     panels = [ax] if ax is not None else make_panels(n, columns, figsize)
     fig, size = panels[0].figure.figure, 10 if n == 1 else 8
     names = shortened_names(hists, 60 if ax is not None else int(fig.get_figwidth() / columns * 92 / size))
-    shown = [trimmed(hist) for hist in hists.values()]
+    shown = list(hists.values())
     most = max(hist.counts.nan_to_num(0).max().item() for hist in shown) or 1.0
     for i, (panel, name, hist) in enumerate(zip(panels, names, shown, strict=True)):
         image = _draw_hist(panel, hist, most)
@@ -88,20 +85,6 @@ def color_dim(
     add_colorbar(image, panels, columns, "log(1 + count)")
     _add_legend(panels, shown)
     return fig
-
-
-def trimmed(hist: Hist) -> Hist:
-    """The bins of a histogram that hold 99 % of the values in all records; the others count as outside."""
-    counts = hist.counts.double().expm1()
-    total = counts.nan_to_num(0).sum(1)
-    spare = (1 - SHOWN) / 2 * total.sum()  # at each end
-    first, last = (int((ends.cumsum(0)[1:-1] <= spare).sum()) for ends in (total, total.flip(0)))
-    n = len(counts) - 2
-    if first + last == 0 or first + last >= n:
-        return hist
-    rows = [counts[: first + 1].sum(0), *counts[first + 1 : n - last + 1], counts[n - last + 1 :].sum(0)]
-    width = (hist.high - hist.low) / n
-    return Hist(torch.stack(rows).log1p(), hist.low + first * width, hist.high - last * width, hist.nonfinite)
 
 
 def layer_lines(
@@ -206,28 +189,30 @@ def _add_legend(panels: "Sequence[Axes]", hists: Sequence[Hist]) -> None:
 
 
 def _draw_hist(ax: "Axes", hist: Hist, most: float) -> "AxesImage":
-    counts, low, high, nonfinite = hist
-    edges = low, high
-    if not high - low > 1e-9 * max(abs(low), abs(high)):  # also for NaN: the axis then counts bins
-        low, high = 0.0, counts.shape[0] - 2.0
-    rim = 0.06 * (high - low)
-    draw_image(ax, counts[:1], low - rim, low, most)
-    draw_image(ax, counts[-1:], high, high + rim, most)
-    image = draw_image(ax, counts[1:-1], low, high, most)
+    counts, edges, nonfinite = hist
+    n = len(edges) - 1
+    rim = 0.06 * n
+    draw_image(ax, counts[:1], -rim, 0, most)
+    draw_image(ax, counts[-1:], n, n + rim, most)
+    image = draw_image(ax, counts[1:-1], 0, n, most)
     odd = [record for record, share in enumerate(nonfinite) if share > 0]
-    top = high + rim * (2.5 if odd else 1)
     if odd:
-        ax.plot(odd, [high + 1.75 * rim] * len(odd), "|", color=ALARM, markersize=6, label="NaN or inf")
-    ax.set_ylim(low - rim, top)
-    for edge in (low, high):
-        ax.axhline(edge, color="white", linewidth=0.8)
-    ticks = ax.yaxis.get_major_locator().tick_values(low, high)
-    inner = [tick for tick in ticks if low + 2 * rim < tick < high - 2 * rim]
-    digits = 3 + max(0, math.ceil(math.log10(max(abs(low), abs(high)) / (high - low))))
-    texts = [f"{v:.{digits}g}" for v in (*inner, *edges)]
-    labels = [f"<{texts[-2]}", *texts[:-2], f">{texts[-1]}"]
-    ax.set_yticks([low - rim / 2, *inner, high + rim / 2], labels)
+        ax.plot(odd, [n + 1.75 * rim] * len(odd), "|", color=ALARM, markersize=6, label="NaN or inf")
+    ax.set_ylim(-rim, n + rim * (2.5 if odd else 1))
+    for end in (0, n):
+        ax.axhline(end, color="white", linewidth=0.8)
+    inner = _ticks(edges)
+    labels = [f"<{edges[0]:.3g}", *(f"{edges[i]:.3g}" for i in inner), f">{edges[-1]:.3g}"]
+    ax.set_yticks([-rim / 2, *inner, n + rim / 2], labels)
     return image
+
+
+def _ticks(edges: Sequence[float]) -> list[int]:
+    """Places of a few edges to label, 0 among them if it is one, and none near an end."""
+    n = len(edges) - 1
+    middle = min(range(n + 1), key=lambda i: abs(edges[i]))
+    step = max(1, -(-n // 5))
+    return [i for i in range(middle % step, n + 1, step) if 0.12 * n < i < 0.88 * n]
 
 
 def _draw_line(ax: "Axes", name: str, values: Sequence[float], x: Sequence[int]) -> None:

@@ -5,18 +5,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, overload
 
-import torch
 from fastcore.foundation import L
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from hookcb.activations import plots
-from hookcb.activations.bins import at_level, join
+from hookcb.activations.bins import Bins, from_levels, trimmed
 from hookcb.activations.buffer import OutputBuffer
 from hookcb.activations.merge import Merger
 from hookcb.activations.report import ActivationReport, ActivationRow
-from hookcb.activations.rows import Output
-from hookcb.activations.stats import LAYER_STATS, SAMPLED, WHOLE, Known, Sample, has_stats, kind_of, take
+from hookcb.activations.slab import Output
+from hookcb.activations.stats import LAYER_STATS, SAMPLED, WHOLE, Sample, has_stats, kind_of
 from hookcb.core.arguments import check_count
 from hookcb.core.text import as_layer, join_names
 from hookcb.core.torch_private import in_transform, is_jit_tracing
@@ -65,7 +64,7 @@ class ActivationRecords(SavedRecords):
 
     with_hist: bool = False
     eps: float = 0.05
-    bins: int = 40
+    bins: int = 60
     hist_range: tuple[float, float] | None = None
     sample: Sample = "auto"
     keep: int = 5_000
@@ -94,11 +93,10 @@ class ActivationRecords(SavedRecords):
 
     def clear(self) -> None:
         """Forgets what was recorded."""
-        bins = self.bins if self.with_hist else 0
-        of_bins = [*(f"bin {i}" for i in range(bins + 2)), "level"] if bins else []
-        columns = [*LAYER_STATS, *of_bins]
+        bins = Bins(self.bins, self.hist_range) if self.with_hist else None
+        columns = [*LAYER_STATS, *(f"bin {i}" for i in range(bins.n + 2 if bins else 0))]
         self._stores = {phase: StatStore(columns, self.keep) for phase in PHASES}
-        self.buffer = OutputBuffer(self._stores, self.eps, bins, self.hist_range)
+        self.buffer = OutputBuffer(self._stores, self.eps, bins)
         self.outputs: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.left_out: dict[str, str] = {}
         self.slices: dict[str, str] = {}
@@ -117,31 +115,31 @@ class ActivationRecords(SavedRecords):
             shape: shape of the whole output, if this is a part of it.
             copies: number of ranks that have the same part; 0 if that is unknown.
         """
-        if has_stats(output):
-            elements, exact = self._take(detached(output), fills_memory=not _is_traced())
-            taken = Output(kind, shape or output.shape, elements, exact, output.numel(), copies)
-        else:
-            taken = Output(kind_of(output))
-        self.buffer.batch.setdefault(path, []).append(taken)
+        if not has_stats(output):
+            self.leave_out(path, kind_of(output))
+            return
+        is_merged = self.merger is not None  # then samples of a whole validation wait
+        self.buffer.take(
+            path, detached(output), kind, self.sample, is_merged, not (is_merged or _is_traced())
+        )
+        if shape is not None or copies != 1:
+            calls = self.buffer.batch[path]
+            calls[-1] = calls[-1]._replace(shape=shape or calls[-1].shape, copies=copies)
 
-    def take_usual(self, path: str, x: Tensor, kind: str) -> bool:
-        """Does what `take` does, if `x` is a whole tensor with statistics. Dynamo must not trace it."""
+    def leave_out(self, path: str, kind: str) -> None:
+        """Takes a call's output of a kind that has no statistics, in the running batch."""
+        self.buffer.batch.setdefault(path, []).append(Output(kind))
+
+    def take_usual(self, path: str, x: Tensor, kind: str, written: Tensor | None = None) -> bool:
+        """Does what `take` does, if `x` is a whole tensor with statistics. Dynamo must not trace it.
+
+        With `written`, what compiled code gives its operator to write to, a kernel writes there.
+        """
         if not has_stats(x) or in_transform() or is_jit_tracing():
             return False
-        if self.merger is None and path not in self.buffer.batch and self.buffer.rows.take(path, x):
-            return True
-        elements, exact = self._take(x.detach(), fills_memory=True)
-        output = Output(kind, x.shape, elements, exact, x.numel())
-        if (calls := self.buffer.batch.get(path)) is None:
-            self.buffer.batch[path] = [output]
-        else:
-            calls.append(output)
+        is_merged = self.merger is not None
+        self.buffer.take(path, x.detach(), kind, self.sample, is_merged, not is_merged, written)
         return True
-
-    def _take(self, x: Tensor, fills_memory: bool) -> tuple[Tensor, Known | None]:
-        is_merged = self.merger is not None  # then samples of a whole validation wait
-        lend = self.buffer.memory.lend if fills_memory and not is_merged else None
-        return take(x, self.sample, is_merged, lend)
 
     def drop_batch(self) -> None:
         """Forgets what was taken in the running batch."""
@@ -158,7 +156,7 @@ class ActivationRecords(SavedRecords):
             else:
                 self.merger.keep(self.buffer, outputs)
         for name, output in outputs.items():
-            if output.elements is None:
+            if not output.is_known:
                 self.left_out[name] = output.type
             elif (seen := self.outputs.get(name)) is None or seen != (output.type, output.shape):
                 self.outputs[name] = output.type, tuple(output.shape)
@@ -186,7 +184,7 @@ class ActivationRecords(SavedRecords):
         """Store of the records of training, "train", or validation, "valid"."""
         if phase not in PHASES:
             raise ValueError(f"phase must be 'train' or 'valid', got {phase!r:.80}")
-        self.buffer.reduce()
+        self.buffer.read()
         return self._stores[phase]
 
     def layer_stats(self, layer: Layer) -> Any:
@@ -202,14 +200,13 @@ class ActivationRecords(SavedRecords):
     def hist(self, layer: Layer, phase: str = "train") -> Any:
         """Histograms of a layer, `(bins + 2, n_records)`: log(1 + count), 0 if the layer was not called.
 
-        The first row counts elements below the range, the last those above it, see `hist_edges`. A record is
-        counted in a range that fits it; narrow bins are joined for this one, and wide ones are spread evenly.
+        The first row counts elements below the bins, the last those above them, see `hist_edges`.
 
         Raises:
             RuntimeError: If no histograms were recorded.
         """
         self._check_hist()
-        return self.of_layers(layer, lambda name: self._counts(name, phase))
+        return self.of_layers(layer, lambda name: self.layer_hist(name, phase).T.nan_to_num(0).log1p())
 
     @overload
     def hist_edges(self, layer: int, phase: str = "train") -> Tensor: ...
@@ -218,28 +215,26 @@ class ActivationRecords(SavedRecords):
     @overload
     def hist_edges(self, layer: str, phase: str = "train") -> Tensor | Sequence[Tensor]: ...
     def hist_edges(self, layer: Layer, phase: str = "train") -> Any:
-        """Edges of a layer's bins, `(bins + 1,)`, in the unit of its output.
-
-        By default they hold 99 % of the elements in all records, and so change while records are made.
+        """Edges of the bins, `(bins + 1,)`, in the unit of the output: the same for all layers and records.
 
         Raises:
             RuntimeError: If no histograms were recorded.
         """
         self._check_hist()
-        store = self.store_of(phase)
+        return self.of_layers(layer, lambda name: self.edges.to(self.store_of(phase).series(name).dtype))
 
-        def edges(name: str) -> Tensor:
-            low, high = self.layer_hist(name, phase)[1].tolist()
-            exact = torch.linspace(low, high, self.bins + 1, dtype=torch.float64, device="cpu")
-            return exact.to(store.series(name).dtype)
+    @property
+    def edges(self) -> Tensor:
+        """Edges of the bins, `(bins + 1,)`, float64."""
+        return Bins(self.bins, self.hist_range).edges
 
-        return self.of_layers(layer, edges)
+    def layer_hist(self, name: str, phase: str = "train") -> Tensor:
+        """Elements in each bin, `(n_records, bins + 2)`, NaN if the layer was not called."""
+        return self.store_of(phase).series(name)[:, len(self.columns) :]
 
-    def layer_hist(self, name: str, phase: str = "train") -> tuple[Tensor, Tensor]:
-        """Elements in each bin, `(n_records, bins + 2)`, NaN if the layer was not called; and their range."""
-        of_bins = self.store_of(phase).series(name)[:, len(self.columns) :]
-        first = torch.tensor(self.buffer.range_of(phase, name), dtype=torch.float64, device="cpu")
-        return join(of_bins[:, :-1], of_bins[:, -1], first)
+    def shown_hist(self, name: str) -> tuple[Tensor, Tensor]:
+        """Counts of a layer in training, `(n_records, m + 2)`, and edges, of bins that hold 99 % of them."""
+        return trimmed(self.layer_hist(name), self.edges)
 
     def color_dim(
         self,
@@ -260,8 +255,8 @@ class ActivationRecords(SavedRecords):
         self._check_hist()
 
         def hist(name: str) -> plots.Hist:
-            counts, (low, high) = self.layer_hist(name, "train")
-            return plots.Hist(counts.T.log1p(), low.item(), high.item(), self.layer_series(name, "nonfinite"))
+            counts, edges = self.shown_hist(name)
+            return plots.Hist(counts.T.log1p(), edges.tolist(), self.layer_series(name, "nonfinite"))
 
         return plots.color_dim({name: hist(name) for name in self.names_of(layer)}, self.steps(), figsize, ax)
 
@@ -358,22 +353,11 @@ class ActivationRecords(SavedRecords):
     def _sampling(self) -> str:
         """Number of elements that statistics are computed from, as text; "" if from all."""
         largest = max((math.prod(shape) for _, shape in self.outputs.values()), default=0)
-        if self.sample == "auto" and largest > WHOLE:
+        if self.sample == "auto" and largest > WHOLE and not self.buffer.slabs:
             return f"near zero of outputs above {WHOLE:,} elements: from {SAMPLED:,} of them"
         if isinstance(self.sample, int) and largest > self.sample:
             return f"from {self.sample:,} elements of each output"
         return ""
-
-    def _counts(self, name: str, phase: str) -> Tensor:
-        counts = self.layer_hist(name, phase)[0]
-        return counts.T.nan_to_num(0).log1p().to(self.store_of(phase).series(name).dtype)
-
-    def range_at(self, name: str, level: float) -> tuple[float, float]:
-        """Range of a layer's histogram in a training record, from its level."""
-        first = torch.tensor([self.buffer.range_of("train", name)], dtype=torch.float64, device="cpu")
-        levels = torch.tensor([level], dtype=torch.float64, device="cpu")
-        low, high = at_level(first, levels, self.bins)[0].tolist()
-        return low, high
 
     def _three(self, name: str) -> Any:
         return L(self.layer_series(name, stat) for stat in SERIES)
@@ -388,7 +372,7 @@ class ActivationRecords(SavedRecords):
         """All that was recorded, of types that `torch.load(weights_only=True)` reads."""
         state: dict[str, Any] = {name: getattr(self, name) for name in (*OPTIONS, *STATE)}
         state["stores"] = {phase: self.store_of(phase).state() for phase in PHASES}
-        state["ranges"] = self.buffer.state()
+        state["ranges"] = []  # of histograms of older versions
         return state
 
     @classmethod
@@ -397,10 +381,11 @@ class ActivationRecords(SavedRecords):
         records = cls(**{option: state[option] for option in OPTIONS})
         for name in STATE:
             setattr(records, name, state[name])
-        records._stores.update(
-            {phase: StatStore.from_state(store) for phase, store in state["stores"].items()}
-        )
-        records.buffer.load_state(state["ranges"])
+        for phase, store in state["stores"].items():
+            if "level" in store["columns"]:
+                ranges = {name: own for of, name, own in state["ranges"] if of == phase}
+                store = from_levels(store, ranges, records.edges)
+            records._stores[phase] = StatStore.from_state(store)
         return records
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from hookcb.activations.fused import can_fuse, fused_layer_stats
 from hookcb.core.precision import WIDE, at_least_float32, scale_of, scaled_norm, widened, widest
 
 LAYER_STATS = ("mean", "std", "min", "max", "abs_max", "near_zero", "zeros", "nonfinite")
@@ -20,7 +19,6 @@ AT_ONCE = 16 * ROW  # elements that are widened at a time
 # Variance by mean square above which sums of squares give a std to 3e-4, though float32 rounds those of few
 # distinct values all in one direction: of any number of elements, |mean|/std below 3, and of few, below 7.
 EXACT, EXACT_OF_FEW = 0.1, 0.02
-SHIFTED = 4e-3  # below 16: above it the mean has the digits to be subtracted
 
 Sample = int | None | Literal["auto"]
 Known = Tensor | tuple[float, ...]  # `moments` of one output: `(1, 6)`, or six numbers
@@ -100,7 +98,7 @@ def take(
             return lend(x.shape).copy_(x), None
         return (x.clone() if x.dtype in WIDE else x.float()), None
     is_expanded = 0 in x.stride() and not is_compiling()
-    x = _flat(_once(x) if is_expanded else x)
+    x = flat(_once(x) if is_expanded else x)
     places = _strata(n, SAMPLED if sample == "auto" else most, x.device)
     if is_expanded:
         places = places % x.numel()
@@ -142,9 +140,6 @@ def moments(rows: Tensor, wide: bool = False) -> tuple[Tensor, ...]:
     if n == 0:
         nothing = torch.full((len(rows),), float("nan"), dtype=dtype, device=rows.device)
         return *[nothing] * 5, torch.zeros_like(nothing)
-    if len(rows) == 1 and can_fuse(rows):
-        *first, _, _, nonfinite = fused_layer_stats(rows, eps=0.0, wide=wide)[:, None].unbind()
-        return *first, nonfinite
     if rows.is_cpu and not is_compiling():
         parts = _in_rows(rows) if n <= ROW else _in_parts(rows)
     else:
@@ -212,17 +207,6 @@ def _sum_of_squares(rows: Tensor) -> float:
     return sum([norm * norm for norm in norms])
 
 
-def _centered(x: Tensor, near: float, length: int) -> tuple[float, float]:
-    """Mean, and sum of squares around it, from the distances to a number that is near it."""
-    rest, squares = 0.0, 0.0
-    for rows in torch.split(x.view(-1, length), max(1, AT_ONCE // length)):  # as it copies them
-        distances = rows - near
-        rest += distances.sum().item()
-        squares += _sum_of_squares(distances)
-    n = x.numel()
-    return near + rest / n, squares - rest * rest / n
-
-
 def _quick_moments(x: Tensor) -> tuple[float, ...] | None:
     """Finds `moments` of many elements on a CPU by four reductions; None where these are not exact.
 
@@ -239,9 +223,7 @@ def _quick_moments(x: Tensor) -> tuple[float, ...] | None:
     total = torch.dot(x, x).item() if n == length else _sum_of_squares(x.view(-1, length))
     squares = total - n * mean * mean
     if not squares > EXACT * total:  # NaN too
-        if not squares > SHIFTED * total:
-            return None
-        mean, squares = _centered(x, mean, length)
+        return None
     ends = torch.aminmax(x) if n <= ROW else (x.amin(), x.amax())  # two passes are faster over many
     low, high = ends[0].item(), ends[1].item()
     return mean, math.sqrt(squares / (n - 1)), low, high, max(high, -low), 0.0
@@ -287,39 +269,7 @@ def shares(rows: Tensor, eps: float, wide: bool = False) -> tuple[Tensor, Tensor
     return near_zero, torch.eq(rows, 0, out=is_so).mean(1, dtype=dtype)
 
 
-def histogram(rows: Tensor, low: Tensor | float, high: Tensor | float, bins: int) -> Tensor:
-    """Counts of each row's elements in bins of equal width from `low` to `high`, both included.
-
-    Args:
-        rows: `(R, n)`, float32 or float64.
-        low: lower edge of the range, in the unit of `rows`; a float, or a tensor on its device, 0-d or
-            `(R, 1)`.
-        high: upper edge.
-        bins: number of bins.
-
-    Returns:
-        `(R, bins + 2)`: first the number below `low`, last the number above `high`. NaN is not counted.
-    """
-    wide = widest(rows.device)
-    ends = [x if isinstance(x, Tensor) else torch.tensor(x, dtype=wide, device="cpu") for x in (low, high)]
-    low, high = (x.to(wide) for x in ends)
-    position = rows.mul(0.5).sub_(low / 2)  # half, as the difference of the largest floats overflows
-    position.mul_(bins / (high / 2 - low / 2)).clamp_(-1, bins - 1).floor_()
-    position.add_(rows.clone().gt_(high))  # by the edge itself, as products are rounded
-    slot, n = position.nan_to_num_(nan=bins + 1).int(), len(rows) * (bins + 3)
-    slot += torch.arange(1, n, bins + 3, dtype=slot.dtype, device=rows.device)[:, None]
-    exact = (
-        torch.float32 if rows.shape[1] < 2**24 else torch.float64 if wide is torch.float64 else torch.int32
-    )
-    if rows.is_cpu and not is_compiling():  # elsewhere it waits for the device
-        counts = torch.bincount(slot.view(-1), minlength=n).to(exact)
-    else:
-        counts = rows.new_zeros(n, dtype=exact)
-        counts.scatter_add_(0, slot.view(-1).long(), torch.ones_like(slot.view(-1), dtype=exact))
-    return counts.view(len(rows), -1)[:, :-1]
-
-
-def _flat(x: Tensor) -> Tensor:
+def flat(x: Tensor) -> Tensor:
     """`x` in one dimension in the order of memory; a view if its elements are contiguous."""
     if x.is_contiguous():
         return x.view(-1)

@@ -166,6 +166,11 @@ def is_dynamo_imported() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def mark_static_address(x: Tensor) -> None:
+    """Tells torch.compile, which must be imported, that a tensor stays where it is."""
+    torch._dynamo.mark_static_address(x)
+
+
 def compile_counts(kind: str) -> Counter[str]:
     """Counters of torch.compile, of `kind` "frames" or "stats"; empty if dynamo is not imported."""
     utils = sys.modules.get("torch._dynamo.utils")

@@ -1,4 +1,4 @@
-"""TritonKernel: a kernel that is compiled at its first launch, and then launched with little overhead."""
+"""TritonKernel: a kernel that is compiled at its first launch, then launched with little work of the host."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from hookcb.core.randomness import random_kept
 class TritonKernel:
     """A function for Triton; nothing is imported before its first launch.
 
-    The module of the function gets `tl`, triton.language, as Triton's interpreter finds names there only.
+    The module of the function gets `tl`, which is triton.language: the interpreter finds names there only.
 
     Args:
         function: the function.
+        varying: its parameters for whose values nothing is compiled anew.
         **options: what is passed to each launch, as `num_warps`.
     """
 
-    def __init__(self, function: Callable[..., None], **options: Any) -> None:
+    def __init__(self, function: Callable[..., None], varying: Sequence[str] = (), **options: Any) -> None:
         # Triton 3.9 warns if the fusion of products and sums, which is the default, is not given
         self._function, self.options = function, {"enable_fp_fusion": True} | options
         if torch.version.hip:
             self.options.pop("maxnreg", None)  # which Triton knows for NVIDIA only
-        self._jit: Any = None
+        self._varying, self._jit = list(varying), None
         self._compiled: dict[Hashable, Any] = {}
 
     def launch(self, key: Hashable, device: torch.device, programs: int, args: Sequence[Any]) -> None:
@@ -61,7 +62,7 @@ class TritonKernel:
                 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]  # no types
                 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
             self._function.__globals__["tl"] = tl
-            self._jit = triton.jit(self._function)
+            self._jit = triton.jit(self._function, do_not_specialize=self._varying)
         return self._jit
 
 

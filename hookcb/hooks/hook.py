@@ -101,6 +101,8 @@ class Hook:
         self.detach = detach and not modify
         # called with module and output after the first call; if it returns False, gate and `hook_func` follow
         self.quick: Callable[[Any, Any], bool] | None = None
+        # called with module and output while Dynamo compiles, in place of all else
+        self.traced: Callable[[Any, Any], object] | None = None
         self.is_idle = False  # whether it does nothing, so that neither these nor the gate are called
         # called with an error of the function or the gate, which then does not reach the forward
         self.take_error: Callable[[Exception], object] | None = None
@@ -221,7 +223,7 @@ class Hook:
     def __getstate__(self) -> dict[str, Any]:
         # a copy hooks nothing, and keeps the stored values
         off: dict[str, Any] = {"_taps": [], "_handles": [], "hook_func": None, "gate": always}
-        off |= {"quick": None, "take_error": None}
+        off |= {"quick": None, "traced": None, "take_error": None}
         return self.__dict__ | off | {"_stored": detached(self._stored), "results": detached(self.results)}
 
 

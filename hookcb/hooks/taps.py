@@ -23,6 +23,7 @@ class HookLike(Protocol):
     called: bool
     fired: bool
     quick: Callable[[Any, Any], bool] | None
+    traced: Callable[[Any, Any], object] | None
     is_idle: bool
     take_error: Callable[[Exception], object] | None
     why_silent: str
@@ -59,11 +60,16 @@ class Tap(OwnHook):
 
     def __call__(self, module: nn.Module, *seen: Any) -> Any:
         """Calls the hook if its gate is open; returns its result if the hook may modify."""
-        hook = self.hook
-        if hook is None or hook.is_idle:
+        hook, compiles = self.hook, is_compiling()
+        if hook is None:
+            return None
+        if compiles and hook.traced is not None:
+            hook.traced(module, seen[-1])
+            return None
+        if hook.is_idle:
             return None
         try:
-            if hook.quick is not None and not is_compiling() and hook.fired and hook.quick(module, seen[-1]):
+            if hook.quick is not None and not compiles and hook.fired and hook.quick(module, seen[-1]):
                 return None
             if not hook.gate():
                 return None

@@ -10,7 +10,7 @@ from hookcb.core.randomness import random_kept
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """A histogram with bins of equal width.
+    """A histogram.
 
     Args:
         low: lower edge of the first bin, in the unit of the values.
@@ -20,6 +20,7 @@ class Histogram:
         above: number of values above `high`.
         min: smallest finite value, NaN if there is none.
         max: largest finite value, NaN if there is none.
+        edges: edges of the bins, one more than there are bins; by default they are of equal width.
 
     >>> from hookcb.loggers import Histogram
     >>> Histogram(low=0.0, high=1.0, counts=(3, 1), below=0, above=2, min=0.1, max=4.0).edges
@@ -33,12 +34,13 @@ class Histogram:
     above: float
     min: float
     max: float
+    edges: tuple[float, ...] = ()
 
-    @property
-    def edges(self) -> tuple[float, ...]:
-        """Edges of the bins, one more than there are bins."""
-        n = len(self.counts)
-        return tuple(self.low + (self.high - self.low) * i / n for i in range(n + 1))
+    def __post_init__(self) -> None:
+        if not self.edges:
+            n = len(self.counts)
+            width = (self.high - self.low) / n
+            object.__setattr__(self, "edges", tuple(self.low + width * i for i in range(n + 1)))
 
 
 class Logger(Protocol):

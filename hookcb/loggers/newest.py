@@ -69,9 +69,11 @@ class Newest:
                 del stats["abs_max"]
             reading.values.update({f"{prefix}/{name}/{stat}": x for stat, x in stats.items()})
             if isinstance(readings, ActivationRecords) and readings.with_hist:
-                below, *counts, above, level = numbers[len(readings.columns) :]
-                low, high = readings.range_at(name, level)
-                hist = Histogram(low, high, tuple(counts), below, above, stats["min"], stats["max"])
+                below, *counts, above = numbers[len(readings.columns) :]
+                edges = tuple(readings.edges.tolist())
+                hist = Histogram(
+                    edges[0], edges[-1], tuple(counts), below, above, stats["min"], stats["max"], edges
+                )
                 reading.hists[f"{prefix}/{name}"] = hist
         yield reading
 

@@ -51,7 +51,7 @@ class StatStore:
         self._values: dict[str, Tensor] = {}  # (capacity, n_columns) by name, rows as in infos
         self._queue: list[_Queued] = []
         self._unwritten: dict[str, list[_Queued]] = {}  # values on the host, by name
-        self._transfers: list[_Transfer] = []
+        self._transfers: list[_Sent] = []
         self._newest: set[str] = set()  # names with values in the newest record
 
     @property
@@ -93,7 +93,7 @@ class StatStore:
         alike: dict[tuple[torch.device, torch.dtype], list[_Queued]] = {}
         for queued in self._queue:
             alike.setdefault((queued.values.device, queued.values.dtype), []).append(queued)
-        self._transfers += map(_Transfer, alike.values())
+        self._transfers += map(_Sent, alike.values())
         self._queue = []
 
     def series(self, name: str) -> Tensor:
@@ -206,29 +206,43 @@ class StatStore:
         return torch.full((n, len(self.columns)), float("nan"), dtype=torch.float32, device="cpu")
 
 
-class _Transfer:
-    """Transfer of several layers' values from one device to the host."""
+class Transfer:
+    """Transfer of a tensor from its device to the host, which nothing waits for until `arrived`.
 
-    def __init__(self, sent: list[_Queued]) -> None:
-        self.sent = [(q.name, q.records) for q in sent]
-        values = torch.cat([q.values for q in sent])
-        self.event: torch.cuda.Event | None = None
+    Args:
+        values: the tensor, which must not be written to before that.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
         if not values.is_cuda:
-            self.host = values.cpu()
+            self._host = values.cpu()
             return
         # a stream of its own: on the current one the copy would delay the training that follows
         stream = torch.cuda.Stream(values.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(values.device))
         with torch.cuda.stream(stream):
-            self.host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
-            self.host.copy_(values, non_blocking=True)
-            self.event = stream.record_event()
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
+            self._host.copy_(values, non_blocking=True)
+            self._event = stream.record_event()
         values.record_stream(stream)
+
+    def arrived(self) -> Tensor:
+        """The tensor on the host; waits for the transfer."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
+class _Sent:
+    """Several layers' values on their way from one device to the host."""
+
+    def __init__(self, sent: list[_Queued]) -> None:
+        self.sent = [(q.name, q.records) for q in sent]
+        self._transfer = Transfer(torch.cat([q.values for q in sent]))
 
     def arrived(self) -> Iterator[_Queued]:
         """The values sent; waits for the transfer."""
-        if self.event is not None:
-            self.event.synchronize()
-        parts = torch.split(self.host, [len(records) for _, records in self.sent])
+        parts = torch.split(self._transfer.arrived(), [len(records) for _, records in self.sent])
         for (name, records), values in zip(self.sent, parts, strict=True):
             yield _Queued(name, records, values)

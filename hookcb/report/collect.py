@@ -239,10 +239,10 @@ def _picked(values: Tensor, most: int) -> Tensor:
 
 
 def _histogram(stats: ActivationStats, path: str, steps: list[int]) -> HistogramOverTime:
-    counts, (low, high) = stats.records.layer_hist(path)
+    counts, edges = stats.records.shown_hist(path)
     rows = _picked(counts, MAX_RECORDS // 4)
     kept = [steps[i] for i in rows.tolist()]
-    return HistogramOverTime(low.item(), high.item(), [Series(kept, row) for row in counts[rows].T.tolist()])
+    return HistogramOverTime(edges.tolist(), [Series(kept, row) for row in counts[rows].T.tolist()])
 
 
 def _params(cbs: Iterable[Callback], evidence: Run) -> dict[str, Recorded]:

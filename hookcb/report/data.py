@@ -43,13 +43,12 @@ class HistogramOverTime:
     """Histograms of a layer's output, one for each of `steps`.
 
     Attributes:
-        low, high: range of the bins, in the unit of the output.
+        edges: edges of the bins, in the unit of the output.
         bins: a series for each bin, from low to high: number of elements; the first counts those below the
             range, the last those above it.
     """
 
-    low: float
-    high: float
+    edges: list[float]
     bins: list[Series] = field(default_factory=list)
 
 

@@ -1,104 +1,104 @@
-"""Histograms of different ranges are joined without losing a count."""
+"""Bins of histograms: where elements are counted, what a picture shows, and bins of older versions."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 
-from hookcb.activations.bins import at_level, join, level_of
-from hookcb.activations.stats import histogram
+from hookcb.activations.bins import Bins, from_levels, trimmed
+from tests.activations.support import INF, NAN, randn
 
-RANGES = {"middle": (-1.0, 3.0), "from zero": (0.0, 2.0), "to zero": (-2.0, 0.0), "far": (999.0, 1001.0)}
-
-
-def counted(rows, edges, bins, levels=None):
-    """Counts of rows in ranges that fit them, and the levels of these."""
-    ranges = torch.tensor([edges] * len(rows)).double()
-    levels = level_of(rows, ranges, bins) if levels is None else levels
-    own = at_level(ranges, levels, bins)
-    return histogram(rows, own[:, :1], own[:, 1:], bins), levels
+ALL = [Bins(60), Bins(41), Bins(7), Bins(2), Bins(1), Bins(40, (-3.0, 3.0)), Bins(7, (0.0, 1.0))]
+DTYPES = [torch.float32, torch.float64]
 
 
-@pytest.mark.parametrize("bins", [2, 3, 7, 40])
-@pytest.mark.parametrize("edges", RANGES.values(), ids=RANGES.keys())
-def test_counts_of_narrow_ranges_are_joined_as_if_counted_in_the_wide_one(edges, bins):
-    torch.manual_seed(0)
-    low, high = edges
-    rows = low + (high - low) * torch.rand(5, 1000).double()
-    levels = torch.tensor([0.0, 1.0, 2.0, 3.0, 3.0]).double()
-    counts, _ = counted(rows, edges, bins, levels)
-    joined, found = join(counts, levels, torch.tensor(edges))
-    level = round(math.log2((found[1] - found[0]).item() / (high - low)))
-    assert joined[:, 1:-1].sum() >= 0.99 * joined.sum()
-    wide = histogram(rows, *found.tolist(), bins).double()
-    torch.testing.assert_close(joined[levels <= level], wide[levels <= level])
-    torch.testing.assert_close(joined.sum(1), torch.full((5,), 1000.0).double())
+def plain_counts(row, edges):
+    """Counts by comparing; the last bin holds its upper edge."""
+    inner = [((row >= a) & (row < b)).sum().item() for a, b in pairwise(edges)]
+    inner[-1] += (row == edges[-1]).sum().item()
+    return [(row < edges[0]).sum().item(), *inner, (row > edges[-1]).sum().item()]
 
 
-@pytest.mark.parametrize("bins", [2, 3, 7, 40])
-@pytest.mark.parametrize("edges", RANGES.values(), ids=RANGES.keys())
-def test_every_pair_of_levels_agrees_on_the_edges_of_the_wider_one(edges, bins):
-    ranges = torch.tensor([edges]).double()
-
-    def cuts(level):
-        low, high = at_level(ranges, torch.tensor([level]).double(), bins)[0].tolist()
-        return torch.linspace(low, high, bins + 1, dtype=torch.float64)
-
-    for narrow, wide in ((0.0, 1.0), (-2.0, 1.0), (1.0, 4.0)):
-        fine, coarse = cuts(narrow), cuts(wide)
-        inside = coarse[(coarse >= fine[0] - 1e-9) & (coarse <= fine[-1] + 1e-9)]
-        distance = (inside[:, None] - fine).abs().amin(1)
-        assert len(inside)
-        assert distance.max() < 1e-5 * (fine[-1] - fine[0])
+@pytest.mark.parametrize("bins", ALL, ids=str)
+def test_there_are_as_many_bins_as_asked_for_and_their_edges_grow(bins):
+    assert bins.edges.shape == (bins.n + 1,)
+    assert (bins.edges.diff() > 0).all()
 
 
-@pytest.mark.parametrize("scale", [1e-6, 0.3, 1.0, 30.0, 1e9])
-def test_a_range_follows_the_spread_of_a_record(scale):
-    torch.manual_seed(0)
-    rows = scale * torch.randn(3, 4096)
-    counts, levels = counted(rows, (-4.0, 4.0), 40)
-    low, high = at_level(torch.tensor([(-4.0, 4.0)]).double(), levels[:1], 40)[0].tolist()
-    assert 1.4 * scale < high < 8 * scale
-    assert low == -high
-    assert (counts[:, 1:-1].sum(1) > 0.98 * 4096).all()
+@pytest.mark.parametrize("n", [1, 2, 7, 60])
+def test_bins_by_default_are_alike_on_both_sides_of_0_up_to_1024(n):
+    edges = Bins(n).edges
+    assert torch.equal(edges, -edges.flip(0))
+    assert edges[-1] == 1024
+    assert (0 in edges) == (n % 2 == 0)
 
 
-def test_a_range_from_zero_keeps_its_end():
-    rows = torch.rand(2, 500) * 100
-    _, levels = counted(rows, (0.0, 1.0), 10)
-    assert levels.tolist() == [7.0, 7.0]
-    assert at_level(torch.tensor([(0.0, 1.0)]), levels[:1].float(), 10).tolist() == [[0.0, 128.0]]
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bins", ALL, ids=str)
+def test_elements_are_counted_between_the_edges(bins, dtype):
+    rows = (randn(3, 999) ** 3).to(dtype)
+    rows[1] *= 1e-3 if bins.ends is None else 1
+    rows[2] *= 100
+    rows[:, :4] = torch.tensor([0.0, 1e9, -1e9, 1e-30])
+    for row, counts in zip(rows.double(), bins.counts_of(rows).tolist(), strict=True):
+        moved = (torch.tensor(counts) - torch.tensor(plain_counts(row, bins.edges))).abs().sum() / 2
+        assert moved <= 4  # an element at an edge may be rounded past it
 
 
-def test_few_elements_far_away_do_not_widen_a_range():
-    rows = torch.randn(1, 4096, generator=torch.Generator().manual_seed(0))
-    rows[0, 5] = 1e6
-    assert counted(rows, (-4.0, 4.0), 40)[1].item() <= 0
+def test_nan_is_in_no_bin_and_infinity_beyond_them():
+    rows = torch.tensor([[0.0, 1, 2, 3, 4, 5, -1, NAN, INF, -INF], [0.5] * 10])
+    assert Bins(4, (0.0, 4.0)).counts_of(rows).tolist() == [[2, 1, 1, 1, 2, 2], [0, 10, 0, 0, 0, 0]]
+    odd = torch.tensor([[NAN, INF, -INF, 0.0]])
+    assert Bins(4).counts_of(odd).tolist() == [[1, 0, 0, 1, 0, 1]]
+    assert Bins(3).counts_of(odd).tolist() == [[1, 0, 1, 0, 1]]
+    assert Bins(4).counts_of(odd[:, :0]).tolist() == [[0] * 6]
 
 
-@pytest.mark.parametrize("row", [[float("nan")] * 9, [float("inf"), 1.0, -1.0], [1.0] * 5, []])
-def test_levels_of_odd_rows_are_whole_and_small(row):
-    levels = level_of(torch.tensor([row]), torch.tensor([(-1.0, 3.0)]).double(), 40)
-    assert levels.item() in (0.0, -1.0)
+@pytest.mark.parametrize("bins", ALL, ids=str)
+def test_counts_of_parts_add_up_to_those_of_the_whole(bins):
+    rows = randn(1, 1000) * 3
+    parts = sum(bins.counts_of(part) for part in rows.split([1, 99, 400, 500], 1))
+    assert torch.equal(parts, bins.counts_of(rows))
 
 
-def test_the_joined_range_is_the_narrowest_that_holds_99_percent():
-    levels = torch.tensor([0.0] * 99 + [5.0]).double()
-    counts = torch.zeros(100, 6).double()
-    counts[:, 1:-1] = 25.0
-    joined, found = join(counts, levels, torch.tensor([-1.0, 1.0]))
-    assert found.tolist() == [-1.0, 1.0]  # one record in a hundred may be outside
-    assert joined.sum() == pytest.approx(counts.sum())
-    levels[-3:] = 5.0
-    assert join(counts, levels, torch.tensor([-1.0, 1.0]))[1].tolist() == [-32.0, 32.0]
+def test_a_picture_shows_the_bins_with_99_percent_and_loses_no_element():
+    counts = torch.zeros(3, 10)
+    counts[:, 4:7] = 1000
+    counts[0, [0, 2, 9]] = torch.tensor([3.0, 2.0, 4.0])
+    counts[1] = NAN
+    shown, edges = trimmed(counts, torch.arange(9.0))
+    assert edges.tolist() == [3.0, 4.0, 5.0, 6.0]
+    assert shown[0].tolist() == [5.0, 1000.0, 1000.0, 1000.0, 4.0]
+    assert shown[1].isnan().all()
+    nothing = torch.full((2, 10), NAN)
+    assert torch.equal(trimmed(nothing, torch.arange(9.0))[1], torch.arange(9.0))
 
 
-def test_records_without_counts_stay_unknown():
-    counts = torch.tensor([[1.0, 2.0, 3.0, 4.0], [float("nan")] * 4])
-    joined, found = join(counts, torch.tensor([0.0, float("nan")]), torch.tensor([0.0, 1.0]))
-    assert joined[0].tolist() == [1.0, 2.0, 3.0, 4.0]
-    assert joined[1].isnan().all()
-    assert found.tolist() == [0.0, 1.0]
-    nothing, same = join(counts[1:], torch.tensor([float("nan")]), torch.tensor([0.0, 1.0]))
-    assert nothing.isnan().all()
-    assert same.tolist() == [0.0, 1.0]
+def test_histograms_of_older_versions_are_read_in_the_bins_of_today():
+    x = randn(4000)
+    ends, levels = {"fc": (-2.0, 2.0)}, [1.0, 2.0]
+    old = [Bins(40, (-2.0 * 2**level, 2.0 * 2**level)).counts_of(x[None])[0] for level in levels]
+    values = torch.stack(
+        [
+            torch.cat([torch.tensor([0.5]), own, torch.tensor([level])])
+            for own, level in zip(old, levels, strict=True)
+        ]
+    )
+    values = torch.cat([values, torch.full((1, len(values[0])), NAN)])  # a batch in which it was not called
+    store = {"columns": ["mean", *(f"bin {i}" for i in range(42)), "level"], "values": {"fc": values}}
+    new = from_levels(store, ends, Bins(40).edges)
+    assert new["columns"] == store["columns"][:-1]
+    first, second, missing = new["values"]["fc"]
+    assert missing.isnan().all()
+    assert first[0] == 0.5
+    for found in (first, second):
+        assert found[1:].sum().item() == pytest.approx(4000)
+        assert (found[1:] - Bins(40).counts_of(x[None])[0]).abs().sum() < 0.1 * 4000
+
+
+def test_log2_at_powers_of_2_is_exact_enough_for_edges():
+    x = Bins(22).edges.float()[None]  # each a power of 2, or 0
+    assert all(math.log2(value).is_integer() for value in x[0, 12:].tolist())
+    assert Bins(22).counts_of(x).sum() == 23
+    assert Bins(22).counts_of(x)[0, 12:].tolist() == [1] * 11 + [1]

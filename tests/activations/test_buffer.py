@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from hookcb import ActivationStats, Learner
-from tests.activations.support import INF, NAN, Around, Puts, numbered, printed, randn, watch
+from hookcb import ActivationStats
+from tests.activations.support import INF, NAN, Around, numbered, printed, randn, watch
 from tests.support import covering, fit, make_learner
 
 CENTRES = {"hist_range": (-0.5, 9.5), "bins": 10, "with_hist": True}  # whole numbers are far from all edges
@@ -20,7 +20,7 @@ def counts(stats, layer="odd"):
 
 
 def totals(stats, layer="odd"):
-    """Number of elements by record; a record with a wider range than `hist_edges` has parts in its bins."""
+    """Number of elements by record."""
     return stats.hist(layer).double().expm1().sum(0).round(decimals=2).tolist()
 
 
@@ -69,104 +69,43 @@ def test_random_elements_are_counted_by_the_edges_that_are_told(sample):
     outs = [randn(3000, seed=k) * 3 for k in range(4)]
     stats = watch(*outs, with_hist=True, sample=sample)
     edges = stats.hist_edges("odd").double()
-    assert edges.shape == (41,)
-    places = [torch.bucketize(out.double(), edges, right=True).bincount(minlength=42) for out in outs]
-    moved = (counts(stats).T - torch.stack(places)).abs().sum()
-    assert totals(stats) == [3000] * 4
-    assert moved <= 4 * 3  # an element at an edge may be rounded past it
+    assert edges.shape == (61,)
+    places = [torch.bucketize(out.double(), edges, right=True).bincount(minlength=62) for out in outs]
+    assert torch.equal(counts(stats).T, torch.stack(places).double())
 
 
-FIRST_RECORDS = {
+RECORDS = {
     "normal": lambda: randn(1000),
     "one_element": lambda: torch.tensor([3.0]),
     "constant": lambda: torch.full((100,), 0.3),
     "zeros": lambda: torch.zeros(100),
-    "constant_far_off": lambda: torch.full((100,), 1e8),
-    "constant_at_the_limit": lambda: torch.full((100,), 3.4e38),
-    "nearly_constant": lambda: 1e6 + torch.arange(2.0) / 16,
+    "at_the_limit": lambda: torch.full((100,), 3.4e38),
     "tiny": lambda: randn(100) * 1e-40,
     "both_limits": lambda: torch.tensor([-3.4e38, 3.4e38, 0.0]),
     "beyond_float32": lambda: torch.tensor([-1e300, 1e300, 0.0], dtype=torch.float64),
-    "close_in_float64": lambda: 1e6 + torch.arange(9, dtype=torch.float64) * 1e-9,
     "bool": lambda: torch.tensor([True, False]),
-    "all_true": lambda: torch.tensor([True, True]),
     "int64": lambda: torch.arange(1000) - 10**12,
     "half": lambda: (randn(1000) * 1e4).half(),
     "with_nan": lambda: torch.cat([randn(100), torch.full((3,), NAN)]),
+    "only_nan": lambda: torch.full((50,), NAN),
+    "infinite": lambda: torch.tensor([INF, -INF, NAN]),
+    "empty": lambda: torch.zeros(0, 4),
     "up_to_the_sample": lambda: randn(8_192) ** 3,
 }
 
 
-@pytest.mark.parametrize(("name", "bins"), covering(FIRST_RECORDS, [40, 1, 1000], of=1))
-def test_the_automatic_range_holds_the_first_record(name, bins):
-    x = FIRST_RECORDS[name]()
-    stats = watch(x, x * 2 if x.is_floating_point() else x, x, with_hist=True, bins=bins)
-    n = x.isfinite().sum().item()
+@pytest.mark.parametrize(("name", "bins"), covering(RECORDS, [60, 1, 1000], of=1))
+def test_bins_are_the_same_whatever_is_recorded_and_lose_no_element(name, bins):
+    x = RECORDS[name]()
+    stats = watch(x, randn(500), x, with_hist=True, bins=bins)
     edges = stats.hist_edges("odd")
-    assert edges.shape == (bins + 1,)
-    assert edges.isfinite().all()
-    assert (edges.diff() >= 0).all()
-    assert edges[0] < edges[-1]
+    assert torch.equal(edges, watch(randn(9), with_hist=True, bins=bins).hist_edges("odd").to(edges.dtype))
     found = counts(stats)
     assert found.shape == (bins + 2, 3)
-    if x.dtype != torch.float64 or x.abs().max() < 1e38:
-        assert found[1:-1, 0].sum() >= 0.99 * n
-    assert totals(stats) == [n] * 3
-
-
-@pytest.mark.parametrize(
-    "first",
-    [
-        torch.full((50,), NAN),
-        torch.full((50,), INF),
-        torch.tensor([INF, -INF, NAN]),
-        torch.zeros(0, 4),
-        torch.tensor(NAN),
-    ],
-    ids=["nan", "inf", "both", "empty", "zero_d"],
-)
-def test_a_first_record_without_a_finite_element_loses_none_of_the_later_ones(first):
-    later = randn(500)
-    stats = watch(first, later, later * 100, with_hist=True)
-    not_nan = (~first.isnan()).sum().item()
-    assert totals(stats) == [not_nan, 500, 500]
-    assert counts(stats)[0, 0] == (first == -INF).sum()
-    assert counts(stats)[-1, 0] == (first == INF).sum()
-    edges = stats.hist_edges("odd")
-    assert edges.isfinite().all()
-    assert (edges.diff() > 0).all()
-
-
-def test_infinite_elements_do_not_widen_the_automatic_range():
-    x = torch.cat([randn(1000), torch.tensor([INF, -INF, -INF, NAN])])
-    stats = watch(x, with_hist=True)
-    edges = stats.hist_edges("odd")
-    assert edges.abs().max() < 20
-    found = counts(stats)[:, 0]
-    assert (found[0], found[-1]) == (2, 1)
-    assert found[1:-1].sum() >= 990
-
-
-def test_the_range_follows_when_most_elements_leave_that_of_the_first_record():
-    stats = watch(
-        torch.linspace(-1, 1, 200), torch.full((70,), 50.0), torch.full((30,), -50.0), with_hist=True
-    )
-    edges, found = stats.hist_edges("odd"), counts(stats)
-    assert 50 <= edges[-1] <= 200
-    assert found[[0, -1]].sum() == 0
-    for record, value, n in ((1, 50.0, 70), (2, -50.0, 30)):
-        (at,) = found[:, record].nonzero().flatten().tolist()
-        assert edges[at - 1] <= value <= edges[at]
-        assert found[at, record] == n
-
-
-def test_rare_outliers_do_not_widen_the_range():
-    stats = watch(
-        *[randn(2000) for _ in range(9)], torch.cat([randn(1990), torch.full((10,), 1e4)]), with_hist=True
-    )
-    assert stats.hist_edges("odd")[-1] < 10
-    assert counts(stats)[-1, -1] >= 10
-    assert totals(stats) == [2000] * 10
+    n = (~x.isnan()).sum().item()
+    assert totals(stats) == [n, 500, n]
+    assert found[0, 0] >= (x == -INF).sum()
+    assert found[-1, 0] >= (x == INF).sum()
 
 
 @pytest.mark.parametrize(("sample", "n"), [("auto", 4096), (None, 100_003), (1000, 1000), (7, 7)])
@@ -204,23 +143,6 @@ def test_a_range_that_is_given_holds_for_all_layers():
         assert stats.hist(layer).shape == (18, 3)
 
 
-def test_an_automatic_range_is_of_each_layer_and_holds_all_records_of_the_fit():
-    class Two(Around):
-        def forward(self, x):
-            self.fc2(x)
-            return super().forward(x)
-
-    model = Two(Puts([torch.arange(10.0), torch.arange(100.0)]))
-    model.fc2 = Puts([-torch.arange(1000.0), torch.ones(3)])
-    stats = ActivationStats(True, modules=["odd", "fc2"])
-    fit(Learner([torch.ones(3, 2)] * 2, model, torch.mean, torch.optim.SGD, cbs=stats))
-    odd, other = stats.hist_edges("odd"), stats.hist_edges("fc2")
-    assert 99 <= odd[-1] < 400
-    assert -2000 < other[0] <= -999
-    assert totals(stats) == [10, 100]
-    assert totals(stats, "fc2") == [1000, 3]
-
-
 def test_a_layer_that_did_not_fire_adds_no_counts_to_that_record():
     class Sometimes(Around):
         def forward(self, x):
@@ -230,7 +152,7 @@ def test_a_layer_that_did_not_fire_adds_no_counts_to_that_record():
 
     stats = ActivationStats(True)
     fit(numbered(3, 0, stats, Sometimes(nn.Linear(2, 3))))
-    assert stats.hist("odd").shape == (42, 3)
+    assert stats.hist("odd").shape == (62, 3)
     assert stats.hist("odd")[:, [0, 2]].double().expm1().sum(0).tolist() == pytest.approx([12, 12])
     assert not (stats.hist("odd")[:, 1] > 0).any()
     assert totals(stats, "fc") == [4, 4, 4]

@@ -317,7 +317,7 @@ def test_a_cancelled_batch_leaves_no_record(event, order):
     fit(numbered(4, 1, [stats, raises(event, CancelBatchException(), 1, order)]), 2)
     assert steps(stats.stats) == [0, 2, 3, 4, 5, 6, 7]
     assert ids(stats.stats) == [0, 2, 3, 0, 1, 2, 3]
-    assert stats.hist("tag").shape == (42, 7)
+    assert stats.hist("tag").shape == (62, 7)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -447,7 +447,7 @@ def test_a_new_fit_begins_anew_and_an_appending_one_goes_on():
     assert [record.epoch for record in on.stats] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert ids(on.stats) == [0, 1, 2] * 3
     assert torch.equal(on.hist_edges("tag"), edges)
-    assert on.hist("tag").shape == (42, 9)
+    assert on.hist("tag").shape == (62, 9)
 
 
 @pytest.mark.parametrize("keep", [2, 3, 4, 7, 10])

@@ -56,7 +56,7 @@ learn.fit(1, cbs=[ReduceLROnPlateau(), TerminateOnNaNCallback(), GradientClip(0.
 learn.fit(1, cbs=CSVLogger())
 learn.fit(1, cbs=[CSVLogger("other.csv")])
 learn.fit(2, cbs=GradientAccumulation(n_acc=16))
-set_seed(42, reproducible=False)
+set_seed(62, reproducible=False)
 x, y = learn.dls.one_batch()
 learn.fit(1, cbs=ActivationStats(with_hist=True)); learn.activation_stats.layer_stats(0)
 learn.show_training_loop(); learn.summary(); layer_info(learn, x0); module_summary(learn, x0)

@@ -378,6 +378,13 @@ def test_is_dynamo_imported(fresh_dynamo, monkeypatch):
     assert not torch_private.is_dynamo_imported()
 
 
+def test_mark_static_address(fresh_dynamo):
+    x = torch.zeros(3)
+    torch_private.mark_static_address(x)
+    f = torch.compile(lambda y: x.add_(y), backend="eager")
+    assert f(torch.ones(3)) is x
+
+
 def test_compile_counts(fresh_dynamo, monkeypatch):
     counts = torch_private.compile_counts("frames")
     before, n = counts["total"], torch_private.compile_counts("stats")["unique_graphs"]

@@ -113,7 +113,6 @@ def stored():
         records = [store.begin(epoch=i // 500, step=i) for i in range(5_000)]
         for name in names:
             values = torch.randn(5_000, len(store.columns), generator=random_state).exp()
-            values[:, -1] = 0  # a histogram's level
             store.put(name, records, values)
     data = of_records([stats, health])
     data.headline = "UNKNOWN  the numbers are made up"
@@ -142,7 +141,7 @@ def with_hostile_names():
     steps = [0, 1, 2]
     for name in NAMES:
         data.modules.append(ModuleRow(name, HOSTILE, HOSTILE, 3))
-        hist = HistogramOverTime(0.0, 1.0, [Series(steps, [1.0, 2.0, math.nan])] * 4)
+        hist = HistogramOverTime([0.0, 1.0, 2.0], [Series(steps, [1.0, 2.0, math.nan])] * 4)
         data.layers[name] = Recorded(name, HOSTILE, {"std": Series(steps, [1.0, math.inf, 2.0])}, hist)
         data.params[f"{name}.weight"] = Recorded(name, HOSTILE, {"norm": Series(steps, [1.0, 2.0, 3.0])})
     series, costs = Series(steps, [1.0, 2.0, 3.0]), {name: [1.0, 2.0] for name in NAMES}

@@ -61,7 +61,8 @@ def test_layers_have_their_statistics_and_histograms(learn, page):
         assert own.stats["std"].values == pytest.approx(stats.series(name, "std"), nan_ok=True)
         counts = [series.values for series in own.hist.bins]
         assert sum(map(sum, counts)) == pytest.approx(30 * 16 * stats.outputs[name][1][1], rel=0.01)
-        assert own.hist.low < own.hist.high
+        assert own.hist.edges == sorted(own.hist.edges)
+        assert len(own.hist.edges) == len(counts) - 1
 
 
 def test_parameters_have_their_gradients(learn, page):

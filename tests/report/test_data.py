@@ -33,7 +33,7 @@ def test_all_parts_come_back():
         {"findings": [{"code": "x", "limit": None}]},
         run={"loss": Series([0, 3, 4], [1.5, -2.0, 0.25])},
         modules=[ModuleRow("a", "Linear", "Linear 2→3", 9)],
-        layers={"a": Recorded("a", hist=HistogramOverTime(0.0, 1.0, [Series([1], [4.0])]))},
+        layers={"a": Recorded("a", hist=HistogramOverTime([0.0, 1.0], [Series([1], [4.0])]))},
         time=TimeSpent(
             {"data": Series([1], [0.5])}, [SlowStep(1, 2.0, 1.0, "data")], ["slow"], {"a": [0.25]}
         ),

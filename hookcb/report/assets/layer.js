@@ -28,16 +28,15 @@ function statCharts(recorded, marks, isOfParam) {
   return partlySame(charts, (title, lines) => chart({ title, lines, marks, height: 9 }));
 }
 
-function histogramChart({ low, high, bins }, marks) {
+function histogramChart({ edges, bins }, marks) {
   const inner = bins.slice(1, -1);
-  const size = (high - low) / Math.max(1, inner.length);
   const rows = bins.toReversed(); // the largest values on top
   const scale = colorScale(rows.map(({ values }) => values.filter((n) => n > 0)));
   const totals = bins[0].values.map((_, i) => bins.reduce((sum, { values }) => sum + values[i], 0));
   scale.isFinite = totals.every((n) => n > 0); // without a finite element there is nothing to count
   const shade = (n, i) => (totals[i] ? n || scale.low : NaN);
   const painted = rows.map(({ steps, values }) => ({ steps, values: values.map(shade) }));
-  const edge = (i) => short(low + i * size);
+  const edge = (i) => (edges[i] === undefined ? "" : short(edges[i]));
   const labels = inner.map((_, i) => `${edge(i)} to ${edge(i + 1)}`);
   const all = [`below ${edge(0)}`, ...labels, `above ${edge(inner.length)}`];
   const lines = bins.map((series, i) => ({ series, label: all[i] }));
@@ -48,8 +47,8 @@ function histogramChart({ low, high, bins }, marks) {
     lines,
     scale,
     format: whole,
-    axisFormat: short,
-    range: [low - size, high + size],
+    axisFormat: edge, // rows are of equal height
+    range: [-1, inner.length + 1],
     marks,
     height: 21,
   });
