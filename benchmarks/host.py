@@ -71,7 +71,7 @@ def as_on_a_gpu() -> Iterator[list[object]]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(launcher, name, lambda self, key, *_, **__: launches.append(key)))
         for each in [m for n, m in sys.modules.items() if n.startswith("hookcb") and hasattr(m, "works_on")]:
-            stack.enter_context(patch.object(each, "works_on", lambda device: True))
+            stack.enter_context(patch.object(each, "works_on", lambda device, dtype=None: True))
         yield launches
 
 

@@ -34,13 +34,16 @@ class OutputBuffer:
         stores: receive `LAYER_STATS`, then `bins.n + 2` counts if there are bins, by phase.
         eps: see `layer_stats`.
         bins: bins of the histograms, None for no histograms.
+        sample: see `ActivationStats`.
 
     Attributes:
         batch: outputs of all calls in the running batch, by path.
     """
 
-    def __init__(self, stores: Mapping[str, StatStore], eps: float, bins: Bins | None) -> None:
-        self.stores, self.eps, self.bins = stores, eps, bins
+    def __init__(
+        self, stores: Mapping[str, StatStore], eps: float, bins: Bins | None, sample: Sample
+    ) -> None:
+        self.stores, self.eps, self.bins, self.sample = stores, eps, bins, sample
         # new for each batch: compiled code would be compiled anew each time a list has grown
         self.batch: dict[str, list[Output]] = {}
         self.slabs: dict[torch.device, Slab] = {}
@@ -59,30 +62,38 @@ class OutputBuffer:
         path: str,
         x: Tensor,
         kind: str,
-        sample: Sample,
         wide: bool,
         lends: bool,
+        launches: bool = True,
         written: Tensor | None = None,
     ) -> None:
-        """Takes what statistics need of a detached tensor with statistics; waits for no device.
+        """Takes what statistics need of a tensor with statistics; waits for no device.
 
-        With `lends`, elements may be kept in memory that is used again; a kernel in compiled code writes to
-        `written`. For the others see `ActivationStats` and `moments`.
+        Args:
+            path: name of the layer, or of a tensor in its output.
+            x: the tensor.
+            kind: class of the layer.
+            wide: see `moments`.
+            lends: whether elements may be kept in memory that is used again.
+            launches: whether a kernel may be launched, which Dynamo must not see.
+            written: what a kernel in compiled code writes to.
         """
-        calls = self.batch.setdefault(path, [])
-        if can_take(x, sample):
+        calls = self.batch.get(path)
+        if calls is None:
+            calls = self.batch[path] = []
+        if launches and not isinstance(self.sample, int) and can_take(x):
             slab = self.slab_on(x.device)
-            calls.append(Output(kind, x.shape, x.numel(), place=slab.take(path, len(calls), x, written)))
+            calls.append(slab.take(path, len(calls), x, kind, written))
             if x.is_cuda and torch.cuda.is_current_stream_capturing():
                 slab.captured.setdefault(path, []).append(calls[-1])
         else:
-            elements, exact = take(x, sample, wide, self.memory.lend if lends else None)
+            elements, exact = take(x.detach(), self.sample, wide, self.memory.lend if lends else None)
             calls.append(Output(kind, x.shape, x.numel(), 1, elements, exact))
 
     def slab_on(self, device: torch.device) -> Slab:
         """The slab of a device."""
         if device not in self.slabs:
-            self.slabs[device] = Slab(device, self.eps, self.bins)
+            self.slabs[device] = Slab(device, self.eps, self.bins, self.sample is None)
         return self.slabs[device]
 
     def written_on(self, device: torch.device) -> Tensor:

@@ -57,7 +57,7 @@ class ActivationStats(HookCallback):
             sides of 0: the same for all layers, so that counts of records, layers and ranks can be added.
         sample: `"auto"` uses every element for mean, std, min, max, abs_max and nonfinite, and for shares
             and histogram every one up to 8,192, above that 4,096 (standard error of a share ≤ 0.8 %); on a
-            GPU with Triton every one for all, in one pass.
+            GPU with Triton every one for shares too, and 4,096 or more for a histogram.
             An int uses that many elements at most, for all; None uses every one for all, for which large
             outputs are copied until the batch ends.
         keep: maximum number of records; of more every second, fourth … is kept, and the newest.

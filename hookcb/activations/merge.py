@@ -19,7 +19,7 @@ from hookcb.records.records import PHASES
 # zero, and not finite: for each output, before the counts of its histogram
 N_SUMS = 9
 LOW, HIGH = LAYER_STATS.index("min"), LAYER_STATS.index("max")
-Sizes = tuple[int, int, int, int]
+Sizes = tuple[int, float, float, int]
 About = tuple[str, tuple[int, ...]]  # type and shape of an output
 
 
@@ -104,7 +104,7 @@ class Merger:
         return Look({name: (output.type, output.shape) for name, output in found.items()}, values, sizes)
 
     def _sizes(self, phase: str, name: str, output: Output) -> Sizes:
-        taken = output.n if output.elements is None else output.elements.numel()
+        taken = output.n_counted or output.n if output.elements is None else output.elements.numel()
         copies = output.copies or self._copies.get((phase, name), 0)
         return output.n, taken if output.exact is None else output.n, taken, copies
 

@@ -96,7 +96,7 @@ class ActivationRecords(SavedRecords):
         bins = Bins(self.bins, self.hist_range) if self.with_hist else None
         columns = [*LAYER_STATS, *(f"bin {i}" for i in range(bins.n + 2 if bins else 0))]
         self._stores = {phase: StatStore(columns, self.keep) for phase in PHASES}
-        self.buffer = OutputBuffer(self._stores, self.eps, bins)
+        self.buffer = OutputBuffer(self._stores, self.eps, bins, self.sample)
         self.outputs: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.left_out: dict[str, str] = {}
         self.slices: dict[str, str] = {}
@@ -119,9 +119,8 @@ class ActivationRecords(SavedRecords):
             self.leave_out(path, kind_of(output))
             return
         is_merged = self.merger is not None  # then samples of a whole validation wait
-        self.buffer.take(
-            path, detached(output), kind, self.sample, is_merged, not (is_merged or _is_traced())
-        )
+        lends, launches = not (is_merged or _is_traced()), not is_compiling()
+        self.buffer.take(path, detached(output), kind, is_merged, lends, launches)
         if shape is not None or copies != 1:
             calls = self.buffer.batch[path]
             calls[-1] = calls[-1]._replace(shape=shape or calls[-1].shape, copies=copies)
@@ -138,7 +137,7 @@ class ActivationRecords(SavedRecords):
         if not has_stats(x) or in_transform() or is_jit_tracing():
             return False
         is_merged = self.merger is not None
-        self.buffer.take(path, x.detach(), kind, self.sample, is_merged, not is_merged, written)
+        self.buffer.take(path, x, kind, is_merged, not is_merged, written=written)
         return True
 
     def drop_batch(self) -> None:
@@ -355,6 +354,8 @@ class ActivationRecords(SavedRecords):
         largest = max((math.prod(shape) for _, shape in self.outputs.values()), default=0)
         if self.sample == "auto" and largest > WHOLE and not self.buffer.slabs:
             return f"near zero of outputs above {WHOLE:,} elements: from {SAMPLED:,} of them"
+        if self.sample == "auto" and largest > WHOLE and self.with_hist:
+            return f"histograms of outputs above {WHOLE:,} elements: from {SAMPLED:,} of them or more"
         if isinstance(self.sample, int) and largest > self.sample:
             return f"from {self.sample:,} elements of each output"
         return ""

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from hookcb.activations.bins import Bins
-from hookcb.activations.kernel import COLUMNS, DTYPES, Kernel, works_on
-from hookcb.activations.stats import Known, Sample
+from hookcb.activations.kernel import COLUMNS, Kernel, Launch, works_on
+from hookcb.activations.stats import Known
+from hookcb.core.torch_private import raw_stream
 from hookcb.records.store import StatStore, Transfer
 
 RECORDS = 65  # those that wait, and the running batch
@@ -41,6 +41,7 @@ class Output(NamedTuple):
             statistics.
         exact: moments of all elements if `elements` is a sample, else None.
         place: where its sums are in a slab; None if they are not in one.
+        n_counted: about how many elements a histogram in a slab has.
     """
 
     type: str
@@ -50,6 +51,7 @@ class Output(NamedTuple):
     elements: Tensor | None = None
     exact: Known | None = None
     place: Place | None = None
+    n_counted: float = 0.0
 
     @property
     def is_known(self) -> bool:
@@ -67,6 +69,17 @@ class Waiting(NamedTuple):
     at: int = 0
 
 
+class Ready(NamedTuple):
+    """What the next output of a call needs, if it is like the last one."""
+
+    output: Output
+    dtype: torch.dtype
+    sums: Tensor
+    stream: int
+    kernel: Kernel
+    launch: Launch
+
+
 class Slab:
     """Sums of outputs of the batches that wait, on one device; nothing is allocated in a hook.
 
@@ -77,6 +90,7 @@ class Slab:
         device: the device.
         eps: see `layer_stats`.
         bins: bins of histograms, or None.
+        counts_all: whether these count all elements, see `Kernel.prepared`.
 
     Attributes:
         sums: `(records, rows, columns)`, see `COLUMNS`.
@@ -84,14 +98,15 @@ class Slab:
         captured: outputs of graphs that may be replayed in any batch, by path.
     """
 
-    def __init__(self, device: torch.device, eps: float, bins: Bins | None) -> None:
-        self.device, self._eps, self._bins = device, eps, bins
+    def __init__(self, device: torch.device, eps: float, bins: Bins | None, counts_all: bool) -> None:
+        self.device, self._eps, self._bins, self._counts_all = device, eps, bins, counts_all
         self._n_columns = len(COLUMNS) + (bins.n + 2 if bins else 0)
         self.sums = self._empty(ROWS)
         self.captured: dict[str, list[Output]] = {}
         self._cursor = torch.zeros(1, dtype=torch.int32, device=device)
         self._kernels: dict[int, Kernel] = {}  # by stream, as launches that overlap need memory of their own
         self._rows: dict[tuple[str, int], int] = {}  # by path and call
+        self._ready: dict[tuple[str, int], Ready] = {}
         self._wide: set[int] = set()  # rows of float64 outputs
         self.record, self._is_used, self._rests = 0, False, False  # whether the running batch has written
         self._sent: list[tuple[Sequence[Waiting], Transfer]] = []
@@ -101,24 +116,39 @@ class Slab:
         shape = RECORDS, n, self._n_columns
         return torch.full(shape, NOT_CALLED, dtype=torch.float64, device=self.device)
 
-    def take(self, path: str, call: int, x: Tensor, written: Tensor | None = None) -> Place:
+    def take(self, path: str, call: int, x: Tensor, kind: str, written: Tensor | None = None) -> Output:
         """Writes the sums of a tensor that `can_take` accepts, in compiled code to `written`; one launch."""
-        row = self._rows.get((path, call))
-        if row is None:
-            row = self._rows[path, call] = len(self._rows)
-            if row == self.sums.shape[1]:
-                with torch.inference_mode(False):
-                    self.sums = torch.cat([self.sums, self._empty(row)], 1)
-        if x.dtype is torch.float64:
-            self._wide.add(row)
-        stream = torch.cuda.current_stream(self.device).cuda_stream if x.is_cuda else 0
-        if stream not in self._kernels:
-            self._kernels[stream] = Kernel(self.device, self._eps, self._bins)
+        ready = self._ready.get((path, call))
+        stream = raw_stream(self.device) if x.is_cuda else 0
         # a compiler may give a copy, which it copies back; one of another shape was replaced since
         sums = self.sums if written is None or written.shape != self.sums.shape else written
-        self._kernels[stream].take(x, sums, self._cursor, row)
+        if (
+            ready is None
+            or x.dtype is not ready.dtype
+            or sums is not ready.sums
+            or stream != ready.stream
+            or x.shape != ready.output.shape
+            or ready.output.type != kind
+        ):
+            ready = self._prepare(path, call, x, kind, sums, stream)
+        ready.kernel.launch(x, ready.launch, stream)
         self._is_used = True
-        return Place(self, row)
+        return ready.output
+
+    def _prepare(self, path: str, call: int, x: Tensor, kind: str, sums: Tensor, stream: int) -> Ready:
+        row = self._rows.setdefault((path, call), len(self._rows))
+        if row == self.sums.shape[1]:
+            with torch.inference_mode(False):
+                self.sums = sums = torch.cat([self.sums, self._empty(row)], 1)
+        if x.dtype is torch.float64:
+            self._wide.add(row)
+        if stream not in self._kernels:
+            self._kernels[stream] = Kernel(self.device, self._eps, self._bins)
+        kernel = self._kernels[stream]
+        launch = kernel.prepared(x, sums, self._cursor, row, self._counts_all)
+        output = Output(kind, x.shape, x.numel(), place=Place(self, row), n_counted=launch.n_counted)
+        ready = self._ready[path, call] = Ready(output, x.dtype, sums, stream, kernel, launch)
+        return ready
 
     def drop_batch(self) -> None:
         """Forgets the sums of the running batch."""
@@ -168,16 +198,9 @@ class Slab:
                 stores[phase].put(name, records, x if rows[0] in self._wide else x.float())
 
 
-def can_take(x: Tensor, sample: Sample) -> bool:
-    """Whether the kernel takes a tensor: dense, not repeated in memory, and of which all elements count."""
-    return (
-        not is_compiling()
-        and works_on(x.device)
-        and x.dtype in DTYPES
-        and not isinstance(sample, int)
-        and x.numel() > 0
-        and 0 not in x.stride()
-    )
+def can_take(x: Tensor) -> bool:
+    """Whether the kernel takes a tensor: dense, not repeated in memory, and with elements."""
+    return works_on(x.device, x.dtype) and x.numel() > 0 and 0 not in x.stride()
 
 
 def stats_of(sums: Tensor) -> Tensor:

@@ -20,13 +20,15 @@ AT_ONCE = 16 * ROW  # elements that are widened at a time
 # distinct values all in one direction: of any number of elements, |mean|/std below 3, and of few, below 7.
 EXACT, EXACT_OF_FEW = 0.1, 0.02
 
+USUAL = {torch.float32, torch.bfloat16, torch.float16}  # types of most outputs
+
 Sample = int | None | Literal["auto"]
 Known = Tensor | tuple[float, ...]  # `moments` of one output: `(1, 6)`, or six numbers
 
 
 def has_stats(x: object) -> bool:
     """Whether `x` is a tensor that `layer_stats` can describe: dense, real, with values in memory."""
-    if type(x) is Tensor and x.dtype is torch.float32 and x.layout is torch.strided:  # the usual case
+    if type(x) is Tensor and x.dtype in USUAL and x.layout is torch.strided:
         return not (x.is_nested or x.is_meta)
     return (
         isinstance(x, Tensor)

@@ -21,38 +21,63 @@ class TritonKernel:
     Args:
         function: the function.
         varying: its parameters for whose values nothing is compiled anew.
+        helpers: functions of its module that it calls.
         **options: what is passed to each launch, as `num_warps`.
     """
 
-    def __init__(self, function: Callable[..., None], varying: Sequence[str] = (), **options: Any) -> None:
+    def __init__(
+        self,
+        function: Callable[..., None],
+        varying: Sequence[str] = (),
+        helpers: Sequence[Callable[..., Any]] = (),
+        **options: Any,
+    ) -> None:
         # Triton 3.9 warns if the fusion of products and sums, which is the default, is not given
         self._function, self.options = function, {"enable_fp_fusion": True} | options
         if torch.version.hip:
             self.options.pop("maxnreg", None)  # which Triton knows for NVIDIA only
-        self._varying, self._jit = list(varying), None
-        self._compiled: dict[Hashable, Any] = {}
+        self._varying, self._helpers, self._jit = list(varying), helpers, None
+        self._launchers: dict[Hashable, Callable[..., None]] = {}
 
-    def launch(self, key: Hashable, device: torch.device, programs: int, args: Sequence[Any]) -> None:
-        """Launches programs on a device, on its current stream, and waits for nothing.
+    def launch(
+        self,
+        key: Hashable,
+        device: torch.device,
+        programs: int,
+        args: Sequence[Any],
+        numbers: Sequence[Any] | None = None,
+        stream: int | None = None,
+    ) -> None:
+        """Launches programs on a device, and waits for nothing.
 
         Args:
             key: equal keys tell that constants, dtypes and divisibility of all arguments are the same.
             device: the device.
             programs: number of programs, 1 or more.
             args: all arguments in order, constants included; tensors begin at a multiple of 16 bytes.
+            numbers: the same with the addresses of tensors, if they are known.
+            stream: number of the device's current stream, if that is known.
         """
-        if device.type != "cuda":  # Triton's interpreter
-            self._launch((key, device), programs, args)
+        if device.type != "cuda" or torch.cuda.current_device() == device.index:
+            self._launch((key, device, programs), args, numbers, stream)
             return
         with torch.cuda.device(device):  # Triton launches on the current device, not on that of the tensors
-            self._launch((key, device), programs, args)
+            self._launch((key, device, programs), args, numbers, stream)
 
-    def _launch(self, key: Hashable, programs: int, args: Sequence[Any]) -> None:
-        compiled = self._compiled.get(key)
-        if compiled is None:  # in the interpreter at each launch
-            self._compiled[key] = self.jit[(programs,)](*args, **self.options)
-        else:
-            compiled[(programs, 1, 1)](*args)
+    def _launch(
+        self,
+        key: tuple[Hashable, torch.device, int],
+        args: Sequence[Any],
+        numbers: Sequence[Any] | None,
+        stream: int | None,
+    ) -> None:
+        launcher = self._launchers.get(key)
+        if launcher is not None:  # of numbers, as Triton would ask the driver about each tensor
+            launcher(*(numbers or addressed(args)), stream=stream)
+            return
+        compiled = self.jit[key[2:]](*args, **self.options)  # which the interpreter does at each launch
+        if compiled is not None:
+            self._launchers[key] = compiled[(key[2], 1, 1)]
 
     @property
     def jit(self) -> Any:
@@ -61,9 +86,17 @@ class TritonKernel:
             with random_kept():
                 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]  # no types
                 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
-            self._function.__globals__["tl"] = tl
+            names = self._function.__globals__
+            names["tl"] = tl
+            for helper in self._helpers:
+                names[helper.__name__] = triton.jit(helper)
             self._jit = triton.jit(self._function, do_not_specialize=self._varying)
         return self._jit
+
+
+def addressed(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments with the addresses of tensors in their place."""
+    return tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in args)
 
 
 class Addresses:

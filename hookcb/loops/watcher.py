@@ -87,13 +87,14 @@ class Watch(ExternalLoop):
         model, hooks = self.model, self._hooks
         hooks.append(StepHook(self._step_begins))
         hooks.append(StepHook(self._step_ends, after=True))
-        hooks.append(Hook(model, self._call_begins, detach=False, pre=True, with_kwargs=True))
-        hooks.append(Hook(model, self._call_returns, detach=False))
-        hooks.append(Hook(model, self._call_ends, detach=False, always_call=True))
-        for part in _parts(model):
-            self._part_hooks.append(Hook(part, self._part_begins, detach=False, pre=True, with_kwargs=True))
-            self._part_hooks.append(Hook(part, self._part_returns, detach=False))
+        hooks.append(_hook(model, self._call_begins, pre=True, with_kwargs=True))
+        hooks.append(_hook(model, self._call_returns))
+        hooks.append(_hook(model, self._call_ends, always_call=True))
         self._tap_compiled(model)
+        # a model that is compiled in place is called as a whole, and its graph would be checked for them
+        for part in _parts(model) if self._compiled is None else ():
+            self._part_hooks.append(_hook(part, self._part_begins, pre=True, with_kwargs=True))
+            self._part_hooks.append(_hook(part, self._part_returns))
 
     def _tap_compiled(self, model: nn.Module) -> None:
         if self._compiled is None and compiled_call(model) is not None:
@@ -123,14 +124,13 @@ class Watch(ExternalLoop):
     # ---- the model
 
     def _call_begins(self, m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or self._is_elsewhere() or self.close_failed():
+        if self._is_elsewhere() or self.close_failed():
             return
         # counted anew, as a call that Ctrl-C has ended was not counted down
         self._n_calls = n_running(CALL_NAME, m) if self._n_calls else 1
         if self._n_calls > 1:
             return
-        if self._compiled is None:  # else their removal would recompile the graph, in which they do nothing
-            self._unhook_parts()
+        self._unhook_parts()
         self._end_side_call()
         trains = torch.is_grad_enabled() and (m.training or self.facts.eval_trains)
         is_aside = not trains and (m.training or self._is_to_go_on())
@@ -204,13 +204,13 @@ class Watch(ExternalLoop):
         return (self.is_waiting and goes_on) or (self._is_open() and self._in_closure() and not is_evaluated)
 
     def _call_returns(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling() or not self.in_loop_thread:
+        if not self.in_loop_thread:
             return
         if self._n_calls == 1 and self._is_followed and self.has_batch:
             self.report_pred(detached(output) if in_transform() else output)
 
     def _call_ends(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling() or not self.in_loop_thread:
+        if not self.in_loop_thread:
             return
         self._n_calls = max(0, self._n_calls - 1)
         if not self._n_calls:
@@ -219,14 +219,14 @@ class Watch(ExternalLoop):
     # ---- a model that is never called as a whole, only its parts, as in `net.actor(x)`
 
     def _part_begins(self, m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or self._n_calls or not self.in_loop_thread or self.close_failed():
+        if self._n_calls or not self.in_loop_thread or self.close_failed():
             return
         if torch.is_grad_enabled() and m.training and not self._is_recomputing():
             self.facts.n_part_calls += 1
             self._begin_or_continue(m, args or kwargs, trains=True)
 
     def _part_returns(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling() or self._n_calls or not self.in_loop_thread:
+        if self._n_calls or not self.in_loop_thread:
             return
         if torch.is_grad_enabled() and self.is_waiting:
             self.report_pred(detached(output) if in_transform() else output)
@@ -428,6 +428,17 @@ class Watch(ExternalLoop):
     def coverage(self) -> WatchCoverage:
         """Events seen so far, and those that were not, with the reason."""
         return WatchCoverage.of(self.seen, self.facts, self.epoch, len(self._optimizers))
+
+
+def _nothing(m: nn.Module, output: Any) -> None:
+    """Done by a hook that does nothing."""
+
+
+def _hook(m: nn.Module, function: Any, **options: Any) -> Hook:
+    """A hook of which nothing is compiled into the graph of its module, as it does nothing there."""
+    hook = Hook(m, function, detach=False, **options)
+    hook.traced = _nothing
+    return hook
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:

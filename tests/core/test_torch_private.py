@@ -1017,3 +1017,17 @@ def test_place_in():
         mesh = init_device_mesh("cpu", (2, 2))
         assert torch_private.place_in((5, 4), mesh, [Shard(0), Shard(1)]) == ((2, 2), (3, 2))
         assert torch_private.place_in((5, 4), mesh, [Replicate(), Replicate()]) == ((5, 4), (0, 0))
+
+
+def test_raw_stream(monkeypatch):
+    name = "_cuda_getCurrentRawStream"  # which a build without CUDA may not have
+    monkeypatch.setattr(torch._C, name, lambda index: 70 + index, raising=False)
+    assert torch_private.raw_stream(torch.device("cuda", 1)) == 71
+
+
+@pytest.mark.cuda
+def test_raw_stream_on_a_card():
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        assert torch_private.raw_stream(torch.device("cuda", 0)) == stream.cuda_stream
+    assert torch_private.raw_stream(torch.device("cuda", 0)) == torch.cuda.default_stream().cuda_stream
