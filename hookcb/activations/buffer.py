@@ -81,14 +81,18 @@ class OutputBuffer:
         calls = self.batch.get(path)
         if calls is None:
             calls = self.batch[path] = []
-        if launches and not isinstance(self.sample, int) and can_take(x):
+        output, slab = None, self.slabs.get(x.device)
+        if launches and slab is not None:
+            output = slab.take_alike(path, len(calls), x, kind, written)
+        if output is None and launches and not isinstance(self.sample, int) and can_take(x):
             slab = self.slab_on(x.device)
-            calls.append(slab.take(path, len(calls), x, kind, written))
-            if x.is_cuda and torch.cuda.is_current_stream_capturing():
-                slab.captured.setdefault(path, []).append(calls[-1])
-        else:
+            output = slab.take(path, len(calls), x, kind, written)
+        if output is None:
             elements, exact = take(x.detach(), self.sample, wide, self.memory.lend if lends else None)
-            calls.append(Output(kind, x.shape, x.numel(), 1, elements, exact))
+            output = Output(kind, x.shape, x.numel(), 1, elements, exact)
+        elif slab is not None and x.is_cuda and torch.cuda.is_current_stream_capturing():
+            slab.captured.setdefault(path, []).append(output)
+        calls.append(output)
 
     def slab_on(self, device: torch.device) -> Slab:
         """The slab of a device."""

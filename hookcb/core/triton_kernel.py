@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hookcb.core.console import warn
 from hookcb.core.randomness import random_kept
+from hookcb.core.torch_private import raw_stream
 
 
 class TritonKernel:
@@ -37,7 +38,7 @@ class TritonKernel:
         if torch.version.hip:
             self.options.pop("maxnreg", None)  # which Triton knows for NVIDIA only
         self._varying, self._helpers, self._jit = list(varying), helpers, None
-        self._launchers: dict[Hashable, Callable[..., None]] = {}
+        self._launchers: dict[Hashable, Callable[[int, Sequence[Any]], None]] = {}
 
     def launch(
         self,
@@ -58,26 +59,18 @@ class TritonKernel:
             numbers: the same with the addresses of tensors, if they are known.
             stream: number of the device's current stream, if that is known.
         """
-        if device.type != "cuda" or torch.cuda.current_device() == device.index:
-            self._launch((key, device, programs), args, numbers, stream)
-            return
-        with torch.cuda.device(device):  # Triton launches on the current device, not on that of the tensors
-            self._launch((key, device, programs), args, numbers, stream)
-
-    def _launch(
-        self,
-        key: tuple[Hashable, torch.device, int],
-        args: Sequence[Any],
-        numbers: Sequence[Any] | None,
-        stream: int | None,
-    ) -> None:
-        launcher = self._launchers.get(key)
-        if launcher is not None:  # of numbers, as Triton would ask the driver about each tensor
-            launcher(*(numbers or addressed(args)), stream=stream)
-            return
-        compiled = self.jit[key[2:]](*args, **self.options)  # which the interpreter does at each launch
-        if compiled is not None:
-            self._launchers[key] = compiled[(key[2], 1, 1)]
+        known = key, device, programs
+        launcher = self._launchers.get(known)
+        if launcher is not None and torch.cuda.current_device() == device.index:
+            # of numbers, as Triton would ask the driver about each tensor
+            launcher(raw_stream(device) if stream is None else stream, numbers or addressed(args))
+        elif device.type != "cuda":  # the interpreter, which compiles nothing
+            self.jit[(programs,)](*args, **self.options)
+        else:
+            with torch.cuda.device(
+                device
+            ):  # Triton launches on the current device, not on that of the tensors
+                self._launchers[known] = _launcher(self.jit[(programs,)](*args, **self.options), programs)
 
     @property
     def jit(self) -> Any:
@@ -92,6 +85,12 @@ class TritonKernel:
                 names[helper.__name__] = triton.jit(helper)
             self._jit = triton.jit(self._function, do_not_specialize=self._varying)
         return self._jit
+
+
+def _launcher(kernel: Any, programs: int) -> Callable[[int, Sequence[Any]], None]:
+    """Launches a compiled kernel on a stream: what `kernel[programs, 1, 1]` does, without its hooks."""
+    run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
+    return lambda stream, args: run(programs, 1, 1, stream, function, metadata, None, None, None, *args)
 
 
 def addressed(args: Sequence[Any]) -> tuple[Any, ...]:
