@@ -156,12 +156,17 @@ class ActivationStats(HookCallback):
         self._find_ranks()
         self._thread = this_thread() if self.learn.in_loop_thread else None
         self._owner, self._written = id(self), self.records.buffer.written_on(device_of(self.learn.model))
-        if self.is_forward and not self._options.get("pre") and type(self).hook is ActivationStats.hook:
+        if self.is_forward and not self._options.get("pre") and self._may_shorten:
             for hook in self.hooks or ():
                 hook.quick = self._take_usual
                 hook.traced = None if self._is_sharded else self._trace
             self._hook_of = {hook.name: hook for hook in self.hooks or ()}
             OWNERS[self._owner] = self
+
+    @property
+    def _may_shorten(self) -> bool:
+        """Whether what `hook` does may be done in shorter ways, as no subclass has changed it."""
+        return type(self).hook is ActivationStats.hook
 
     def _let_act(self, training: bool | None) -> None:
         super()._let_act(training)
@@ -226,16 +231,20 @@ class ActivationStats(HookCallback):
             taken, what = (x.detach(), kind) if has_stats(x) else (None, kind_of(x))
             torch.ops.hookcb.take(taken, self._written, self._owner, path, what)
 
-    def take_compiled(self, x: Tensor | None, written: Tensor, path: str, kind: str) -> None:
-        """Does what `hook` does, when compiled code is run; a kernel writes to `written`."""
+    def take_compiled(self, x: Tensor | None, written: Tensor, path: str, kind: str) -> bool:
+        """Does what `hook` does, when compiled code is run; a kernel writes to `written`.
+
+        Returns whether it is run in a batch that is recorded, and not to be captured.
+        """
         is_captured = x is not None and x.is_cuda and torch.cuda.is_current_stream_capturing()
         if this_thread() != self._thread or not (self._acts_in is self.learn.training or is_captured):
-            return
+            return False
         self._hook_of[module_of(path)].fired = True
         if x is None:
             self.records.leave_out(path, kind)
         else:
             self.records.take_usual(path, x, kind, written)
+        return not is_captured
 
     def hook(self, m: nn.Module, *seen: Any) -> None:
         name, output = self._names.get(id(m)), seen[-1]

@@ -155,9 +155,10 @@ class Diagnose(Callback):
             name = kind.usual_name
             yield kind(**options, name=f"{self.name}_{name}" if name in taken else name)
 
-    def see_output(self, m: nn.Module, output: Any) -> None:
+    def see_output(self, m: nn.Module, output: Any, in_graph: bool = False) -> None:
         """Shows a layer's output, in a batch that is inspected, to what looks at that."""
         if self._dispatcher is not None:
+            self._dispatcher.run.in_graph = in_graph
             self._dispatcher.emit_output(self._names.get(id(m), ""), m, output)
 
     def before_batch(self) -> None:

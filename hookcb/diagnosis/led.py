@@ -2,13 +2,14 @@
 
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from hookcb.activations.callback import ActivationStats
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.gradients.callback import GradientHealth
 from hookcb.profiling.steps.timer import StepTimer
+from hookcb.records.records import module_of
 
 
 class Leader(Protocol):
@@ -17,7 +18,7 @@ class Leader(Protocol):
     is_wanted: bool
 
     def take_error_of(self, cb: "Led", error: Exception) -> bool: ...
-    def see_output(self, m: nn.Module, output: Any) -> None: ...
+    def see_output(self, m: nn.Module, output: Any, in_graph: bool = False) -> None: ...
 
 
 class Led(Callback):
@@ -57,6 +58,7 @@ class LedStats(Led, ActivationStats):
     """`ActivationStats` of all layers, whose hooks show their outputs to the diagnosis too."""
 
     part, usual_name = "activations", "activation_stats"
+    _may_shorten = True  # each way shows what it takes
 
     def looks_alike(self) -> bool:
         return True  # a diagnosis chooses batches by their numbers
@@ -74,6 +76,22 @@ class LedStats(Led, ActivationStats):
         super().hook(m, *seen)
         if self.leader is not None:
             self.leader.see_output(m, seen[-1])
+
+    def _take_usual(self, m: nn.Module, output: Any) -> bool:
+        is_taken = super()._take_usual(m, output)
+        if is_taken and self._acts_in is self.learn.training and self.leader is not None:
+            self.leader.see_output(m, output)
+        return is_taken
+
+    def take_compiled(self, x: Tensor | None, written: Tensor, path: str, kind: str) -> bool:
+        try:
+            acts, name = super().take_compiled(x, written, path, kind), module_of(path)
+            if acts and x is not None and self.leader is not None and path in (name, f"{name}[0]"):
+                self.leader.see_output(self.layers[name], x, in_graph=True)
+        except Exception as error:  # must not be raised in the user's forward
+            self.take_error(error)
+            return False
+        return acts
 
 
 class LedHealth(Led, GradientHealth):

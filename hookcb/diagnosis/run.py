@@ -174,11 +174,13 @@ class Run:
         reader: how whoever reads the verdict runs hookcb, for advice that fits.
         loop: the loop, while it is followed.
         looking: whether the current batch is inspected.
+        in_graph: whether the output that is shown is one in a compiled graph.
         parts: what was measured, and faults, by their classes, see `measured`.
     """
 
     loop: Any = None
     looking: bool = False
+    in_graph: bool = False
     parts: dict[type, Any] = field(default_factory=dict)
     sources: set[str] = field(default_factory=set)
     n_batches: int = 0

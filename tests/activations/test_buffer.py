@@ -99,7 +99,8 @@ def test_bins_are_the_same_whatever_is_recorded_and_lose_no_element(name, bins):
     x = RECORDS[name]()
     stats = watch(x, randn(500), x, with_hist=True, bins=bins)
     edges = stats.hist_edges("odd")
-    assert torch.equal(edges, watch(randn(9), with_hist=True, bins=bins).hist_edges("odd").to(edges.dtype))
+    others = watch(randn(9), with_hist=True, bins=bins).hist_edges("odd")
+    assert torch.equal(edges.float(), others.float())  # in the dtype of the output
     found = counts(stats)
     assert found.shape == (bins + 2, 3)
     n = (~x.isnan()).sum().item()
