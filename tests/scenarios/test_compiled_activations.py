@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from hookcb import ActivationStats, Learner, assert_no_hooks
+from hookcb import ActivationStats, Diagnose, Learner, assert_no_hooks
 from tests.activations.support import STATS, Around, Puts, assert_stats, randn, steps
 from tests.hooks import support as zoo
 from tests.support import fit
@@ -318,3 +318,26 @@ def test_what_is_lowered_to_plain_operators_has_the_values_of_eager():
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_gives_the_values_of_eager():
     assert_lowered_has_the_values_of_eager("inductor")
+
+
+@each_way
+def test_a_diagnosis_compiles_a_graph_once_and_sees_its_outputs(way):
+    plain, found = Diagnose(show=False), Diagnose(show=False)
+    trained(make(), plain, sizes=(4,) * 90)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    trained(compiled(make(), way, counter, fullgraph=True), found, sizes=(4,) * 90)
+    assert counter.frame_count == 1
+    ours, theirs = found.verdict, plain.verdict
+    assert [x.code for x in ours.findings] == [x.code for x in theirs.findings]
+    assert (ours.looked, ours.n_checked) == (theirs.looked, theirs.n_checked)
+
+
+def test_an_error_while_compiled_code_shows_its_outputs_is_told_and_not_raised(monkeypatch):
+    def fails(*args, **kwargs):
+        raise LookupError("not now")
+
+    diagnose = Diagnose(show=False)
+    monkeypatch.setattr(Diagnose, "see_output", fails)
+    trained(compiled(make()), diagnose)
+    assert "LookupError('not now')" in str(diagnose.verdict.looked)
