@@ -33,9 +33,9 @@ class Operations(Measurement):
     """Shows attention and embeddings in forwards of the model to what listens, and sees dropout in eval mode.
 
     Of the inspected batches it measures the first three, others when their number has doubled, and each while
-    a listener asks for more: what is dispatched in Python takes three times as long. A model that is compiled,
-    in whole or in part, is not measured, because it would run uncompiled. If the first call of a model has no
-    attention, it is not measured again.
+    a listener asks for more, as operations that are seen in Python take three times as long. A model that is
+    compiled, in whole or in part, is not measured, because it would run uncompiled. If the first call of a
+    model has no attention, it is not measured again.
     """
 
     cadence = EVERY
