@@ -64,9 +64,7 @@ class DeadUnits(Measurement):
 
     def __init__(self) -> None:
         self._layers: dict[str, Units] = {}  # by name of the weight
-        # the last look at which a unit had a gradient, counted from 1; an int if it is the same for all units
-        self._last: dict[str, Tensor | int] = {}
-        self._n_units: dict[str, int] = {}
+        self._last: dict[str, Tensor] = {}  # the last look at which each unit had a gradient, 0 if none
         self._places: dict[str, int] = {}  # positions in a sample, in the inspected batch that had fewest
         self._rows: dict[str, int] = {}  # positions in all samples of this batch, by layer
         self._looks: dict[str, list[tuple[int, int, int]]] = {}  # their numbers, steps, numbers of examples
@@ -82,9 +80,7 @@ class DeadUnits(Measurement):
                 path = f"{name}.weight" if name else "weight"
                 if (weight := own_weight(m)) is not None:
                     self._layers[path] = Units(weight, parameters_of(m).get("bias"), True)
-        self._layers |= {
-            name: Units(weight, bias, False) for name, weight, bias in _bare_layers(run.loop.model)
-        }
+        self._layers |= _bare_layers(run.loop.model)
 
     def on_batch(self, run: Run) -> None:
         if run.looking or self._is_dense:
@@ -141,27 +137,20 @@ class DeadUnits(Measurement):
                 of_device[grad.device][name] = Units(grad, None if bias is None else bias.grad, is_row)
         number = self._n_looks + 1
         alive = [(units, _alive(units, 0 if is_inspected else number)) for units in of_device.values()]
-        if not any(x is None or not x.is_cpu or bool(x.any()) for _, x in alive):
+        if not any(not x.is_cpu or bool(x.any()) for _, x in alive):
             return
         self._n_looks, self.n_examples = number, self.n_examples + n_examples
         for units, x in alive:
             sizes = [len(weight if bias is None else bias) for weight, bias, _ in units.values()]
-            self._n_units |= zip(units, sizes, strict=True)
-            for name in units:
+            for name, n in zip(units, sizes, strict=True):
                 self._looks.setdefault(name, []).append((number, step, n_examples))
-            if x is None:
-                self._last |= dict.fromkeys(units, number)
-                continue
-            known = [(self._last.get(name, 0), n) for name, n in zip(units, sizes, strict=True)]
-            last = torch.cat(
-                [x.new_full((n,), y, dtype=torch.long) if isinstance(y, int) else y for y, n in known]
-            )
-            last = torch.where(x, number, last)
+                if name not in self._last:
+                    self._last[name] = x.new_zeros(n, dtype=torch.long)
+            last = torch.where(x, number, torch.cat([self._last[name] for name in units]))
             self._last |= zip(units, torch.split(last, sizes), strict=True)
 
     def _shares_of(self, name: str) -> Dead:
-        looks, known, n_places = self._looks[name], self._last[name], self._places.get(name, 1)
-        last = [known] * self._n_units[name] if isinstance(known, int) else known.tolist()
+        looks, last, n_places = self._looks[name], self._last[name].tolist(), self._places.get(name, 1)
         is_many = sum(size for *_, size in looks) >= MIN_EXAMPLES
         n_needed = MIN_EXAMPLES if is_many else MIN_EXAMPLES / n_places
         n, n_examples = 0, 0
@@ -176,20 +165,17 @@ class DeadUnits(Measurement):
         return Dead(len(dead) / len(last), never, step, n, n_examples, len(last), n_places)
 
 
-def _alive(layers: dict[str, Units], number: int) -> Tensor | None:
-    """Whether each unit of layers on one device has a gradient, `(n_units,)`; None if all have.
+def _alive(layers: dict[str, Units], number: int) -> Tensor:
+    """Whether each unit of layers on one device has a gradient, by their gradients: `(n_units,)`.
 
-    Args:
-        layers: their gradients.
-        number: tells whose turn it is to have its rows read on a GPU; 0: those of all layers are.
+    `number` tells whose turn it is to have its rows read on a GPU; 0: those of all layers are.
     """
-    biases = {name: units.bias for name, units in layers.items() if units.bias is not None}
-    found = dict[str, Tensor]()
-    if biases:
-        by_bias = torch.cat(list(biases.values())) != 0
-        if by_bias.is_cpu and len(biases) == len(layers) and bool(by_bias.all()):  # the usual case
-            return None
-        found = dict(zip(biases, torch.split(by_bias, list(map(len, biases.values()))), strict=True))
+    found = {name: units.bias for name, units in layers.items() if units.bias is not None}
+    if found:
+        by_bias = torch.cat(list(found.values())) != 0
+        if by_bias.is_cpu and len(found) == len(layers) and bool(by_bias.all()):  # the usual case
+            return by_bias
+        found = dict(zip(found, torch.split(by_bias, list(map(len, found.values()))), strict=True))
     for i, (name, units) in enumerate(layers.items()):
         x = found.get(name)
         is_due = number == 0 or (number + i) % N_TURNS == 0
@@ -213,7 +199,7 @@ def _with_rows(units: Units, by_bias: Tensor | None) -> Tensor:
     return by_bias | by_row | by_column
 
 
-def _bare_layers(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+def _bare_layers(model: nn.Module) -> Iterator[tuple[str, Units]]:
     """Matrices that are parameters of custom modules, each with the first vector of its size as bias."""
     params = [
         (f"{prefix}.{name}" if prefix else name, p)
@@ -228,4 +214,4 @@ def _bare_layers(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Param
         bias = next((p for p in vectors if is_matrix and len(p) in weight.shape), None)
         if bias is not None:
             vectors = [p for p in vectors if p is not bias]
-            yield name, weight, bias
+            yield name, Units(weight, bias, False)
