@@ -141,13 +141,13 @@ class DeadUnits(Measurement):
             return
         self._n_looks, self.n_examples = number, self.n_examples + n_examples
         for units, x in alive:
-            sizes = [len(weight if bias is None else bias) for weight, bias, _ in units.values()]
+            sizes = [(weight if bias is None else bias).shape[0] for weight, bias, _ in units.values()]
             for name, n in zip(units, sizes, strict=True):
                 self._looks.setdefault(name, []).append((number, step, n_examples))
                 if name not in self._last:
                     self._last[name] = x.new_zeros(n, dtype=torch.long)
             last = torch.where(x, number, torch.cat([self._last[name] for name in units]))
-            self._last |= zip(units, torch.split(last, sizes), strict=True)
+            self._last |= zip(units, torch.split_with_sizes(last, sizes), strict=True)
 
     def _shares_of(self, name: str) -> Dead:
         looks, last, n_places = self._looks[name], self._last[name].tolist(), self._places.get(name, 1)
@@ -175,7 +175,9 @@ def _alive(layers: dict[str, Units], number: int) -> Tensor:
         by_bias = torch.cat(list(found.values())) != 0
         if by_bias.is_cpu and len(found) == len(layers) and bool(by_bias.all()):  # the usual case
             return by_bias
-        found = dict(zip(found, torch.split(by_bias, list(map(len, found.values()))), strict=True))
+        found = dict(
+            zip(found, torch.split_with_sizes(by_bias, [x.numel() for x in found.values()]), strict=True)
+        )
     for i, (name, units) in enumerate(layers.items()):
         x = found.get(name)
         is_due = number == 0 or (number + i) % N_TURNS == 0
