@@ -5,7 +5,7 @@ import re
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from math import prod
@@ -18,7 +18,6 @@ from hookcb.core.batch import parts
 from hookcb.core.torch_private import CALL_NAME, forward_hooks
 from hookcb.core.whose import OURS, is_of_program
 from hookcb.diagnosis.fault import EVERY, Measurement
-from hookcb.diagnosis.led import Led
 from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.lines import code_of, function_place
 from hookcb.diagnosis.measurements.operations import Operations
@@ -29,7 +28,6 @@ from hookcb.hooks.taps import Tap
 
 FIRST, MAX_TIMED = 6, 6  # batch from which layers are timed, and number of batches in which they are
 MIN_TIMED = 3
-Act = tuple[Callable[..., None], bool, bool]  # what acts, and whether before the forward and other hooks
 READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal")  # for which a GPU is waited for
 ELEMENT = 16  # multiply-adds that take as long as an element of a result, which is read and written
 # operations that take far more per element, by their size or by what is in them
@@ -83,11 +81,12 @@ class LayerTimes(Measurement):
         loop, gate = run.loop, partial(getattr, run.loop, "in_loop_thread")
         for m in named_modules(model).values():
             if id(m) in self._names and not isinstance(m, torch.jit.ScriptModule):
-                acts: list[Act] = [(self._enter, True, False), (self._end, False, True)]
-                if not _is_plain(m):  # other hooks of it act between the first two, and between the last two
-                    acts = [(self._pause, True, True), (self._begin, True, False)]
-                    acts += [(self._end, False, True), (self._resume, False, False)]
-                for act, pre, prepend in acts:
+                for act, pre, prepend in (
+                    (self._pause, True, True),
+                    (self._begin, True, False),
+                    (self._end, False, True),
+                    (self._resume, False, False),
+                ):  # other hooks of the module act between the first two and between the last two
                     self._hooks.append(Hook(m, act, pre=pre, prepend=prepend, detach=False, gate=gate))
                     self._hooks[-1].take_error = self.failed
         self._own = set(map(id, self._hooks))
@@ -105,10 +104,6 @@ class LayerTimes(Measurement):
         self._add_hooks(forward_hooks(m)[1])
         self._running.append(self._names[id(m)])
         self._since = time.perf_counter()
-
-    def _enter(self, m: nn.Module, args: Any) -> None:
-        self._pause(m, args)
-        self._begin(m, args)
 
     def _end(self, m: nn.Module, args: Any, output: Any) -> None:
         now, name = time.perf_counter(), self._names[id(m)]
@@ -161,13 +156,6 @@ class LayerTimes(Measurement):
             {name: min(x) for name, x in found.items() if n >= MIN_TIMED and 2 * len(x) > n}
             for found in (self._all_seconds, self._of_hooks)
         )
-
-
-def _is_plain(m: nn.Module) -> bool:
-    """Whether a module has no forward hooks but those of a diagnosis, which do nothing in this batch."""
-    taps = (hook for hooks in forward_hooks(m) for hook in hooks.values())
-    hooks = (tap.hook if isinstance(tap, Tap) else None for tap in taps)
-    return all(isinstance(getattr(getattr(x, "hook_func", None), "__self__", None), Led) for x in hooks)
 
 
 def _is_of_hook() -> bool:
