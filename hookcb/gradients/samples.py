@@ -5,7 +5,7 @@ from __future__ import annotations  # annotations stay text, as tl is not import
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -202,38 +202,38 @@ class Gather:
         if self._known is None or self._known[0] is not table or self._known[1] is not rule:
             kinds = tuple((x.dtype, x.shape, x.stride()) for x in xs)
             self._known, self._index = (table, rule), _index_of(kinds, rule, self._device)
-        index = self._index
-        out = torch.empty(len(index.offsets), dtype=self._dtype, device=self._device)
-        for dtype, rows in index.rows.items():
-            args = table, rows, index.offsets, out, str(dtype).removeprefix("torch."), SKETCH
+        offsets, of_dtype = self._index
+        out = torch.empty(len(offsets), dtype=self._dtype, device=self._device)
+        for dtype, rows in of_dtype.items():
+            args = table, rows, offsets, out, str(dtype).removeprefix("torch."), SKETCH
             _GATHER.launch((dtype, self._dtype), self._device, len(rows), args)
         return out
 
 
-class _Index(NamedTuple):
-    """Places of some elements of tensors in their memory, on a card."""
-
-    offsets: Tensor  # of each element of the sample from the first of its tensor
-    # by dtype, for each tensor of it: its index, its first element in the sample, and that after its last
-    rows: dict[torch.dtype, Tensor]
-
-
 @lru_cache(maxsize=32)
-def _index_of(kinds: tuple[tuple[torch.dtype, Any, Any], ...], rule: Rule, device: torch.device) -> _Index:
+def _index_of(
+    kinds: tuple[tuple[torch.dtype, Any, Any], ...], rule: Rule, device: torch.device
+) -> tuple[Tensor, dict[torch.dtype, Tensor]]:
+    # offsets from the first element of each tensor; by dtype, index, first and end of each in the sample
     offsets, rows, n = [torch.empty(0, dtype=torch.int64, device="cpu")], dict[torch.dtype, list[Any]](), 0
     for i, (dtype, shape, stride) in enumerate(kinds):
-        places = rule(shape.numel())
-        offsets.append(torch.zeros_like(places))
-        dims = list(zip(stride, shape, strict=True))[::-1]
-        # as `sketch_copy`, which takes elements of these sizes in the order of indices
-        is_picked = rule is tracked_places and SKETCH < shape.numel() <= 16 * SKETCH
-        for step, size in dims if is_picked else sorted(dims):
-            offsets[-1] += places % size * step
-            places = places // size
-        if len(places):
-            rows.setdefault(dtype, []).append((i, n, n := n + len(places)))
+        offsets.append(_offsets(shape, stride, rule))
+        if len(offsets[-1]):
+            rows.setdefault(dtype, []).append((i, n, n := n + len(offsets[-1])))
     tables = {dtype: table_on(device, torch.tensor(own, device="cpu")) for dtype, own in rows.items()}
-    return _Index(table_on(device, torch.cat(offsets)), tables)
+    return table_on(device, torch.cat(offsets)), tables
+
+
+@lru_cache(maxsize=256)  # as many parameters have the same shape
+def _offsets(shape: torch.Size, stride: tuple[int, ...], rule: Rule) -> Tensor:
+    places = rule(shape.numel())
+    found, dims = torch.zeros_like(places), list(zip(stride, shape, strict=True))[::-1]
+    # as `sketch_copy`, which takes elements of these sizes in the order of indices
+    is_picked = rule is tracked_places and SKETCH < shape.numel() <= 16 * SKETCH
+    for step, size in dims if is_picked else sorted(dims):
+        found += places % size * step
+        places = places // size
+    return found
 
 
 def _gather(

@@ -33,7 +33,7 @@ def examples_of_steps(*cbs, n=12):
     def follow(cb):
         dead = diagnose._dispatcher.run.measured(DeadUnits)
         own = dead.read_gradients
-        dead.read_gradients = lambda step, n_examples: (looks.append(n_examples), own(step, n_examples))
+        dead.read_gradients = lambda step, n, *rest: (looks.append(n), own(step, n, *rest))
 
     fit(make_learner(n, 0, lr=0.01), 1, cbs=[diagnose, Callback(before_train=follow), *cbs])
     return looks

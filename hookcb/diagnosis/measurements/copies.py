@@ -20,7 +20,7 @@ from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import without_wrappers
 from hookcb.training.ema import EMA
 
-SCANS = (2, 7, 12)  # numbers of inspected batches after which copies are looked for; a scan takes 20 ms
+SCANS = (2, 12)  # numbers of inspected batches after which copies are looked for; a scan takes 40 ms
 MAX_COPIES = 4
 MAX_SHARE = 0.25  # of the batches at which it is called: more often it gives targets
 Samples = dict[str, Tensor]
@@ -75,9 +75,11 @@ class Copies(Measurement):
     def on_batch_end(self, run: Run) -> None:
         if run.looking and run.n_looked in SCANS:
             self.n_scans += 1
-            model = without_wrappers(run.loop.model)
-            for whole in _wholes(model):
-                for m in _alike(whole):
+            wholes = list(_wholes(without_wrappers(run.loop.model)))
+            # objects refer to their class; a walk in Python over all objects takes twice as long
+            candidates = gc.get_referrers(*{type(whole) for whole in wholes})
+            for whole in wholes:
+                for m in _alike(whole, candidates):
                     self._add(m, whole, run)
 
     def on_validation(self, run: Run) -> None:
@@ -138,11 +140,11 @@ def _wholes(model: nn.Module) -> Iterator[nn.Module]:
         yield model
 
 
-def _alike(model: nn.Module) -> Iterator[nn.Module]:
-    """Models in memory of the same class and shapes that share no parameter with this one."""
+def _alike(model: nn.Module, candidates: list[Any]) -> Iterator[nn.Module]:
+    """Models among candidates of the same class and shapes that share no parameter with this one."""
     shapes = {name: p.shape for name, p in model.named_parameters()}
     own = {id(p) for p in model.parameters()}
-    for m in gc.get_objects():
+    for m in candidates:
         if type(m) is type(model) and m is not model:  # never isinstance, which may run code of a proxy
             params = dict(m.named_parameters())
             is_like = bool(params) and {name: p.shape for name, p in params.items()} == shapes

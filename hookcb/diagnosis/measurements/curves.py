@@ -63,7 +63,8 @@ class Curve:
 def bytes_in_use(statm: FileIO | None) -> float | None:
     """Bytes on the GPU if one is in use, else of the process, without mapped files; None if unknown."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return float(torch.cuda.memory_allocated())
+        # `memory_allocated` sorts 160 names for one of them
+        return float(torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["current"])
     if statm is None:
         return None
     _, resident, shared, *_ = os.pread(statm.fileno(), 256, 0).split()

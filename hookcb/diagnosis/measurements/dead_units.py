@@ -1,6 +1,7 @@
 """DeadUnits: units that no longer receive a gradient, in all steps at the beginning."""
 
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -19,7 +20,16 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 MIN_LOOKS, MIN_EXAMPLES = 8, 512  # without a gradient, both required for a dead unit
 N_DENSE, MAX_DENSE = 64, 512  # steps at the beginning that are all inspected
 MAX_PLACES = 8  # positions of a sample that count as samples, as neighbors are alike
+N_TURNS = 8  # steps in which the rows of all layers with a bias are read once on a GPU
 MAX_EXAMPLES = 4 * MIN_EXAMPLES  # of them, after which `N_DENSE` steps suffice
+
+
+class Units(NamedTuple):
+    """Weight and bias of a layer or their gradients, and whether its units are known to be rows."""
+
+    weight: Tensor
+    bias: Tensor | None
+    is_row: bool
 
 
 class Dead(NamedTuple):
@@ -42,24 +52,23 @@ class Dead(NamedTuple):
 class DeadUnits(Measurement):
     """Tracks the units of linear and convolutional layers, and of custom matrices with a bias.
 
-    A unit without any gradient was active for no sample. The gradient of its bias is read first, as that is
-    cheapest; if it is zero, which it also is if the loss depends on differences only, the unit's row of the
-    weight's gradient is read. Steps in which no unit has a gradient are ignored: the loss is then satisfied
-    or constant. A convolution sees as many examples in an image as it has positions, a linear layer as many
-    as there are tokens, of which at most 8 count.
+    A unit without any gradient was active for no sample. The gradients of all biases are read first, as that
+    is cheapest; where one is zero, which it also is if the loss depends on differences only, the unit's row
+    of the weight's gradient is read. On a GPU it is not known where, so rows of layers with a bias are read
+    in each eighth step, and in inspected ones. Steps in which no unit has a gradient are ignored: the loss is
+    then satisfied or constant. A convolution sees as many examples in an image as it has positions, a linear
+    layer as many as there are tokens, of which at most 8 count.
     """
 
     cadence = MAX_DENSE
 
     def __init__(self) -> None:
-        # by name of the weight, with the bias, and whether units are known to be rows
-        self._layers: dict[str, tuple[nn.Parameter, nn.Parameter | None, bool]] = {}
-        # the last step in which a unit had a gradient, counted from 1; an int if it is the same for all units
-        self._last: dict[str, Tensor | int] = {}
-        self._n_units: dict[str, int] = {}
+        self._layers: dict[str, Units] = {}  # by name of the weight
+        self._last: dict[str, Tensor] = {}  # the last look at which each unit had a gradient, 0 if none
         self._places: dict[str, int] = {}  # positions in a sample, in the inspected batch that had fewest
         self._rows: dict[str, int] = {}  # positions in all samples of this batch, by layer
-        self._looks: dict[str, list[tuple[int, int]]] = {}  # steps and numbers of examples
+        self._looks: dict[str, list[tuple[int, int, int]]] = {}  # their numbers, steps, numbers of examples
+        self._n_looks = 0
         self._in_step = self._in_batch = 0  # examples in the gradients of the next step, and in the batch
         self._is_dense, self._is_cancelled = True, False
         self.n_examples = 0  # in all steps that count
@@ -70,8 +79,8 @@ class DeadUnits(Measurement):
             if isinstance(m, nn.Linear | Convolution) and not isinstance(m, TRANSPOSED):
                 path = f"{name}.weight" if name else "weight"
                 if (weight := own_weight(m)) is not None:
-                    self._layers[path] = weight, parameters_of(m).get("bias"), True
-        self._layers |= {name: (weight, bias, False) for name, weight, bias in _bare_layers(run.loop.model)}
+                    self._layers[path] = Units(weight, parameters_of(m).get("bias"), True)
+        self._layers |= _bare_layers(run.loop.model)
 
     def on_batch(self, run: Run) -> None:
         if run.looking or self._is_dense:
@@ -89,7 +98,7 @@ class DeadUnits(Measurement):
 
     def on_step(self, run: Run) -> None:
         if run.looking or self._is_dense:
-            self.read_gradients(run.step, self._in_step)
+            self.read_gradients(run.step, self._in_step, run.looking)
 
     def on_cancel(self, run: Run, level: str) -> None:
         if level == "step":
@@ -99,7 +108,8 @@ class DeadUnits(Measurement):
             self._in_batch = 0
 
     def on_between(self, run: Run) -> None:
-        n_dense = MAX_DENSE if self.n_examples < MAX_EXAMPLES else N_DENSE
+        n_places = min((self._places.get(name, 1) for name in self._looks), default=1)
+        n_dense = MAX_DENSE if self.n_examples * n_places < MAX_EXAMPLES else N_DENSE
         self._is_dense = self._is_dense and run.n_steps < n_dense
         if not (self._is_cancelled and self._is_dense):
             self._in_step = 0
@@ -117,50 +127,71 @@ class DeadUnits(Measurement):
     def freeze(self) -> None:
         self._layers, self._last, self._looks = {}, {}, {}
 
-    def read_gradients(self, step: int, n_examples: int) -> None:
+    @torch.no_grad()
+    def read_gradients(self, step: int, n_examples: int, is_inspected: bool = True) -> None:
         """Notes which units have a gradient now, from `n_examples` examples."""
-        measured = {name: _alive(*units) for name, units in self._layers.items()}
-        alive = {name: x for name, x in measured.items() if x is not None}
-        if not any(isinstance(x, int) or not x.is_cpu or bool(x.any()) for x in alive.values()):
+        of_device = defaultdict[torch.device, dict[str, Units]](dict)
+        for name, (weight, bias, is_row) in self._layers.items():
+            grad = weight.grad
+            if grad is not None and grad.layout is torch.strided and not hasattr(grad, "full_tensor"):
+                of_device[grad.device][name] = Units(grad, None if bias is None else bias.grad, is_row)
+        number = self._n_looks + 1
+        alive = [(units, _alive(units, 0 if is_inspected else number)) for units in of_device.values()]
+        if not any(not x.is_cpu or bool(x.any()) for _, x in alive):
             return
-        self.n_examples += n_examples
-        for name, x in alive.items():
-            looks = self._looks.setdefault(name, [])
-            looks.append((step, n_examples))
-            if isinstance(x, int):
-                self._n_units[name], self._last[name] = x, len(looks)
-            else:
-                self._n_units[name] = len(x)
-                self._last[name] = torch.where(x, len(looks), self._last.get(name, 0))
+        self._n_looks, self.n_examples = number, self.n_examples + n_examples
+        for units, x in alive:
+            sizes = [(weight if bias is None else bias).shape[0] for weight, bias, _ in units.values()]
+            for name, n in zip(units, sizes, strict=True):
+                self._looks.setdefault(name, []).append((number, step, n_examples))
+                if name not in self._last:
+                    self._last[name] = x.new_zeros(n, dtype=torch.long)
+            last = torch.where(x, number, torch.cat([self._last[name] for name in units]))
+            self._last |= zip(units, torch.split_with_sizes(last, sizes), strict=True)
 
     def _shares_of(self, name: str) -> Dead:
-        looks, known, n_places = self._looks[name], self._last[name], self._places.get(name, 1)
-        last = [known] * self._n_units[name] if isinstance(known, int) else known.tolist()
-        is_many = sum(size for _, size in looks) >= MIN_EXAMPLES
+        looks, last, n_places = self._looks[name], self._last[name].tolist(), self._places.get(name, 1)
+        is_many = sum(size for *_, size in looks) >= MIN_EXAMPLES
         n_needed = MIN_EXAMPLES if is_many else MIN_EXAMPLES / n_places
         n, n_examples = 0, 0
-        for n, (_, size) in enumerate(reversed(looks), start=1):
+        for n, (*_, size) in enumerate(reversed(looks), start=1):
             n_examples += size
             if n >= MIN_LOOKS and n_examples >= n_needed:
                 break
-        dead = [x for x in last if x <= len(looks) - n]
+        dead = [x for x in last if x < looks[-n][0]]
         since = int(statistics.median(dead)) if dead else 0
         never = sum(x == 0 for x in last) / len(last)
-        step = looks[min(since, len(looks) - 1)][0]
+        step = next((step for number, step, _ in looks if number > since), looks[-1][1])
         return Dead(len(dead) / len(last), never, step, n, n_examples, len(last), n_places)
 
 
-def _alive(weight: nn.Parameter, bias: nn.Parameter | None, is_row: bool) -> Tensor | int | None:
-    """Whether each unit has a gradient, or their number if all have; None if the gradient cannot be read."""
-    grad = weight.grad
-    if grad is None or grad.layout is not torch.strided or hasattr(grad, "full_tensor"):
-        return None
-    if bias is None or bias.grad is None:
-        return grad.detach().flatten(1).any(1)
-    if bias.grad.is_cpu and bool(bias.grad.detach().all()):  # the usual case
-        return len(bias.grad)
-    by_bias, rows = bias.grad.detach() != 0, grad.detach().flatten(1)
-    if is_row or rows.shape[0] != rows.shape[1]:
+def _alive(layers: dict[str, Units], number: int) -> Tensor:
+    """Whether each unit of layers on one device has a gradient, by their gradients: `(n_units,)`.
+
+    `number` tells whose turn it is to have its rows read on a GPU; 0: those of all layers are.
+    """
+    found = {name: units.bias for name, units in layers.items() if units.bias is not None}
+    if found:
+        by_bias = torch.cat(list(found.values())) != 0
+        if by_bias.is_cpu and len(found) == len(layers) and bool(by_bias.all()):  # the usual case
+            return by_bias
+        found = dict(
+            zip(found, torch.split_with_sizes(by_bias, [x.numel() for x in found.values()]), strict=True)
+        )
+    for i, (name, units) in enumerate(layers.items()):
+        x = found.get(name)
+        is_due = number == 0 or (number + i) % N_TURNS == 0
+        if x is None or (not bool(x.all()) if x.is_cpu else is_due):
+            found[name] = _with_rows(units, x)
+    return torch.cat([found[name] for name in layers])
+
+
+def _with_rows(units: Units, by_bias: Tensor | None) -> Tensor:
+    """Whether each unit of a layer has a gradient in its bias or weight."""
+    rows = units.weight.flatten(1)
+    if by_bias is None:
+        return rows.any(1)
+    if units.is_row or rows.shape[0] != rows.shape[1]:
         return by_bias | rows.any(1 if rows.shape[0] == len(by_bias) else 0)
     by_row, by_column = rows.any(1), rows.any(0)
     # units of a square are its rows or columns, whichever are zero where the gradient of the bias is
@@ -170,7 +201,7 @@ def _alive(weight: nn.Parameter, bias: nn.Parameter | None, is_row: bool) -> Ten
     return by_bias | by_row | by_column
 
 
-def _bare_layers(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+def _bare_layers(model: nn.Module) -> Iterator[tuple[str, Units]]:
     """Matrices that are parameters of custom modules, each with the first vector of its size as bias."""
     params = [
         (f"{prefix}.{name}" if prefix else name, p)
@@ -185,4 +216,4 @@ def _bare_layers(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Param
         bias = next((p for p in vectors if is_matrix and len(p) in weight.shape), None)
         if bias is not None:
             vectors = [p for p in vectors if p is not bias]
-            yield name, weight, bias
+            yield name, Units(weight, bias, False)

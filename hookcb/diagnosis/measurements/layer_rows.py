@@ -1,6 +1,7 @@
 """Statistics of layers' outputs that ActivationStats does not record."""
 
 import math
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ class LayerRows(Measurement):
     def __init__(self) -> None:
         self._about: dict[str, str] = {}
         self._store: StatStore | None = StatStore(COLUMNS, MAX_RECORDS)
-        self._taken: list[tuple[str, torch.dtype, Tensor]] = []  # in the current batch
+        # in the current batch: name and dtype of an output, a sample of it, and its saturated share
+        self._taken: list[tuple[str, torch.dtype, Tensor, Tensor | None]] = []
         self._memory = Memory()  # as what is allocated in the midst of a forward splits the heap
         self._largest: dict[str, float] = {}
         self._n_copies = 0  # calls of copies, as nn.DataParallel makes them
@@ -47,11 +49,9 @@ class LayerRows(Measurement):
         if (x := float_output(name, output)) is None:
             return
         is_simple = x.is_cpu and not (torch.compiler.is_compiling() or in_transform())
-        share, saturated = spread(x, self._memory if is_simple else None), saturated_share(m, x)
-        values = torch.stack([share, saturated.float()])
-        values = self._memory.keep(values) if is_simple else values
+        sample, saturated = sample_of(x, self._memory if is_simple else None), saturated_share(m, x)
         # a list, because other attributes that change with each batch would make compiled code recompile
-        self._taken.append((name, x.dtype, values))
+        self._taken.append((name, x.dtype, sample, saturated))
 
     @property
     def last(self) -> str:
@@ -62,9 +62,19 @@ class LayerRows(Measurement):
         if self._store is None:
             return
         record = self._store.begin(0, run.step)
-        for name, dtype, values in self._taken:
+        alike = defaultdict[Any, list[tuple[str, Tensor, Tensor | None]]](list)
+        for name, dtype, sample, saturated in self._taken:
+            self._store.add(name)  # in the order of execution
             self._largest[name] = torch.finfo(dtype).max
-            self._store.put(name, [record], values[None].clone())
+            alike[sample.shape, sample.device].append((name, sample, saturated))
+        for same in alike.values():  # a few operations for all layers whose samples have the same shape
+            names, samples, saturated_shares = zip(*same, strict=True)
+            spreads = spread(torch.stack(samples))
+            unknown = spreads.new_full((), math.nan)
+            shares = torch.stack([unknown if x is None else x.float() for x in saturated_shares])
+            rows = torch.split(torch.stack([spreads, shares], 1), 1)
+            for name, row in zip(names, rows, strict=True):
+                self._store.put(name, [record], row)
         self.on_batch(run)
 
     def tell(self, run: Run) -> None:
@@ -95,32 +105,34 @@ def float_output(name: str, output: Any) -> Tensor | None:
     return plain
 
 
-def spread(x: Tensor, memory: Memory | None = None) -> Tensor:
-    """Variance across the batch relative to the second moment: 0 if all samples have the same output.
+def sample_of(x: Tensor, memory: Memory | None = None) -> Tensor:
+    """Copy of an output `(N, …)` as float32 `(N, k)`; of a part of each sample beyond 16,384 elements.
 
-    NaN for a single sample, and if all elements are zero. If `x` `(N, …)` has more than 16,384 elements a
-    part of each sample is read. `memory` lends what is needed on the way.
+    Zeros for a single sample, which has no spread. `memory` lends what is needed.
     """
     if x.ndim == 0 or len(x) < 2:
-        return x.new_full((), math.nan, dtype=torch.float32)
+        return x.new_zeros((2, 1), dtype=torch.float32)
     flat = x.reshape(len(x), -1)
     if flat.numel() > MAX_ELEMENTS:
-        flat = flat[:, :: max(1, flat.numel() // MAX_ELEMENTS)]
-    flat = flat[:MAX_ELEMENTS]
-    rows = flat.float().contiguous() if memory is None else memory.lend(flat.shape).copy_(flat)
-    out = None if memory is None else rows
-    whole = torch.linalg.vector_norm(rows)  # norms take a fraction of the time of `var`
-    rows = torch.sub(rows, rows[0].clone(), out=out)  # exactly 0 if all samples are the same
-    rows = torch.sub(rows, rows.mean(0), out=out)
-    if memory is not None:
-        memory.take_back(slice(-1, None))
-    share: Tensor = (torch.linalg.vector_norm(rows) / whole).square()
+        flat = flat[: min(len(x), MAX_ELEMENTS), :: flat.numel() // MAX_ELEMENTS]
+    return flat.to(torch.float32, copy=True) if memory is None else memory.lend(flat.shape).copy_(flat)
+
+
+def spread(samples: Tensor) -> Tensor:
+    """Variance across the batch relative to the second moment, of samples `(layers, N, k)`: `(layers,)`.
+
+    0 if all samples of a layer are the same, NaN if all its elements are zero. It writes to `samples`.
+    """
+    whole = torch.linalg.vector_norm(samples, dim=(1, 2))  # norms take a fraction of the time of `var`
+    samples -= samples[:, :1].clone()  # exactly 0 if all samples are the same
+    samples -= samples.mean(1, keepdim=True)
+    share: Tensor = (torch.linalg.vector_norm(samples, dim=(1, 2)) / whole).square()
     return share
 
 
-def saturated_share(m: nn.Module, x: Tensor) -> Tensor:
-    """Share of the outputs of a Tanh or Sigmoid near its limits; NaN if all are, and for other modules."""
+def saturated_share(m: nn.Module, x: Tensor) -> Tensor | None:
+    """Share of the outputs of a Tanh or Sigmoid near its limits, NaN if all are; None for other modules."""
     if not isinstance(m, nn.Tanh | nn.Sigmoid):
-        return x.new_full((), math.nan)
+        return None
     is_near = x.abs() > TANH if isinstance(m, nn.Tanh) else (x < SIGMOID) | (x > 1 - SIGMOID)
     return is_near.float().mean().masked_fill(x.isnan().all(), math.nan)

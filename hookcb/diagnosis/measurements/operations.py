@@ -32,8 +32,10 @@ Told = Callable[..., object]
 class Operations(Measurement):
     """Shows attention and embeddings in forwards of the model to what listens, and sees dropout in eval mode.
 
-    A model that is compiled, in whole or in part, is not measured, because it would run uncompiled. If the
-    first call of a model has no attention, it is not measured again.
+    Of the inspected batches it measures the first three, others when their number has doubled, and each while
+    a listener asks for more, as operations that are seen in Python take three times as long. A model that is
+    compiled, in whole or in part, is not measured, because it would run uncompiled. If the first call of a
+    model has no attention, it is not measured again.
     """
 
     cadence = EVERY
@@ -49,6 +51,7 @@ class Operations(Measurement):
         self.dropping: dict[str, int] = {}  # step of the first validation in which a layer dropped, by layer
         self.n_alike = 0  # calls of the first validation that had the same inputs
         self.has_attention = self.has_evaluated = self.has_looked = self.is_left_out = False
+        self._n_inspected = self._last_measured = 0  # batches, and which of these was measured last
         self._loop: Any = None
         self._is_forward = False  # a later forward is a recomputation by activation checkpointing
         self._is_wanted = False  # whether the call that begins is to be measured
@@ -77,7 +80,20 @@ class Operations(Measurement):
             self._hooks = [enter, leave]
 
     def on_batch(self, run: Run) -> None:
-        self._step, self._is_forward = run.step, run.looking
+        self._step, self._is_forward = run.step, run.looking and self._is_due()
+
+    def _is_due(self) -> bool:
+        """Whether to measure the inspected batch that begins; counts it."""
+        self._n_inspected += 1
+        n, is_doubled = self._n_inspected, self._n_inspected >= 2 * self._last_measured
+        is_due = n <= MIN_BATCHES or is_doubled or self._is_open
+        self._last_measured = n if is_due else self._last_measured
+        return is_due
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether a listener asks for more."""
+        return any(getattr(listener, "is_under_way", False) for listener in self.listeners)
 
     def on_backward(self, run: Run) -> None:
         self._is_forward = False
@@ -125,8 +141,7 @@ class Operations(Measurement):
             self._enter_eval(m, args)
             return
         # without attention, measuring would cost as much as the forward, for nothing
-        is_open = any(getattr(listener, "is_under_way", False) for listener in self.listeners)
-        is_done = self.has_looked and not self.n_seen and not is_open
+        is_done = self.has_looked and not self.n_seen and not self._is_open
         if torch.compiler.is_compiling() or is_done or not self._is_wanted:
             return
         self._close()

@@ -1,5 +1,6 @@
 """Opponents: whether a training plays against another one, as generators and discriminators do."""
 
+from collections.abc import Iterable
 from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
@@ -38,23 +39,29 @@ class Opponents(Measurement):
         self.why = ""  # how that is known, "" if it is not
         self._behind: list[tuple[ReferenceType[Tensor], Tensor]] = []  # of another model, as they were
         self._n_fed = self._n_plain = 0  # batches with inputs from another model, and with others
+        self._own = set[int]()  # ids of the model's parameters
         # the optimizer that has stepped last, and the number of backwards until then
         self._last: tuple[ReferenceType[Optimizer], int] | None = None
         self._n_steps = self._n_turns = self._n_joint = 0
 
     def on_prediction(self, run: Run) -> None:
-        own = {id(p) for p in run.loop.model.parameters()}
         given = [x.grad_fn for _, x in parts(run.loop.xb) if isinstance(x, Tensor) and x.grad_fn is not None]
-        behind = graph.leaves(given, graph.MAX_NODES)
-        is_fed = any(isinstance(p, nn.Parameter) and id(p) not in own for p in behind)
+        behind = graph.leaves(given, graph.MAX_NODES) if given else ()
+        is_fed = bool(self._foreign([p for p in behind if isinstance(p, nn.Parameter)], run))
         self._n_fed, self._n_plain = self._n_fed + is_fed, self._n_plain + (not is_fed)
 
     def on_loss(self, run: Run) -> None:
         if not self._behind:
-            own = {id(p) for p in run.loop.model.parameters()}
-            others = {id(p): p for p in last_parameters(run.loop.loss_node) if id(p) not in own}
-            known = [p for p in others.values() if _can_compare(p)]
+            others = self._foreign(last_parameters(run.loop.loss_node), run)
+            known = [p for p in others if _can_compare(p)]
             self._behind = list(zip(map(ref, known), sketch_copies(known), strict=True))
+
+    def _foreign(self, params: Iterable[Tensor], run: Run) -> list[Tensor]:
+        """Those that are not of the model, each once; it is walked only if one is not known to be."""
+        found = {id(p): p for p in params}
+        if found.keys() - self._own:
+            self._own = {id(p) for p in run.loop.model.parameters()}
+        return [p for key, p in found.items() if key not in self._own]
 
     def on_step(self, run: Run) -> None:
         if not isinstance(opt := run.loop.opt, Optimizer):

@@ -23,13 +23,13 @@ class Parameters(Measurement):
         self.begins: dict[str, tuple[nn.Parameter, Tensor]] = {}  # those that can be read, and the copies
         self.moved: dict[str, bool] = {}  # whether any copied element has changed
         self.is_still = False  # whether parameters are trained, and none of them has moved
-        self._params: list[tuple[str, nn.Parameter]] = []
+        self.params: list[tuple[str, nn.Parameter]] = []  # of the model, and their names
         self._n_without = Counter[str]()
 
     def on_model(self, run: Run) -> None:
-        self._params = [(name, p) for name, p, _ in find_params(run.loop.model)]
+        self.params = [(name, p) for name, p, _ in find_params(run.loop.model)]
         new: dict[str, nn.Parameter] = {}
-        for name, p in self._params:
+        for name, p in self.params:
             is_known = name in self.begins and self.begins[name][0] is p
             is_there = is_readable(p) and not isinstance(p, nn.parameter.UninitializedParameter)
             if is_there and p.numel() and not is_known:
@@ -40,7 +40,7 @@ class Parameters(Measurement):
     def on_step(self, run: Run) -> None:
         if run.looking and run.measured(OutsideParameters).has_joined:
             self.on_model(run)
-        without = ((name, p) for name, p in self._params if p.requires_grad and p.grad is None)
+        without = ((name, p) for name, p in self.params if p.requires_grad and p.grad is None)
         self._n_without.update(name for name, p in without if not has_no_part(p))
 
     def tell(self, run: Run) -> None:
@@ -53,4 +53,4 @@ class Parameters(Measurement):
             param.n_without = self._n_without.get(name, param.n_without)
 
     def freeze(self) -> None:
-        self.begins, self._params = {}, []
+        self.begins, self.params = {}, []

@@ -276,6 +276,20 @@ def test_only_calls_that_are_wanted_are_looked_at():
     assert len(layers) == 6
 
 
+def test_of_many_inspected_batches_the_first_three_are_seen_and_those_whose_number_has_doubled():
+    hooks, run, call, layers = operations(blocks())
+    seen = []
+    for n in range(1, 14):
+        call(numbers(B, T, HEADS * D))
+        seen += [n] * bool(layers)
+        layers.clear()
+    assert seen == [1, 2, 3, 6, 12]
+    hooks.listeners[0].is_under_way = True
+    call(numbers(B, T, HEADS * D))
+    hooks.close(run)
+    assert len(layers) == 3
+
+
 def test_a_listener_that_fails_keeps_its_error_and_costs_neither_the_forward_nor_the_others():
     hooks, run, call, layers = operations(blocks())
 

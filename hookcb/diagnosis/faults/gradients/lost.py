@@ -12,6 +12,7 @@ from hookcb.core.shards import is_shard
 from hookcb.core.torch_private import norms_of
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.parameters import Parameters
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.rules import median
 from hookcb.diagnosis.run import Run, Skipped
@@ -112,7 +113,7 @@ class ZeroGradients(_Zeros):
     """
 
     headline = "All gradients are zero at single steps"
-    uses = (Loss, Steps)
+    uses = (Loss, Parameters, Steps)
     passed = "steps at which all gradients are zero"
 
     def __init__(self) -> None:
@@ -124,15 +125,16 @@ class ZeroGradients(_Zeros):
         self._n_samples = n_samples(given if type(given) is tuple else tuple(x for _, x in parts(given))) or 0
 
     def on_step(self, run: Run) -> None:
-        grads = [p.grad for p in run.loop.model.parameters() if p.grad is not None]
         if self._n_samples < MIN_SAMPLES:
             return
+        known = [p.grad for _, p in run.measured(Parameters).params if p.grad is not None]
+        grads = known or [p.grad for p in run.loop.model.parameters() if p.grad is not None]  # of new ones
         if any(is_shard(g) or g.layout is not torch.strided for g in grads):
             self.done = True
             return
-        first = [g.detach() for g in grads if g.device == grads[0].device]
-        largest = torch.stack(norms_of(first)).amax() if first else 0.0
-        self._largest.append((run.step, detached_scalar(largest)))
+        with torch.no_grad():
+            norms = norms_of([g for g in grads if g.device == grads[0].device]) if grads else []
+            self._largest.append((run.step, detached_scalar(torch.stack(norms).amax() if norms else 0.0)))
 
     def findings(self, run: Run) -> Iterator[Result]:
         sizes, loss, about = self._numbers(), dict(run.loss), run.measured(Loss)

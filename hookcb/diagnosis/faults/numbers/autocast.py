@@ -74,7 +74,7 @@ class OutsideAutocast(Fault):
         if is_on and weight.dtype == output.dtype == torch.float64 and name not in self._doubles:
             self._doubles.append(name)
         if weight.dtype == torch.float32:
-            self._sizes.setdefault(name, output.numel() * weight[0].numel())
+            self._sizes.setdefault(name, output.numel() * (weight.numel() // weight.shape[0]))
             self._is_outside[name] = output.dtype == torch.float32
 
     def on_prediction(self, run: Run) -> None:
