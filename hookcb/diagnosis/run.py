@@ -174,11 +174,13 @@ class Run:
         reader: how whoever reads the verdict runs hookcb, for advice that fits.
         loop: the loop, while it is followed.
         looking: whether the current batch is inspected.
+        noting: whether slow facts are noted in it: if it is inspected, or as `Schedule.is_noted` says.
         parts: what was measured, and faults, by their classes, see `measured`.
     """
 
     loop: Any = None
     looking: bool = False
+    noting: bool = True
     parts: dict[type, Any] = field(default_factory=dict)
     sources: set[str] = field(default_factory=set)
     n_batches: int = 0

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Generator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ReferenceType, ref
 
 from torch.optim import Optimizer, lr_scheduler
@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from hookcb.diagnosis.fault import EVERY, Measurement
+from hookcb.diagnosis.fault import EVERY, LOOKS, Measurement
 from hookcb.diagnosis.heard import Ear, heard
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run
@@ -180,6 +180,7 @@ class Schedules(Measurement):
     """Schedulers of the optimizers of a training."""
 
     cadence = EVERY
+    cadences: ClassVar = {"on_step": 1, "on_batch_end": LOOKS}
     hears = (Schedulers,)
     uses = (Steps,)
 
@@ -213,7 +214,7 @@ class Schedules(Measurement):
 
     def on_batch_end(self, run: Run) -> None:
         n = heard(Schedulers).n_steps
-        if n != self._n_heard and run.looking:
+        if n != self._n_heard:
             self._n_heard = n
             self._look(run)
 

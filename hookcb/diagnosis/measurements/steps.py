@@ -24,6 +24,7 @@ class Steps(Measurement):
         # finite reaches; None before the first backward
         self.first_param: nn.Parameter | None = None
         self.n_backward = self.n_optimizers = self.n_skipped = 0  # skipped: by a GradScaler
+        self.latest = 0, 0  # number of backwards before the last step, and of the batch of that step
         self.n_alone = 0  # steps before which the model was not called
         self.n_given = 0  # backwards of losses of others, to which the model gives features or targets
         self.is_beside = False  # whether a backward was seen beside the model
@@ -40,6 +41,7 @@ class Steps(Measurement):
 
     def on_between(self, run: Run) -> None:
         loop = run.loop
+        self.latest = self.n_backward, run.step
         if loop.is_external:
             self.n_alone = loop.facts.n_steps_alone
             self.is_beside = self.is_beside or bool(loop.facts.n_beside)
