@@ -18,6 +18,7 @@ class Steps(Measurement):
 
     def __init__(self) -> None:
         self.optimizers: dict[int, Optimizer] = {}  # those that have stepped, by id, in that order
+        self.n_of: dict[int, int] = {}  # steps of each, likewise
         self._stepped: list[int] = []  # their ids
         self.made_by: list[int] = []  # index of the optimizer that made each inspected step
         # smallest parameter of the first layer with a gradient, which any number in a backward that is not
@@ -45,10 +46,11 @@ class Steps(Measurement):
         if loop.is_external:
             self.n_alone = loop.facts.n_steps_alone
             self.is_beside = self.is_beside or bool(loop.facts.n_beside)
-        if loop.opt is not None:
-            self.optimizers[id(loop.opt)] = loop.opt
+        if (opt := loop.opt) is not None:
+            self.optimizers[id(opt)] = opt
+            self.n_of[id(opt)] = self.n_of.get(id(opt), 0) + 1
             if run.looking:
-                self._stepped.append(id(loop.opt))
+                self._stepped.append(id(opt))
 
     def places(self) -> dict[int, int]:
         return {key: i for i, key in enumerate(self.optimizers)}
