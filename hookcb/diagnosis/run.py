@@ -194,9 +194,8 @@ class Run:
     notes: list[str] = field(default_factory=list)
     reasons: dict[str, Reason] = field(default_factory=dict)
     reader: Way = field(default_factory=lambda: way_of("learner"))
-    _kept: dict[str, Any] = field(
-        default_factory=dict, repr=False, compare=False
-    )  # what a verdict reads often
+    # what a verdict reads often
+    _kept: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __repr__(self) -> str:
         counts = f"{self.n_batches:,} batches, {len(self.layers)} layers, {len(self.params)} parameters"

@@ -46,10 +46,7 @@ class Schedule:
         return n < N_DENSE or n >= self._last * growth
 
     def is_noted(self) -> bool:
-        """Whether slow facts are noted in the batch that `is_due` has counted, also if it is not inspected.
-
-        They are in the first 64, and in one of each 8 in a row, drawn at random, as programs have periods.
-        """
+        """Whether slow facts are noted in that batch: one of the first 64, or of each 8 one at random."""
         n = self.n_batches - 1
         if n % EACH == 0:
             self._noted = n + self._choice.randrange(EACH)

@@ -43,9 +43,9 @@ class Write:
         goes_on: whether the same optimizer went on with the same state, and not with all weights written and
             another rate, as a training that begins anew.
         is_wide: whether it was seen in up to 1,024 elements, and not because a version had changed.
-        since: number of the batch after whose step the values were copied that it is compared with; if that
-            is an earlier step, only weights whose version has changed are in `rows`.
-        may_be_undone: whether these may be the values of the step again, as weights are swapped to validate.
+        since: number of the batch of the step after which the values were copied that it is compared with; if
+            that is an earlier step, only weights whose version has changed are in `rows`.
+        may_be_undone: whether the values of the step may be back, as weights are swapped to validate.
     """
 
     step: int
@@ -91,7 +91,6 @@ class _Raw:
     is_wide: bool = True
     since: int = -1
     may_be_undone: bool = False
-    written: frozenset[str] = frozenset()  # those whose version has changed
     has_scaler: bool = False
     is_usual: bool = False
 
@@ -294,11 +293,13 @@ class HeldWeights(Measurement):
             written(group, x, y, seen)
             for group, (x, y), seen in zip(held.groups, pairs, held.ranges[held.is_wide], strict=True)
         ]
-        every = (p for group in opt.param_groups for p in group["params"])
-        changed = (p for p, old in zip(every, held.versions, strict=False) if version_of(p) != old)
         raw = _Raw(held.step, held.names, tables, held.ids, held.going, is_wide=is_wide, since=held.since)
-        raw.written = frozenset(map(self._name, changed))
-        raw.may_be_undone = self._has_validated and held.since != held.step
+        if raw.since != raw.step:  # steps have changed the others, too
+            every = (p for group in opt.param_groups for p in group["params"])
+            both = zip(every, held.versions, strict=False)
+            changed = {self._name(p) for p, version in both if version_of(p) != version}
+            raw.names = [name if name in changed else "" for name in raw.names]
+            raw.may_be_undone = self._has_validated
         self._written.append(raw)
         self._open.append(raw)
 
@@ -351,8 +352,7 @@ class HeldWeights(Measurement):
     def tell(self, run: Run) -> None:
         self.writes = []
         for raw in self._written:
-            names = raw.names if raw.since == raw.step else raw.written
-            rows = {name: row for name, row in raw.rows(COLUMNS) if row["n_changed"] and name in names}
+            rows = {name: row for name, row in raw.rows(COLUMNS) if name and row["n_changed"]}
             goes_on = raw.goes_on and not (raw.has_new_rate and len(rows) == len(raw.names))
             about = raw.step, rows, goes_on, raw.is_wide, raw.since, raw.may_be_undone
             self.writes.append(Write(*about))

@@ -23,14 +23,13 @@ class Tally:
 
     Attributes:
         n_batches: number of batches that were counted.
-        is_whole: whether all labels of these were.
         is_mixed: whether a part of the batches is as good as all: 64 of them with two classes or more looked
             as drawn at random, and no class came later. Unknown on a GPU, which would have to be waited for.
     """
 
     def __init__(self, n_classes: int, ignored: int = -100) -> None:
         self.n_classes, self.ignored = n_classes, ignored
-        self.n_batches, self.is_whole, self.is_mixed = 0, True, False
+        self.n_batches, self.is_mixed = 0, False
         self._waiting: list[Tensor] = []
         self._counts: Tensor | None = None
 
@@ -38,7 +37,7 @@ class Tally:
         """Counts the labels of a batch."""
         y = y if y.ndim == 1 else y.reshape(-1)
         if (n := len(y)) > MAX_ELEMENTS:
-            y, self.is_whole = y[:: -(-n // MAX_ELEMENTS)], False
+            y = y[:: -(-n // MAX_ELEMENTS)]
         self.n_batches += 1
         self._waiting.append(y.clone())  # the program may change its own
         if len(self._waiting) == N_WAITING:

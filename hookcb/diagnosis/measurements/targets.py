@@ -55,10 +55,7 @@ class Targets(Measurement):
     def __init__(self) -> None:
         self._batches: list[Tensor] = []  # in the order of the training
         self._n_losses, self._choice = 0, random.Random(0)  # not the generator of the user's program
-        self._next, self._place = (
-            0,
-            0,
-        )  # number of the batch that is kept next, and place of the one that goes
+        self._next = self._place = 0  # number of the batch that is kept next, place of the one that goes
         self.n_batches, self.is_known = 0, False
         self._is_only = True  # whether no batch had a second tensor among its targets
         self.is_of_output = False  # whether the loss compares the model's output itself with them

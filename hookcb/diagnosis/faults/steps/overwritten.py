@@ -63,12 +63,7 @@ class Overwritten(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         held = run.measured(HeldWeights)
-        writes = [
-            write
-            for write in held.writes
-            if _is_more_than_rounding(write)
-            and not (write.may_be_undone and not kind_of(write, run.params).what)
-        ]
+        writes = [write for write in held.writes if _is_write(write, run.params)]
         if not held.n_compared:
             yield Skipped("no weights were seen between an optimizer step and the next forward")
         elif not writes:
@@ -89,12 +84,8 @@ class Overwritten(Fault):
         what, causes = TOLD[kind.what]
         weights = join_names(kind.names, 3)
         have, their = ("has", "its") if len(kind.names) == 1 else ("have", "their")
-        what = what.format(
-            value=kind.value,
-            limit=kind.limit,
-            their=their,
-            old="the old ones" if write.since == write.step else f"those after step {write.since}",
-        )
+        old = "the old ones" if write.since == write.step else f"those after step {write.since}"
+        what = what.format(value=kind.value, limit=kind.limit, their=their, old=old)
         return self.finding(
             f"Between step {write.step} and the next forward, something other than the optimizer wrote to "
             f"{weights}, which {have} {what}.{again}",
@@ -166,10 +157,11 @@ def _cosine(row: dict[str, float]) -> float:
     return row["product"] / product if 0 < product < math.inf else 1.0
 
 
-def _is_more_than_rounding(write: Write) -> bool:
-    return any(
-        not math.sqrt(row["change"]) <= MAX_ROUNDING * math.sqrt(row["before"]) for row in write.rows.values()
-    )
+def _is_write(write: Write, params: Mapping[str, Param]) -> bool:
+    """Whether it has changed more than rounding does, and was not undone."""
+    squares = [(row["change"], row["before"]) for row in write.rows.values()]
+    is_more = any(not math.sqrt(change) <= MAX_ROUNDING * math.sqrt(x) for change, x in squares)
+    return is_more and (not write.may_be_undone or bool(kind_of(write, params).what))
 
 
 def _is_regular(writes: list[Write]) -> bool:
