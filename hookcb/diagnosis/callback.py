@@ -167,9 +167,11 @@ class Diagnose(Callback):
         if not self.learn.training:
             self._n_eval += 1
             return self._show_eval("on_eval_batch")
-        if self._is_new_step or not dispatcher.run.n_steps:  # decided once for all batches of a step
-            self._is_new_step, self.is_wanted = False, dispatcher.schedule.is_due()
-        dispatcher.run.looking = self.is_wanted
+        run, schedule = dispatcher.run, dispatcher.schedule
+        if self._is_new_step or not run.n_steps:  # decided once for all batches of a step
+            self._is_new_step, self.is_wanted = False, schedule.is_due()
+            run.noting = schedule.is_noted() or self.is_wanted
+        run.looking = self.is_wanted
         dispatcher.emit("on_batch")
 
     def _show_eval(self, event: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from hookcb.diagnosis.failures import describe_failure
-from hookcb.diagnosis.fault import HANDLERS, RARE, Part, key_of, parts_for
+from hookcb.diagnosis.fault import HANDLERS, NOTES, RARE, Part, key_of, parts_for
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.heard import heard, listen
 from hookcb.diagnosis.run import Partial, Run
@@ -46,16 +46,21 @@ class Dispatcher:
         self._arrange()
 
     def _arrange(self) -> None:
-        """Lists the handlers of each event, in batches that are inspected and in others."""
+        """Lists the handlers of each event: in idle batches, those of `Run.noting`, and inspected ones."""
         self._parts = [part for part in self._parts if not part.done]
         n = self.run.n_steps
-        awake = [part for part in self._parts if part.cadence > n]
-        every = _calls(self._parts)
-        self._calls: dict[bool, Calls] = {
-            True: every,
-            False: _calls(awake) | {event: every[event] for event in RARE},
-        }
-        self._changes_at = min((part.cadence for part in awake), default=math.inf)
+        found = [
+            (event, part, handle, part.cadences.get(event, part.cadence))
+            for event in HANDLERS
+            for part in self._parts
+            if (handle := getattr(part, event, None)) is not None
+        ]
+        self._calls: tuple[Calls, ...] = tuple({event: () for event in HANDLERS} for _ in range(3))
+        for event, part, handle, cadence in found:
+            first = 0 if cadence > n or event in RARE else 1 if cadence == NOTES else 2
+            for calls in self._calls[first:]:
+                calls[event] += ((part, handle),)
+        self._changes_at = min((cadence for *_, cadence in found if cadence > n), default=math.inf)
         self._is_outdated = False
 
     def begin(self) -> None:
@@ -72,7 +77,7 @@ class Dispatcher:
     def emit(self, event: str, *args: Any) -> None:
         """Calls the handlers of an event."""
         run = self.run
-        for part, handle in self._calls[run.looking][event]:
+        for part, handle in self._calls[run.looking + (run.looking or run.noting)][event]:
             try:
                 if handle(run, *args):
                     self.is_alarmed = True
@@ -86,7 +91,7 @@ class Dispatcher:
         if not torch.compiler.is_compiling():
             self.emit("on_output", name, m, output)
             return
-        for _, handle in self._calls[True]["on_output"]:
+        for _, handle in self._calls[-1]["on_output"]:
             handle(self.run, name, m, output)
 
     def show_loss(self) -> None:
@@ -170,10 +175,3 @@ class Dispatcher:
         for key in COSTS.get(part, (part,)) if isinstance(part, str) else (key_of(type(part)),):
             if not isinstance(run.reasons.get(key), Partial):
                 run.lack(Partial(note), key)
-
-
-def _calls(parts: list[Part]) -> Calls:
-    return {
-        event: tuple((part, handle) for part in parts if (handle := getattr(part, event, None)) is not None)
-        for event in HANDLERS
-    }

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from typing import Any, ClassVar, TypeVar
@@ -21,6 +21,7 @@ When = Span | Series | int | tuple[int | None, int | None]
 EVERYTHING = "act.* attn.* grad.* loss.* nonfinite.* unit.* update.* amp.* head.* valid.*"
 
 EVERY = math.inf  # cadence: each batch
+NOTES = -1  # batches of `Run.noting`
 LOOKS = 0  # inspected batches only; a number n: also all batches until n steps were made
 
 HANDLERS = (
@@ -78,7 +79,8 @@ class Part:
     of_ranks, rank)`, which may change this run; see `ranks.of_all`.
 
     Attributes:
-        cadence: the batches in which it is called: `EVERY`, `LOOKS`, or a number of steps.
+        cadence: the batches in which it is called: `EVERY`, `NOTES`, `LOOKS`, or a number of steps.
+        cadences: those of single handlers, if they differ.
         uses: measurements that it depends on, which are called before it.
         hears: what it reads by `heard`; see `Ear`.
         done: whether it has seen enough, and is called no more.
@@ -86,6 +88,7 @@ class Part:
     """
 
     cadence: float = LOOKS
+    cadences: ClassVar[Mapping[str, float]] = {}
     failure: Exception | None = None
     uses: ClassVar[tuple[type["Measurement"], ...]] = ()
     hears: ClassVar[tuple[type[Ear], ...]] = ()

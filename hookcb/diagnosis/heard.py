@@ -9,9 +9,8 @@ from typing import Any, ClassVar, TypeVar, cast
 from hookcb.core.call_hook import CallHook
 
 E = TypeVar("E", bound="Ear")
-Call = tuple[
-    type | ModuleType, str, str
-]  # holder and name of a function, name of the method that observes it
+# holder and name of a function, name of the method that observes it
+Call = tuple[type | ModuleType, str, str]
 
 EARS: list[type["Ear"]] = []
 

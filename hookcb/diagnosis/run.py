@@ -175,12 +175,14 @@ class Run:
         loop: the loop, while it is followed.
         looking: whether the current batch is inspected.
         in_graph: whether the output that is shown is one in a compiled graph.
+        noting: whether slow facts are noted in it: if it is inspected, or as `Schedule.is_noted` says.
         parts: what was measured, and faults, by their classes, see `measured`.
     """
 
     loop: Any = None
     looking: bool = False
     in_graph: bool = False
+    noting: bool = True
     parts: dict[type, Any] = field(default_factory=dict)
     sources: set[str] = field(default_factory=set)
     n_batches: int = 0
@@ -194,9 +196,8 @@ class Run:
     notes: list[str] = field(default_factory=list)
     reasons: dict[str, Reason] = field(default_factory=dict)
     reader: Way = field(default_factory=lambda: way_of("learner"))
-    _kept: dict[str, Any] = field(
-        default_factory=dict, repr=False, compare=False
-    )  # what a verdict reads often
+    # what a verdict reads often
+    _kept: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __repr__(self) -> str:
         counts = f"{self.n_batches:,} batches, {len(self.layers)} layers, {len(self.params)} parameters"

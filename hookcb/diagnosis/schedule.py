@@ -1,9 +1,12 @@
 """Choice of the batches to inspect closely, by their number alone and not by the clock."""
 
+import random
+
 N_DENSE = 6  # batches at the beginning, all inspected
 GROWTH = 1.35  # ratio of the numbers of two inspected batches after these
 N_FREE = 20  # batches up to which `GROWTH` holds whatever the budget
 MAX_GROWTH = 2.0  # ratio if the budget is exhausted
+N_NOTED, EACH = 64, 8  # batches at the beginning that are noted, and of so many later ones in a row one
 
 
 class Schedule:
@@ -26,6 +29,7 @@ class Schedule:
         self.n_batches = 0
         self._last = 0
         self._n_later = 0  # inspected batches from batch 20 on
+        self._noted, self._choice = 0, random.Random(0)  # not the generator of the user's program
 
     def is_due(self) -> bool:
         """Whether to inspect the batch that begins; counts it."""
@@ -40,6 +44,13 @@ class Schedule:
         """Whether to inspect batch `n`, if no other one is inspected before it."""
         growth = GROWTH if n < N_FREE or self._n_later + 1 <= self.budget * n else MAX_GROWTH
         return n < N_DENSE or n >= self._last * growth
+
+    def is_noted(self) -> bool:
+        """Whether slow facts are noted in that batch: one of the first 64, or of each 8 one at random."""
+        n = self.n_batches - 1
+        if n % EACH == 0:
+            self._noted = n + self._choice.randrange(EACH)
+        return n < N_NOTED or n == self._noted
 
     @property
     def rule(self) -> str:

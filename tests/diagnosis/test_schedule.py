@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Callback, Diagnose, GradientAccumulation, watch
-from hookcb.diagnosis.schedule import Schedule
+from hookcb.diagnosis.schedule import EACH, N_NOTED, Schedule
 from tests.support import each, fit, make_learner, make_model
 
 GROWING = [0, 1, 2, 3, 4, 5, 7, 10, 14, 19, 26, 36, 49, 67, 91, 123, 167, 226, 306, 414, 559, 755]
@@ -64,6 +64,16 @@ def test_the_rule_is_told_once_it_has_thinned_looks():
     rules = [schedule.rule for _ in range(40) if schedule.is_due() or True]
     assert set(rules[:20]) == {""}
     assert set(rules[20:]) == {"from batch 20 on about 2% of them"}
+
+
+def test_slow_facts_are_noted_in_the_first_64_batches_and_then_in_one_of_each_8_whatever_their_period():
+    schedule = Schedule()
+    found = [i for i in range(4_000) if (schedule.is_due() or True) and schedule.is_noted()]
+    later = [i for i in found if i >= N_NOTED]
+    assert found[:N_NOTED] == list(range(N_NOTED))
+    assert [i // EACH for i in later] == list(range(N_NOTED // EACH, 4_000 // EACH))
+    for period in (2, 4, 5, EACH):
+        assert {i % period for i in later} == set(range(period))
 
 
 # ---- in a training

@@ -8,19 +8,19 @@ from collections import defaultdict
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from hookcb.core.optim import detached_scalar, largest_lr
-from hookcb.diagnosis.fault import EVERY, Measurement
+from hookcb.diagnosis.fault import EVERY, NOTES, Measurement
 from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run, Series, Skipped
 
 STATM = Path("/proc/self/statm")  # in pages
 MAX_POINTS, MAX_MEMORY = 8_192, 128  # points of a curve, and of memory in use, which is read in fewer batches
-MANY_READINGS, MEMORY_EVERY = 64, 4  # batches in which it is read at first, and distance of the later ones
 
 
 class Curve:
@@ -75,6 +75,7 @@ class Curves(Measurement):
     """Numbers of each batch: loss, learning rate, time and memory."""
 
     cadence = EVERY
+    cadences: ClassVar = {"on_batch_end": NOTES}
     uses = (Clock, Steps)
 
     def __init__(self) -> None:
@@ -85,11 +86,10 @@ class Curves(Measurement):
         # time at which the first backward of the last batch had ended, NaN where an epoch begins
         self._ended, self._has_ended = math.nan, False
         self._statm: FileIO | None = None  # on Linux only
-        self._memory_due = 0
         self.losses: dict[int, Series] = {}  # before each step of an optimizer, by index of the optimizer
         self.waits = Series()  # seconds spent fetching batches since the previous batch, if a fetch was seen
         self.batches = Series()  # seconds from the end of the previous batch's first backward to this one's
-        self.memory = Series()  # bytes in use after each step, if known
+        self.memory = Series()  # bytes in use after batches of `Run.noting`, if known
 
     def on_model(self, run: Run) -> None:
         self._statm = STATM.open("rb", buffering=0) if STATM.exists() else None
@@ -118,10 +118,8 @@ class Curves(Measurement):
             self._rate.add(run.step, largest_lr(opt))
 
     def on_batch_end(self, run: Run) -> None:
-        is_due = run.n_batches <= MANY_READINGS or run.n_batches >= self._memory_due
-        if is_due and self._memory.is_due() and (used := bytes_in_use(self._statm)) is not None:
+        if self._memory.is_due() and (used := bytes_in_use(self._statm)) is not None:
             self._memory.add(run.step, used)
-            self._memory_due = run.n_batches + MEMORY_EVERY
 
     def on_epoch(self, run: Run) -> None:
         self._ended = math.nan  # the time until the next batch does not count

@@ -14,7 +14,7 @@ from hookcb.core.optim import mark_of
 from hookcb.core.precision import numbers_to
 from hookcb.core.restore import same_bits
 from hookcb.core.shards import local_part
-from hookcb.core.torch_private import held_versions, is_flattened
+from hookcb.core.torch_private import held_versions, is_flattened, version_of
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.outside import OutsideParameters
 from hookcb.diagnosis.measurements.samples import COLUMNS, Group, Range, differ, flat, spread_copy, written
@@ -43,12 +43,17 @@ class Write:
         goes_on: whether the same optimizer went on with the same state, and not with all weights written and
             another rate, as a training that begins anew.
         is_wide: whether it was seen in up to 1,024 elements, and not because a version had changed.
+        since: number of the batch of the step after which the values were copied that it is compared with; if
+            that is an earlier step, only weights whose version has changed are in `rows`.
+        may_be_undone: whether the values of the step may be back, as weights are swapped to validate.
     """
 
     step: int
     rows: dict[str, dict[str, float]]
     goes_on: bool
-    is_wide: bool = True
+    is_wide: bool
+    since: int
+    may_be_undone: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,8 @@ class _Raw:
     goes_on: bool = False  # with the same state
     has_new_rate: bool = False
     is_wide: bool = True
+    since: int = -1
+    may_be_undone: bool = False
     has_scaler: bool = False
     is_usual: bool = False
 
@@ -103,8 +110,10 @@ class _Held:
     groups: list[Group] = field(default_factory=list)
     ranges: dict[bool, list[Range]] = field(default_factory=dict)  # of wide samples, and of narrow ones
     versions: list[int] = field(default_factory=list)  # of all that it holds, after its last step
-    after: list[Tensor] = field(default_factory=list)  # a sample after that step
+    after: list[Tensor] = field(default_factory=list)  # a sample after that step, or after an earlier one
     is_wide: bool = True  # whether that is a wide one
+    since: int = -1  # number of the batch of that step, which may be an earlier one
+    is_written: bool = False  # whether something else has changed a version
     going: tuple[float, int] = (math.nan, 0)  # its rate at that step, and the id of its state
     n_same: int = 0  # steps in turn that have changed no version, as those of a fused optimizer
     longest: int = 0  # of these, in the past
@@ -139,10 +148,11 @@ class _Held:
 class HeldWeights(Measurement):
     """Follows what each step changes in the weights, and what is changed before the next forward.
 
-    Version counters are read in each step, and up to 32 elements of each matrix are copied after it; if a
-    counter has changed by the next forward, these are compared. In the first 64 steps, inspected ones and
-    those after them up to 1,024 elements are compared, as some writes have no version. Left out are weights
-    without a gradient, and loops without an optimizer or with LBFGS.
+    Version counters are read after each step and before the next forward. If one has changed, up to 32
+    elements of each matrix are compared with those after the latest step of `Run.noting`, or once that has
+    happened, with those after each step. In the first 64 steps, inspected ones and those after them up to
+    1,024 elements are compared, as some writes have no version. Left out are weights without a gradient, and
+    loops without an optimizer or with LBFGS.
 
     Attributes:
         writes: those seen, see `Write`.
@@ -167,6 +177,7 @@ class HeldWeights(Measurement):
         self._open: list[_Raw] = []  # of these, those after which there was no step yet
         self._looks: list[_Raw] = []
         self._is_after_look = False
+        self._has_validated = False  # since the latest step
 
     def on_model(self, run: Run) -> None:
         self._names = {id(p): (ref(p), name) for name, p, _ in find_params(run.loop.model)}
@@ -194,32 +205,38 @@ class HeldWeights(Measurement):
         if (held := self._of(run)) is None or not held.ids or (opt := held.opt()) is None:
             return
         is_look = run.looking or held.before is not None
-        held.is_wide = run.n_steps <= N_WIDE or is_look or self._is_after_look
+        is_wide = run.n_steps <= N_WIDE or is_look or self._is_after_look
         versions = held_versions(opt)
         held.n_same, past = (held.n_same + 1, 0) if versions == held.versions else (0, held.n_same)
         held.longest = max(held.longest, past)
         held.step, held.versions, held.going = run.step, versions, _going(opt)
-        held.after = held.sample(held.is_wide)
-        if held.is_wide:
+        if is_wide or run.noting or held.is_written or not held.after:
+            held.after, held.is_wide, held.since = held.sample(is_wide), is_wide, held.step
+        if is_wide:
             held.add_to_ranges()
         if held.before is not None:
             self._look(run, held, opt)
         others = [x for x in self._pending if x is not held and _are_apart(x, held)]
         self._pending = [*others, held]
-        self._is_after_look = run.looking
+        self._is_after_look, self._has_validated = run.looking, False
 
     def on_cancel(self, run: Run, level: str) -> None:
         for held in self._held.values():
             held.before = None
+
+    def on_validation(self, run: Run) -> None:
+        self._has_validated = True
 
     def on_batch(self, run: Run) -> None:
         pending, self._pending = self._pending, []
         for held in pending:
             opt = held.opt()
             if opt is not None and len(self._written) < MAX_WRITES:
-                self.n_compared += held.is_wide
-                if held.is_wide or held_versions(opt) != held.versions:
-                    self._compare(held, opt)
+                is_wide, now = held.is_wide and held.since == held.step, held_versions(opt)
+                self.n_compared += is_wide
+                if is_wide or now != held.versions:
+                    self._compare(held, opt, is_wide)
+                held.is_written |= now != held.versions
 
     def _of(self, run: Run) -> _Held | None:
         opt, held = run.loop.opt, self._now
@@ -263,7 +280,7 @@ class HeldWeights(Measurement):
 
     # ---- writes
 
-    def _compare(self, held: _Held, opt: Optimizer) -> None:
+    def _compare(self, held: _Held, opt: Optimizer, is_wide: bool) -> None:
         if len(held.params()) != len(held.ids):
             return
         pairs = list(zip(held.after, held.sample(held.is_wide), strict=True))
@@ -276,7 +293,13 @@ class HeldWeights(Measurement):
             written(group, x, y, seen)
             for group, (x, y), seen in zip(held.groups, pairs, held.ranges[held.is_wide], strict=True)
         ]
-        raw = _Raw(held.step, held.names, tables, held.ids, held.going, is_wide=held.is_wide)
+        raw = _Raw(held.step, held.names, tables, held.ids, held.going, is_wide=is_wide, since=held.since)
+        if raw.since != raw.step:  # steps have changed the others, too
+            every = (p for group in opt.param_groups for p in group["params"])
+            both = zip(every, held.versions, strict=False)
+            changed = {self._name(p) for p, version in both if version_of(p) != version}
+            raw.names = [name if name in changed else "" for name in raw.names]
+            raw.may_be_undone = self._has_validated
         self._written.append(raw)
         self._open.append(raw)
 
@@ -329,9 +352,10 @@ class HeldWeights(Measurement):
     def tell(self, run: Run) -> None:
         self.writes = []
         for raw in self._written:
-            rows = {name: row for name, row in raw.rows(COLUMNS) if row["n_changed"]}
-            begins_anew = raw.has_new_rate and len(rows) == len(raw.names)
-            self.writes.append(Write(raw.step, rows, raw.goes_on and not begins_anew, raw.is_wide))
+            rows = {name: row for name, row in raw.rows(COLUMNS) if name and row["n_changed"]}
+            goes_on = raw.goes_on and not (raw.has_new_rate and len(rows) == len(raw.names))
+            about = raw.step, rows, goes_on, raw.is_wide, raw.since, raw.may_be_undone
+            self.writes.append(Write(*about))
         self.looks = {}
         for raw in self._looks:
             for name, row in raw.rows(OF_UPDATE):

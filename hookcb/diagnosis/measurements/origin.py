@@ -60,7 +60,7 @@ class Origin(Measurement):
         self._n_losses = 0
 
     def on_prediction(self, run: Run) -> bool:
-        if run.loop.is_external and self._n_losses < max(1, run.n_batches):  # which may never tell its loss
+        if self._n_losses < max(1, run.n_batches) and run.loop.is_external:  # which may never tell its loss
             outputs = [x for _, x in parts(run.loop.pred) if isinstance(x, Tensor) and x.is_floating_point()]
             at_hand = [x.detach() for x in outputs if x.is_cpu and x.numel() <= MAX_OUTPUT]
             # -inf alone is how scores are masked
@@ -81,7 +81,7 @@ class Origin(Measurement):
         param = run.measured(Steps).first_param
         if (scaler is not None and scaler.is_enabled()) or param is None or (grad := param.grad) is None:
             return False
-        if grad.is_cpu and not math.isfinite(grad.detach().sum().item()):
+        if grad.is_cpu and not math.isfinite(grad.sum().item()):
             return self._seek(run, "A gradient is not finite", gradient=True)
         return False
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Generator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ReferenceType, ref
 
 from torch.optim import Optimizer, lr_scheduler
@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from hookcb.diagnosis.fault import EVERY, Measurement
+from hookcb.diagnosis.fault import NOTES, Measurement
 from hookcb.diagnosis.heard import Ear, heard
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run
@@ -143,6 +143,12 @@ def _period(scheduler: Any) -> int:
     return int(scheduler.T_max) if isinstance(scheduler, CosineAnnealingLR) else 0
 
 
+def _rate(opt: Optimizer) -> float:
+    """The largest learning rate of the groups, NaN if it is unknown."""
+    rates = [x for group in opt.param_groups if isinstance(x := group.get("lr"), float)]
+    return max(rates, default=math.nan)
+
+
 @dataclass(slots=True)
 class Use:
     """How a training uses a scheduler.
@@ -154,7 +160,8 @@ class Use:
         is_early: whether it was stepped before the first step of the optimizer.
         key: id of that optimizer.
         n_steps: steps of that optimizer.
-        rates: its smallest, largest and last learning rate, the largest of its groups at each step.
+        rates: its smallest, largest and last learning rate, the largest of its groups in each batch of
+            `Run.noting`.
     """
 
     n_before: int = 0
@@ -166,20 +173,10 @@ class Use:
     rates: tuple[float, float, float] = (math.nan, math.nan, math.nan)
 
 
-@dataclass(slots=True)
-class _Steps:
-    """Steps of an optimizer, and its smallest, largest and last learning rate, as in `Use`."""
-
-    low: float
-    high: float
-    last: float = math.nan
-    n: int = 0
-
-
 class Schedules(Measurement):
     """Schedulers of the optimizers of a training."""
 
-    cadence = EVERY
+    cadences: ClassVar = {"on_step": 1, "on_between": NOTES}
     hears = (Schedulers,)
     uses = (Steps,)
 
@@ -187,7 +184,7 @@ class Schedules(Measurement):
         self.used: list[tuple[Scheduler, Use]] = []
         self.n_epochs = self.n_validations = 0  # epochs: 0 if it is unknown when they end
         self._n_heard = -1
-        self._steps: dict[int, _Steps] = {}  # of each optimizer, by its id
+        self._rates: dict[int, tuple[float, float]] = {}  # smallest and largest of each optimizer, by its id
 
     def on_model(self, run: Run) -> None:
         ear = heard(Schedulers)
@@ -202,18 +199,13 @@ class Schedules(Measurement):
 
     def on_between(self, run: Run) -> None:
         if isinstance(opt := run.loop.opt, Optimizer):
-            now = max(
-                [x for group in opt.param_groups if isinstance(x := group.get("lr"), float)] or [math.nan]
-            )
-            if (steps := self._steps.get(id(opt))) is None:
-                steps = self._steps[id(opt)] = _Steps(low=now, high=now)
-            steps.n, steps.last = steps.n + 1, now
-            if not steps.low <= now <= steps.high:
-                steps.low, steps.high = min(steps.low, now), max(steps.high, now)
+            now = _rate(opt)
+            low, high = self._rates.get(id(opt), (now, now))
+            self._rates[id(opt)] = min(low, now), max(high, now)
 
     def on_batch_end(self, run: Run) -> None:
         n = heard(Schedulers).n_steps
-        if n != self._n_heard and run.looking:
+        if n != self._n_heard:
             self._n_heard = n
             self._look(run)
 
@@ -238,7 +230,8 @@ class Schedules(Measurement):
     def _look(self, run: Run) -> None:
         """Compares optimizers of schedulers with those that step."""
         self._add()
-        stepping = list(run.measured(Steps).optimizers.values())
+        steps = run.measured(Steps)
+        stepping = list(steps.optimizers.values())
         trained = {key for opt in stepping for key in params_of(opt)}
         for one, use in self.used:
             opt = None if one.opt is None else one.opt()
@@ -247,7 +240,7 @@ class Schedules(Measurement):
             groups = set(map(id, opt.param_groups))
             for own in stepping:
                 if own is opt or not groups.isdisjoint(map(id, own.param_groups)):
-                    use.is_ours, use.key = True, id(own)
-                    if (steps := self._steps.get(id(own))) is not None:
-                        use.n_steps, use.rates = steps.n, (steps.low, steps.high, steps.last)
+                    use.is_ours, use.key, use.n_steps = True, id(own), steps.n_of.get(id(own), 0)
+                    if (rates := self._rates.get(id(own))) is not None:
+                        use.rates = *rates, _rate(own)
             use.is_foreign = not use.is_ours and not trained.isdisjoint(params_of(opt))

@@ -18,12 +18,14 @@ class Steps(Measurement):
 
     def __init__(self) -> None:
         self.optimizers: dict[int, Optimizer] = {}  # those that have stepped, by id, in that order
+        self.n_of: dict[int, int] = {}  # steps of each, likewise
         self._stepped: list[int] = []  # their ids
         self.made_by: list[int] = []  # index of the optimizer that made each inspected step
         # smallest parameter of the first layer with a gradient, which any number in a backward that is not
         # finite reaches; None before the first backward
         self.first_param: nn.Parameter | None = None
         self.n_backward = self.n_optimizers = self.n_skipped = 0  # skipped: by a GradScaler
+        self.latest = 0, 0  # number of backwards before the last step, and of the batch of that step
         self.n_alone = 0  # steps before which the model was not called
         self.n_given = 0  # backwards of losses of others, to which the model gives features or targets
         self.is_beside = False  # whether a backward was seen beside the model
@@ -40,13 +42,15 @@ class Steps(Measurement):
 
     def on_between(self, run: Run) -> None:
         loop = run.loop
+        self.latest = self.n_backward, run.step
         if loop.is_external:
             self.n_alone = loop.facts.n_steps_alone
             self.is_beside = self.is_beside or bool(loop.facts.n_beside)
-        if loop.opt is not None:
-            self.optimizers[id(loop.opt)] = loop.opt
+        if (opt := loop.opt) is not None:
+            self.optimizers[id(opt)] = opt
+            self.n_of[id(opt)] = self.n_of.get(id(opt), 0) + 1
             if run.looking:
-                self._stepped.append(id(loop.opt))
+                self._stepped.append(id(opt))
 
     def places(self) -> dict[int, int]:
         return {key: i for i, key in enumerate(self.optimizers)}

@@ -39,13 +39,14 @@ class Targets(Measurement):
     """Copies of targets of batches, on their device until they are read.
 
     All of the first 64 batches, later a random choice of 64 from all batches, so that data in any order is
-    seen with the shares that it has. Class indices of a cross-entropy of torch are counted in all batches; if
-    the loop does not tell them or its loss, in the first 64, those of that choice, and inspected ones.
+    seen with the shares that it has. Class indices of a cross-entropy of torch are counted in all batches, or
+    once they look as drawn at random, on a CPU, in one of each 8; if the loop does not tell them or its loss,
+    in the first 64, those of that choice, and inspected ones.
 
     Attributes:
         counts: number of labels of each class, [] if none were counted.
         n_counted: number of batches whose labels were counted.
-        are_all: whether these are all batches.
+        are_fair: whether these are all batches, or drawn from all of them.
         are_of_samples: whether each sample has one label.
     """
 
@@ -54,10 +55,7 @@ class Targets(Measurement):
     def __init__(self) -> None:
         self._batches: list[Tensor] = []  # in the order of the training
         self._n_losses, self._choice = 0, random.Random(0)  # not the generator of the user's program
-        self._next, self._place = (
-            0,
-            0,
-        )  # number of the batch that is kept next, and place of the one that goes
+        self._next = self._place = 0  # number of the batch that is kept next, place of the one that goes
         self.n_batches, self.is_known = 0, False
         self._is_only = True  # whether no batch had a second tensor among its targets
         self.is_of_output = False  # whether the loss compares the model's output itself with them
@@ -69,7 +67,7 @@ class Targets(Measurement):
         self._tally: Tally | None = None
         self._path: tuple[int, ...] | None = None  # from the loss to the node that has saved the labels
         self.counts: list[int] = []
-        self.n_counted, self.are_all, self.are_of_samples = 0, False, False
+        self.n_counted, self.are_fair, self.are_of_samples = 0, False, False
 
     def of_batch(self, run: Run) -> Any:
         """Targets of the batch: those of the loop, those that the loss has saved, or else () if unknown."""
@@ -125,7 +123,7 @@ class Targets(Measurement):
             self.add_batch(self.of_batch(run))
             if len(self._batches) == MAX_BATCHES:
                 self._choose()
-        if self._tally is not None:
+        if self._tally is not None and (is_chosen or run.noting or not self._tally.is_mixed):
             self._count(run, self._tally, is_chosen or run.looking)
 
     def _choose(self) -> None:
@@ -156,7 +154,7 @@ class Targets(Measurement):
         tally = self._tally
         self.counts = [] if tally is None else tally.read()
         self.n_counted = 0 if tally is None else tally.n_batches
-        self.are_all = self.n_counted == self._n_losses
+        self.are_fair = self.n_counted == self._n_losses or (tally is not None and tally.is_mixed)
 
     def freeze(self) -> None:
         self._batches, self._tally = [], None
@@ -197,7 +195,7 @@ class Targets(Measurement):
             return Losses()
         if graph.kind == "cross-entropy":
             found = losses_of_classes(self._batches, graph)
-            if sum(self.counts) and self.are_all and not graph.has_weights:
+            if sum(self.counts) and self.are_fair and not graph.has_weights:
                 found = found._replace(constant=entropy_of(self.counts, graph.smoothing))
         elif graph.kind == "binary cross-entropy":
             found = losses_of_bits(self._batches, graph)

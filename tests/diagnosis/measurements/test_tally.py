@@ -20,7 +20,7 @@ def test_all_labels_are_counted(n, dtype):
         tally.add(y)
     expected = torch.bincount(torch.cat(batches).flatten().long(), minlength=5).tolist()
     assert tally.read() == tally.read() == expected
-    assert (tally.n_batches, tally.is_whole) == (n, True)
+    assert tally.n_batches == n
 
 
 def test_other_indices_are_left_out():
@@ -39,7 +39,6 @@ def test_later_changes_of_the_labels_do_not_count():
 def test_many_labels_are_counted_in_part():
     tally, y = Tally(2), torch.arange(3 * MAX_ELEMENTS).reshape(3, -1) % 2
     tally.add(y)
-    assert not tally.is_whole
     assert sum(tally.read()) == MAX_ELEMENTS
 
 
@@ -64,12 +63,14 @@ class Seen(Diagnose):
         self.targets = self.evidence().measured(Targets)
 
 
-def data(n):
+def data(n, is_sorted=True):
     torch.manual_seed(0)
-    return [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(n)]
+    y = torch.randint(3, (n, 8))
+    y = y.flatten().sort().values.view(n, 8) if is_sorted else y
+    return [(torch.randn(8, 4), x) for x in y]
 
 
-def test_a_training_counts_each_batch():
+def test_a_training_counts_each_batch_of_sorted_labels():
     batches = data(200)
     expected = torch.bincount(torch.cat([y for _, y in batches]), minlength=3).tolist()
     seen = Seen("ignore", show=False)
@@ -91,10 +92,40 @@ def test_a_plain_loop_counts_each_batch_whose_loss_it_reports_and_else_some(is_r
             opt.zero_grad()
     counts, n = seen.targets.counts, seen.targets.n_counted
     assert sum(counts) == 8 * n
-    assert seen.targets.are_all == is_reported == (n == 200)
+    assert seen.targets.are_fair == is_reported == (n == 200)
     assert n >= N_WAITING
     if is_reported:
         assert counts == torch.bincount(torch.cat([y for _, y in batches]), minlength=3).tolist()
+
+
+def test_of_labels_that_are_mixed_a_part_is_counted_after_the_first_64_batches():
+    seen = Seen("ignore", show=False)
+    fit(Learner(data(800, is_sorted=False), nn.Linear(4, 3), F.cross_entropy, lr=1e-3), 1, cbs=seen)
+    targets = seen.targets
+    assert N_WAITING < targets.n_counted < 400
+    assert targets.are_fair
+    assert sum(targets.counts) == 8 * targets.n_counted
+    assert min(targets.counts) > 0.28 * sum(targets.counts)
+
+
+@pytest.mark.parametrize(
+    ("labels", "is_mixed"),
+    [
+        (lambda i: torch.randint(10, (16,)), True),
+        (lambda i: torch.arange(10).roll(i), True),  # as of a balanced choice
+        (lambda i: torch.full((16,), i % 10), False),
+        (lambda i: torch.randint(2, (16,)) + 2 * (i % 5), False),
+        (lambda i: torch.zeros(16).long(), False),  # the others may come
+        (lambda i: torch.randint(10, (1,)), False),  # of which no two can be compared
+        (lambda i: torch.randint(9 + (i > 100), (16,)), False),  # a class that comes late
+    ],
+)
+def test_labels_are_mixed_if_their_batches_look_as_drawn_at_random(labels, is_mixed):
+    torch.manual_seed(0)
+    tally = Tally(10)
+    for i in range(2 * N_WAITING):
+        tally.add(labels(i))
+    assert tally.is_mixed == is_mixed
 
 
 def test_other_targets_are_not_counted():

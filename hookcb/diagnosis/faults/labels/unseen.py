@@ -20,7 +20,8 @@ class UnseenClasses(Fault):
     """Classes that validations have and no training label ever had, so they cannot be learned.
 
     Exact: counts of the labels of training batches and of validations, by class: of all batches if the loop
-    tells targets or loss, else of the first 64, inspected ones, and a random choice of the others. There must
+    tells targets or loss, or of one of each 8 after the first 64 if the labels of these look as drawn at
+    random and no class comes later; else of the first 64, inspected ones, and a random choice. There must
     be 8 labels or more in a validation, and by that share 30 or more expected in the training, so that no
     class is missing by chance. Classes that are in neither are a note, if there are 100 classes or fewer with
     100 labels each on average, because a head may be wider on purpose. Read if the loss is a cross-entropy of

@@ -54,9 +54,8 @@ class _Norm:
     latest: float = 0.0
     n: int = 0  # batches
     log_left: float = 0.0  # logarithm of the share of the initial statistics that is left
-    past: list[tuple[int, float]] = field(
-        default_factory=lambda: [(0, 0.0)]
-    )  # the same after ever more batches
+    # the same after ever more batches
+    past: list[tuple[int, float]] = field(default_factory=lambda: [(0, 0.0)])
 
     def note(self, momentum: float | None, n: int) -> None:
         """Sees the momentum after n batches; since the look before, the larger of both counts."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 
 from hookcb.core.text import join_names
-from hookcb.diagnosis.fault import EVERY, Fault, Result, Site, fault
+from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.held import HeldWeights
 from hookcb.diagnosis.measurements.parameters import Parameters
 from hookcb.diagnosis.measurements.steps import ClearedGradients, Steps
@@ -45,15 +45,7 @@ class NotStepped(Fault):
     """
 
     headline = "Parameters never change"
-    cadence = EVERY
     uses = (ClearedGradients, HeldWeights, Parameters, Steps)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._stepped = (0, 0)  # number of backwards before the last step, and of the batch of that step
-
-    def on_between(self, run: Run) -> None:
-        self._stepped = run.measured(Steps).n_backward, run.step
 
     def tell(self, run: Run) -> None:
         cleared, steps, self.seen = run.measured(ClearedGradients), run.measured(Steps), []
@@ -68,7 +60,7 @@ class NotStepped(Fault):
             )
         if run.measured(Parameters).is_still:
             self._see_still(run, steps)
-        before, step = self._stepped
+        before, step = steps.latest
         if MIN_BATCHES <= before < steps.n_backward - before and not (steps.n_alone or steps.n_given):
             self._see_end(steps.n_backward - before, step)
 

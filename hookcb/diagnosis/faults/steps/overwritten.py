@@ -42,9 +42,10 @@ class Overwritten(Fault):
     """Weights that something other than the optimizer writes between a step and the next forward.
 
     Exact: a sampled element differs from what the step has left, and the same optimizer goes on with the same
-    state. Up to 1,024 elements of each weight are compared in the first 64 steps, in
-    inspected ones and in those after them, and 32 of each matrix in any other step after which a version
-    counter has changed; a write through `.data` there is not seen.
+    state. Up to 1,024 elements of each weight are compared in the first 64 steps, in inspected ones and in
+    those after them, and 32 of each matrix in any other step after which a version counter has changed; a
+    write through `.data` there is not seen. The first such change may be compared with values of up to 15
+    steps before, which these steps have changed, too.
 
     Limit: half of the elements of a matrix, with a cosine of old and new values below 0.5, or back to what
     they were at the beginning, or all zero; or any element ten times as large as the largest was, or not
@@ -52,7 +53,8 @@ class Overwritten(Fault):
     among those that the training has had, as with averaged or restored weights; if there are writes after
     half of all steps, or three at equal distances; or if the optimizer is a new one, or has another state
     afterwards, or another rate and all weights are written. Nothing is said of weights that are swapped and
-    have their values back.
+    have their values back, or may have them: if the values of the step before are not known, and a validation
+    came in between.
     """
 
     headline = "Weights are overwritten in mid-run"
@@ -61,7 +63,7 @@ class Overwritten(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         held = run.measured(HeldWeights)
-        writes = [write for write in held.writes if _is_more_than_rounding(write)]
+        writes = [write for write in held.writes if _is_write(write, run.params)]
         if not held.n_compared:
             yield Skipped("no weights were seen between an optimizer step and the next forward")
         elif not writes:
@@ -82,9 +84,11 @@ class Overwritten(Fault):
         what, causes = TOLD[kind.what]
         weights = join_names(kind.names, 3)
         have, their = ("has", "its") if len(kind.names) == 1 else ("have", "their")
+        old = "the old ones" if write.since == write.step else f"those after step {write.since}"
+        what = what.format(value=kind.value, limit=kind.limit, their=their, old=old)
         return self.finding(
             f"Between step {write.step} and the next forward, something other than the optimizer wrote to "
-            f"{weights}, which {have} {what.format(value=kind.value, limit=kind.limit, their=their)}.{again}",
+            f"{weights}, which {have} {what}.{again}",
             at=run.params.get(kind.names[0], ""),
             param=kind.names[0],
             when=(write.step, others[-1] if others else write.step),
@@ -112,7 +116,7 @@ class Overwritten(Fault):
 
 TOLD = {
     "new": (
-        "new values that are unrelated to the old ones (cosine {value:.2f}, limit {limit:g})",
+        "new values that are unrelated to {old} (cosine {value:.2f}, limit {limit:g})",
         ("weights are initialized again, or loaded, in the middle of the training",),
     ),
     "undone": (
@@ -153,10 +157,11 @@ def _cosine(row: dict[str, float]) -> float:
     return row["product"] / product if 0 < product < math.inf else 1.0
 
 
-def _is_more_than_rounding(write: Write) -> bool:
-    return any(
-        not math.sqrt(row["change"]) <= MAX_ROUNDING * math.sqrt(row["before"]) for row in write.rows.values()
-    )
+def _is_write(write: Write, params: Mapping[str, Param]) -> bool:
+    """Whether it has changed more than rounding does, and was not undone."""
+    squares = [(row["change"], row["before"]) for row in write.rows.values()]
+    is_more = any(not math.sqrt(change) <= MAX_ROUNDING * math.sqrt(x) for change, x in squares)
+    return is_more and (not write.may_be_undone or bool(kind_of(write, params).what))
 
 
 def _is_regular(writes: list[Write]) -> bool:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hookcb.core.shards import is_shard
 from hookcb.core.text import join_names
-from hookcb.diagnosis.fault import EVERY, Fault, Site, fault
+from hookcb.diagnosis.fault import NOTES, Fault, Site, fault
 from hookcb.diagnosis.heard import heard
 from hookcb.diagnosis.measurements.loads import Loads
 from hookcb.diagnosis.measurements.steps import Steps
@@ -21,7 +21,6 @@ from hookcb.gradients.stats import is_readable
 from hookcb.hooks.optimizer_steps import params_of
 from hookcb.hooks.params import named_params
 
-EACH = 16  # batches: the parameters are compared in one of so many, and in inspected ones
 MIN_BATCHES, MIN_GRADIENTS = 20, 2  # since a parameter is new; comparisons at which it had a gradient
 FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
@@ -53,7 +52,7 @@ class Replaced(Fault):
     """
 
     headline = "The optimizer holds parameters that were replaced"
-    cadence = EVERY
+    cadence = NOTES
     uses = (Steps,)
     hears = (Loads,)
     passed = "parameters that were replaced while the optimizer holds the old ones"
@@ -71,8 +70,6 @@ class Replaced(Fault):
         self._own = {name: ref(p) for name, p in named_params(run.loop.model).items() if not is_shard(p)}
 
     def on_gradients(self, run: Run) -> None:
-        if run.step % EACH and not run.looking:
-            return
         self._held |= {key for opt in run.measured(Steps).optimizers.values() for key in params_of(opt)}
         now, fresh = named_params(run.loop.model), dict[str, nn.Parameter]()
         for name, known in self._own.items():

@@ -3,9 +3,10 @@
 from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import ClassVar
 from weakref import ReferenceType, ref
 
-from hookcb.diagnosis.fault import EVERY, Fault, Result, Site, fault
+from hookcb.diagnosis.fault import NOTES, Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.curves import Curve, Curves
 from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.rules import median, ratio
@@ -20,8 +21,7 @@ N_DENSE = 64  # first batches, of which more are inspected
 MAX_STEADY = 1.1  # growth of inputs, calls and trained parameters that explains nothing
 MAX_JUMP = 0.6  # share of the growth in one part; more is a machine that gets busy
 MIN_LOOKS, MIN_BATCHES = 9, 30  # at the size of a batch, and timed ones
-N_TRACKED = 60  # batches
-EACH = 8  # batches, of which one is tracked once there are so many: a token takes 20 µs of a small step
+N_TRACKED = 60  # batches: the first, and then those of `Run.noting`, as a token takes 20 µs of a small step
 KEY = "hookcb"
 N_WARM_UP, MIN_STEPS = 10, 50  # first steps, which allocate buffers and optimizer state
 MAX_GROWTH, N_SIGMAS = 1e6, 1.96  # bytes per step; standard errors of a 95 % confidence interval
@@ -37,34 +37,33 @@ class GrowingBatches(Fault):
     first third, and the same ratio of the time of a batch without its fetch, over all batches. Limit: 2, for
     both. It is a note, as a schedule may have it so.
 
-    Or, at inputs of the same size (a ratio of at most 1.1), as many calls of the model in a batch and as many
-    parameters that are trained: the lower quartile of the times in each sixth of the run is above that of the
-    sixth before, the last is twice the first and 1 ms more, and no sixth makes 60 % of the growth, as a
-    machine that gets busy would. Without the first 64 batches, which are inspected more, if 60 are left.
+    Or, at inputs of the same size (a ratio of at most 1.1), as many calls of the model in an inspected batch
+    and as many parameters that are trained: the lower quartile of the times in each sixth of the run is above
+    that of the sixth before, the last is twice the first and 1 ms more, and no sixth makes 60 % of the
+    growth, as a machine that gets busy would. Without the first 64 batches, which are inspected more, if 60
+    are left.
 
     Source: the limits are choices; a busy machine slows down a training, but not steadily.
     """
 
     headline = "Steps take longer and longer"
     uses = (Curves, Inputs)
-    cadence = EVERY
     severity = "info"
 
     def __init__(self) -> None:
         super().__init__()
-        self._calls, self._n_calls = Curve(), 0  # of the model in each batch
-        self._trained = Curve()  # number of parameters, in inspected batches
+        self._calls, self._n_calls = Curve(), 0  # of the model in each batch, of those that are inspected
+        self._trained = Curve()  # likewise, number of parameters
 
     def on_batch(self, run: Run) -> None:
-        if run.looking:
-            self._trained.add(run.step, float(sum(p.requires_grad for p in run.loop.model.parameters())))
+        self._n_calls = 0
+        self._trained.add(run.step, float(sum(p.requires_grad for p in run.loop.model.parameters())))
 
     def on_prediction(self, run: Run) -> None:
         self._n_calls += 1
 
     def on_batch_end(self, run: Run) -> None:
         self._calls.add(run.step, float(self._n_calls))
-        self._n_calls = 0
 
     def findings(self, run: Run) -> Iterator[Result]:
         sizes, curves = run.measured(Inputs).sizes.values, run.measured(Curves)
@@ -164,7 +163,7 @@ class GraphsKept(Fault):
     """
 
     headline = "The graphs of past batches stay in memory"
-    cadence = EVERY
+    cadences: ClassVar = {"on_loss": NOTES}
     severity = "warning"
     passed = "retained graphs"
     unless = "too little was seen of the graphs of 60 losses"
@@ -172,13 +171,9 @@ class GraphsKept(Fault):
     def __init__(self) -> None:
         super().__init__()
         self._tokens: deque[tuple[int, ReferenceType[_Token]]] = deque(maxlen=N_TRACKED)
-        self._n = self._due = 0
 
     def on_loss(self, run: Run) -> None:
         """Puts a token on the node of a loss, which lives as long as any tensor computed from that."""
-        if self._n >= N_TRACKED and run.step < self._due:
-            return
-        self._n, self._due = self._n + 1, run.step + EACH
         if (node := run.loop.loss_node) is not None:
             token = _Token()
             node.metadata[KEY] = token
@@ -187,7 +182,7 @@ class GraphsKept(Fault):
                 self.unless = ""
 
     def on_batch_end(self, run: Run) -> None:
-        if not run.looking or self.seen:
+        if self.seen:
             return
         past = list(self._tokens)[:-2]  # the last two may be in use
         alive = [step for step, token in past if token() is not None]

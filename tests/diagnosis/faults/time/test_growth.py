@@ -11,17 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, watch
-from hookcb.diagnosis.faults.time.growth import (
-    EACH,
-    KEY,
-    N_TRACKED,
-    GraphsKept,
-    GrowingBatches,
-    GrowingMemory,
-)
+from hookcb.diagnosis.faults.time.growth import KEY, N_TRACKED, GraphsKept, GrowingBatches, GrowingMemory
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.run import Passed, Run, Series, Skipped
+from hookcb.diagnosis.schedule import EACH, Schedule
 from hookcb.diagnosis.verdict import Finding
 from hookcb.hooks.coverage import BY_CLOSURE
 from tests.diagnosis.faults.time.support import only, places
@@ -42,16 +36,24 @@ def findings(fault):
     return [found for found in fault.findings(Run()) if isinstance(found, Finding)]
 
 
+def noted(n):
+    """Batches of n in which losses are followed."""
+    schedule = Schedule()
+    return [i for i in range(n) if (schedule.is_due() or True) and schedule.is_noted()]
+
+
 def loop(keep, n=N_TRACKED + 10, every=5):
     """Findings in a training that calls `keep` with each loss."""
     torch.manual_seed(0)
     model, fault = nn.Linear(3, 2), GraphsKept()
     opt = torch.optim.SGD(model.parameters(), 0.01)
     loss = pred = None
+    followed = noted(n)
     for step in range(n):
         pred = model(X)
         loss = F.mse_loss(pred, Y)
-        mark(fault, loss.grad_fn, step)
+        if step in followed:
+            mark(fault, loss.grad_fn, step)
         opt.zero_grad()
         loss.backward()
         opt.step()
@@ -154,7 +156,7 @@ def test_it_is_told_even_where_the_losses_are_dropped_afterwards():
 
 def test_the_first_step_it_names_is_one_that_it_follows():
     (found,) = loop(appended(), n=3 * N_TRACKED, every=3 * N_TRACKED - 1)
-    assert found.step == 2 * N_TRACKED // EACH
+    assert found.step == noted(3 * N_TRACKED)[-N_TRACKED]
 
 
 def test_losses_without_a_graph_are_not_followed():
@@ -188,7 +190,7 @@ def test_gradients_of_a_noted_loss_are_to_the_bit_as_without():
 def test_graphs_that_are_kept_later_on_are_told_too():
     kept = []
     (found,) = loop(lambda loss, pred: kept.append(loss), n=10 * N_TRACKED)
-    assert found.step == 0
+    assert found.step == 1  # at the first look at 60 of them, after batch 60
     late = []
     n = (EACH + 2) * N_TRACKED
     calls = iter(range(n))
