@@ -64,7 +64,7 @@ class OutputBuffer:
         kind: str,
         wide: bool,
         lends: bool,
-        launches: bool = True,
+        may_launch: bool = True,
         written: Tensor | None = None,
     ) -> None:
         """Takes what statistics need of a tensor with statistics; waits for no device.
@@ -75,16 +75,16 @@ class OutputBuffer:
             kind: class of the layer.
             wide: see `moments`.
             lends: whether elements may be kept in memory that is used again.
-            launches: whether a kernel may be launched, which Dynamo must not see.
+            may_launch: whether a kernel may be launched, which Dynamo must not see.
             written: what a kernel in compiled code writes to.
         """
         calls = self.batch.get(path)
         if calls is None:
             calls = self.batch[path] = []
         output, slab = None, self.slabs.get(x.device)
-        if launches and slab is not None:
+        if may_launch and slab is not None:
             output = slab.take_alike(path, len(calls), x, kind, written)
-        if output is None and launches and not isinstance(self.sample, int) and can_take(x):
+        if output is None and may_launch and self.launches(x):
             slab = self.slab_on(x.device)
             output = slab.take(path, len(calls), x, kind, written)
         if output is None:
@@ -94,15 +94,20 @@ class OutputBuffer:
             slab.captured.setdefault(path, []).append(output)
         calls.append(output)
 
+    def launches(self, x: Tensor) -> bool:
+        """Whether a kernel takes a tensor, and nothing is allocated."""
+        return not isinstance(self.sample, int) and can_take(x)
+
     def slab_on(self, device: torch.device) -> Slab:
         """The slab of a device."""
         if device not in self.slabs:
             self.slabs[device] = Slab(device, self.eps, self.bins, self.sample is None)
         return self.slabs[device]
 
-    def written_on(self, device: torch.device) -> Tensor:
+    def written_on(self, device: torch.device, n_layers: int) -> Tensor:
         """The tensor to which compiled code on a device writes, as its compiler knows."""
         if works_on(device):
+            self.slab_on(device).reserve(2 * n_layers)
             if is_dynamo_imported():
                 mark_static_address(self.slab_on(device).sums)  # else Inductor captures no CUDA graph
             return self.slab_on(device).sums

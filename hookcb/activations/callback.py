@@ -16,7 +16,7 @@ from hookcb.core.ranks import ALONE, group_of, is_sharded
 from hookcb.core.sampling import SamplingCallback
 from hookcb.core.shards import Part, is_awaited, mesh_of, output_part, part_of, plain_class
 from hookcb.core.threads import this_thread
-from hookcb.core.torch_private import version_of
+from hookcb.core.torch_private import raw_stream, version_of
 from hookcb.hooks.callback import HookCallback
 from hookcb.hooks.coverage import Coverage
 from hookcb.hooks.hook import Hook
@@ -145,6 +145,7 @@ class ActivationStats(HookCallback):
         self._owner = 0  # by which compiled code finds it
         self._written: Tensor | None = None  # what compiled code writes to
         self._hook_of: dict[str, Hook] = {}  # by name
+        self._streams: dict[torch.device, int] = {}  # those of the running batch, by card
 
     def before_fit(self) -> None:
         if not self.append:
@@ -155,7 +156,8 @@ class ActivationStats(HookCallback):
         super().before_fit()
         self._find_ranks()
         self._thread = this_thread() if self.learn.in_loop_thread else None
-        self._owner, self._written = id(self), self.records.buffer.written_on(device_of(self.learn.model))
+        device, n_hooks = device_of(self.learn.model), len(self.hooks or ())
+        self._owner, self._written = id(self), self.records.buffer.written_on(device, n_hooks)
         if self.is_forward and not self._options.get("pre") and self._may_shorten:
             for hook in self.hooks or ():
                 hook.quick = self._take_usual
@@ -209,6 +211,9 @@ class ActivationStats(HookCallback):
         if self.is_looking and not self.outside_main_phase:
             self.records.drop_batch()
             self._awaited = []
+            self._streams = {
+                device: raw_stream(device) for device in self.records.buffer.slabs if device.index is not None
+            }
 
     def _take_usual(self, m: nn.Module, output: Any) -> bool:
         """Does what `hooks_act` and `hook` do in the usual case: an ordinary tensor in the loop's thread."""
@@ -231,20 +236,30 @@ class ActivationStats(HookCallback):
             taken, what = (x.detach(), kind) if has_stats(x) else (None, kind_of(x))
             torch.ops.hookcb.take(taken, self._written, self._owner, path, what)
 
+    def _is_in_graph(self, x: Tensor) -> bool:
+        """Whether a tensor in compiled code is on another stream than the batch, as in a CUDA graph."""
+        return x.is_cuda and self._streams.get(x.device) != raw_stream(x.device)
+
     def take_compiled(self, x: Tensor | None, written: Tensor, path: str, kind: str) -> bool:
         """Does what `hook` does, when compiled code is run; a kernel writes to `written`.
 
-        Returns whether it is run in a batch that is recorded, and not to be captured.
+        Returns whether this is a batch that is recorded, and `x` may be copied: not what a CUDA graph has,
+        which `mode="reduce-overhead"` tries and captures on a stream of its own: nothing may stay there.
         """
-        is_captured = x is not None and x.is_cuda and torch.cuda.is_current_stream_capturing()
-        if this_thread() != self._thread or not (self._acts_in is self.learn.training or is_captured):
+        is_in_graph = x is not None and self._is_in_graph(x)
+        acts = self._acts_in is self.learn.training or (
+            is_in_graph and torch.cuda.is_current_stream_capturing()
+        )
+        if not acts or this_thread() != self._thread:
             return False
         self._hook_of[module_of(path)].fired = True
         if x is None:
             self.records.leave_out(path, kind)
+        elif is_in_graph and not self.records.buffer.launches(x):
+            self.records.leave_out(path, "a tensor in a CUDA graph")
         else:
             self.records.take_usual(path, x, kind, written)
-        return not is_captured
+        return not is_in_graph
 
     def hook(self, m: nn.Module, *seen: Any) -> None:
         name, output = self._names.get(id(m)), seen[-1]

@@ -14,6 +14,7 @@ from hookcb.records.store import StatStore, Transfer
 
 RECORDS = 65  # those that wait, and the running batch
 ROWS = 64  # for layers and their calls, at first
+SPARE = 2  # kernels, for the streams on which a graph is tried and captured
 NOT_CALLED = -1.0  # in place of the number of elements
 
 
@@ -105,6 +106,8 @@ class Slab:
         self.captured: dict[str, list[Output]] = {}
         self._cursor = torch.zeros(1, dtype=torch.int32, device=device)
         self._kernels: dict[int, Kernel] = {}  # by stream, as launches that overlap need memory of their own
+        self._spare: list[Kernel] = []  # for streams of CUDA graphs, in whose pool nothing may stay
+        self._add_spare()
         self._rows: dict[tuple[str, int], int] = {}  # by path and call
         self._ready: dict[tuple[str, int], Ready] = {}
         self._wide: set[int] = set()  # rows of float64 outputs
@@ -141,7 +144,7 @@ class Slab:
         return ready.output
 
     def _sums_of(self, written: Tensor | None) -> Tensor:
-        """What to write to: a compiler may give a copy, which it copies back; an old one was replaced since."""
+        """What to write to: a compiler may give a copy, which it copies back; an old one was replaced."""
         return self.sums if written is None or written.shape != self.sums.shape else written
 
     def _stream(self, x: Tensor) -> int:
@@ -150,17 +153,30 @@ class Slab:
     def _prepare(self, path: str, call: int, x: Tensor, kind: str, sums: Tensor, stream: int) -> Ready:
         row = self._rows.setdefault((path, call), len(self._rows))
         if row == self.sums.shape[1]:
-            with torch.inference_mode(False):
-                self.sums = sums = torch.cat([self.sums, self._empty(row)], 1)
+            self.reserve(2 * row)
+            sums = self.sums
         if x.dtype is torch.float64:
             self._wide.add(row)
         if stream not in self._kernels:
-            self._kernels[stream] = Kernel(self.device, self._eps, self._bins)
+            self._kernels[stream] = self._spare.pop() if self._spare else self._new_kernel()
         kernel = self._kernels[stream]
         launch = kernel.prepared(x, sums, self._cursor, row, self._counts_all)
         output = Output(kind, x.shape, x.numel(), place=Place(self, row), n_counted=launch.n_counted)
         ready = self._ready[path, call] = Ready(output, x.dtype, sums, stream, kernel, launch)
         return ready
+
+    def _new_kernel(self) -> Kernel:
+        return Kernel(self.device, self._eps, self._bins)
+
+    def _add_spare(self) -> None:
+        while len(self._spare) < SPARE:
+            self._spare.append(self._new_kernel())
+
+    def reserve(self, n: int) -> None:
+        """Has room for a number of layers and calls from the start, as a CUDA graph must allocate none."""
+        if n > (n_rows := self.sums.shape[1]):
+            with torch.inference_mode(False):
+                self.sums = torch.cat([self.sums, self._empty(n - n_rows)], 1)
 
     def drop_batch(self) -> None:
         """Forgets the sums of the running batch."""
@@ -173,6 +189,7 @@ class Slab:
         if self._is_used or self.captured:
             self.record, self._is_used = self.record + 1, False
             self._point()
+        self._add_spare()
 
     def _point(self) -> None:
         self._cursor.fill_(-1 if self._rests else self.record)

@@ -86,10 +86,11 @@ class LedStats(Led, ActivationStats):
     def take_compiled(self, x: Tensor | None, written: Tensor, path: str, kind: str) -> bool:
         try:
             acts = super().take_compiled(x, written, path, kind)
-            if acts and x is not None and self.leader is not None:
-                name = module_of(path)
-                if path in (name, f"{name}[0]"):
-                    self.leader.see_output(self.layers[name], x, in_graph=True)
+            if x is None or self.leader is None or self._acts_in is not self.learn.training:
+                return acts
+            name = module_of(path)
+            if path in (name, f"{name}[0]") and (acts or self._is_in_graph(x)):
+                self.leader.see_output(self.layers[name], x if acts else None, in_graph=True)
         except Exception as error:  # must not be raised in the user's forward
             self.take_error(error)
             return False

@@ -174,7 +174,7 @@ class Run:
         reader: how whoever reads the verdict runs hookcb, for advice that fits.
         loop: the loop, while it is followed.
         looking: whether the current batch is inspected.
-        in_graph: whether the output that is shown is one in a compiled graph.
+        in_graph: whether the output that is shown is one in a compiled graph; None is shown in a CUDA graph.
         noting: whether slow facts are noted in it: if it is inspected, or as `Schedule.is_noted` says.
         parts: what was measured, and faults, by their classes, see `measured`.
     """

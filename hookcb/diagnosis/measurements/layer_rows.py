@@ -35,6 +35,7 @@ class LayerRows(Measurement):
         self._memory = Memory()  # as what is allocated in the midst of a forward splits the heap
         self._largest: dict[str, float] = {}
         self._n_copies = 0  # calls of copies, as nn.DataParallel makes them
+        self._is_hidden = False  # whether outputs were in CUDA graphs, where nothing may be copied
 
     def on_model(self, run: Run) -> None:
         self._about = {name: about(m) for name, m in named_modules(run.loop.model).items()}
@@ -44,6 +45,7 @@ class LayerRows(Measurement):
         self._memory.take_back()
 
     def on_output(self, run: Run, name: str, m: nn.Module, output: Any) -> None:
+        self._is_hidden |= output is None and run.in_graph
         if not name:
             self._n_copies += 1
         if (x := float_output(name, output)) is None:
@@ -82,6 +84,10 @@ class LayerRows(Measurement):
             copies = "layers ran as copies, as nn.DataParallel makes them, which were not inspected"
             run.notes.append(copies)
             run.lack(Partial(copies), "activations")
+        if self._is_hidden:
+            hidden = "outputs in CUDA graphs, as of reduce-overhead, were not compared across samples"
+            run.notes.append(hidden)
+            run.lack(Partial(hidden), "activations")
         if (store := self._store) is None:
             return
         steps = [info.step for info in store.infos]
