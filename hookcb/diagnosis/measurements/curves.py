@@ -64,7 +64,8 @@ def bytes_in_use(statm: FileIO | None) -> float | None:
     """Bytes on the GPU if one is in use, else of the process, without mapped files; None if unknown."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         # `memory_allocated` sorts 160 names for one of them
-        return float(torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["current"])
+        kinds = torch.cuda.memory_stats_as_nested_dict().get("allocated_bytes", {})  # {} of some allocators
+        return float(kinds.get("all", {}).get("current", 0))
     if statm is None:
         return None
     _, resident, shared, *_ = os.pread(statm.fileno(), 256, 0).split()
