@@ -76,7 +76,7 @@ class Kernel:
         self._limits = torch.stack([torch.full((), x, dtype=torch.float64, device=device) for x in limits])
 
     def prepared(self, x: Tensor, rows: Tensor, cursor: Tensor, row: int, counts_all: bool = False) -> Launch:
-        """What `launch` needs to write the sums of tensors like one to `rows[cursor, row]`.
+        """Arguments of `launch`, by which it writes the sums of tensors like one to `rows[cursor, row]`.
 
         Args:
             x: a dense tensor of a type in `DTYPES`, of 1 element or more.

@@ -71,7 +71,7 @@ class Waiting(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """What the next output of a call needs, if it is like the last one."""
+    """All that the next output of a call needs, if it is like the last one."""
 
     output: Output
     dtype: torch.dtype
@@ -144,7 +144,7 @@ class Slab:
         return ready.output
 
     def _sums_of(self, written: Tensor | None) -> Tensor:
-        """What to write to: a compiler may give a copy, which it copies back; an old one was replaced."""
+        """Tensor to write to: a compiler may give a copy, which it copies back; an old one was replaced."""
         return self.sums if written is None or written.shape != self.sums.shape else written
 
     def _stream(self, x: Tensor) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from torch import nn
+from torch import Tensor, nn
 
 from hookcb.activations.callback import ActivationStats
 from hookcb.core import orders
@@ -155,11 +155,15 @@ class Diagnose(Callback):
             name = kind.usual_name
             yield kind(**options, name=f"{self.name}_{name}" if name in taken else name)
 
-    def see_output(self, m: nn.Module, output: Any, in_graph: bool = False) -> None:
+    def see_output(self, m: nn.Module, output: Any) -> None:
         """Shows a layer's output, in a batch that is inspected, to what looks at that."""
         if self._dispatcher is not None:
-            self._dispatcher.run.in_graph = in_graph
             self._dispatcher.emit_output(self._names.get(id(m), ""), m, output)
+
+    def see_compiled_output(self, m: nn.Module, output: Tensor | None) -> None:
+        """Shows the output of a layer in compiled code, None in a CUDA graph, where nothing may be copied."""
+        if self._dispatcher is not None:
+            self._dispatcher.emit("on_compiled_output", self._names.get(id(m), ""), m, output)
 
     def before_batch(self) -> None:
         if (dispatcher := self._dispatcher) is None:

@@ -18,7 +18,8 @@ class Leader(Protocol):
     is_wanted: bool
 
     def take_error_of(self, cb: "Led", error: Exception) -> bool: ...
-    def see_output(self, m: nn.Module, output: Any, in_graph: bool = False) -> None: ...
+    def see_output(self, m: nn.Module, output: Any) -> None: ...
+    def see_compiled_output(self, m: nn.Module, output: Tensor | None) -> None: ...
 
 
 class Led(Callback):
@@ -90,7 +91,7 @@ class LedStats(Led, ActivationStats):
                 return acts
             name = module_of(path)
             if path in (name, f"{name}[0]") and (acts or self._is_in_graph(x)):
-                self.leader.see_output(self.layers[name], x if acts else None, in_graph=True)
+                self.leader.see_compiled_output(self.layers[name], x if acts else None)
         except Exception as error:  # must not be raised in the user's forward
             self.take_error(error)
             return False

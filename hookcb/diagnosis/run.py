@@ -174,14 +174,12 @@ class Run:
         reader: how whoever reads the verdict runs hookcb, for advice that fits.
         loop: the loop, while it is followed.
         looking: whether the current batch is inspected.
-        in_graph: whether the output that is shown is one in a compiled graph; None is shown in a CUDA graph.
         noting: whether slow facts are noted in it: if it is inspected, or as `Schedule.is_noted` says.
         parts: what was measured, and faults, by their classes, see `measured`.
     """
 
     loop: Any = None
     looking: bool = False
-    in_graph: bool = False
     noting: bool = True
     parts: dict[type, Any] = field(default_factory=dict)
     sources: set[str] = field(default_factory=set)

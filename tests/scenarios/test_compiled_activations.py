@@ -338,7 +338,7 @@ def test_an_error_while_compiled_code_shows_its_outputs_is_told_and_not_raised(m
         raise LookupError("not now")
 
     diagnose = Diagnose(show=False)
-    monkeypatch.setattr(Diagnose, "see_output", fails)
+    monkeypatch.setattr(Diagnose, "see_compiled_output", fails)
     trained(compiled(make()), diagnose)
     assert "LookupError('not now')" in str(diagnose.verdict.looked)
 

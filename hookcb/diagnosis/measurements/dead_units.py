@@ -96,6 +96,8 @@ class DeadUnits(Measurement):
         if (weight := own_weight(m)) is not None:
             self._rows[path] = self._rows.get(path, 0) + output.numel() // len(weight)
 
+    on_compiled_output = on_output
+
     def on_step(self, run: Run) -> None:
         if run.looking or self._is_dense:
             self.read_gradients(run.step, self._in_step, run.looking)

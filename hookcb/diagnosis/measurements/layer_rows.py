@@ -45,7 +45,6 @@ class LayerRows(Measurement):
         self._memory.take_back()
 
     def on_output(self, run: Run, name: str, m: nn.Module, output: Any) -> None:
-        self._is_hidden |= output is None and run.in_graph
         if not name:
             self._n_copies += 1
         if (x := float_output(name, output)) is None:
@@ -54,6 +53,12 @@ class LayerRows(Measurement):
         sample, saturated = sample_of(x, self._memory if is_simple else None), saturated_share(m, x)
         # a list, because other attributes that change with each batch would make compiled code recompile
         self._taken.append((name, x.dtype, sample, saturated))
+
+    def on_compiled_output(self, run: Run, name: str, m: nn.Module, output: Tensor | None) -> None:
+        if output is None:
+            self._is_hidden = True
+        else:
+            self.on_output(run, name, m, output)
 
     @property
     def last(self) -> str:

@@ -57,7 +57,7 @@ class Opponents(Measurement):
             self._behind = list(zip(map(ref, known), sketch_copies(known), strict=True))
 
     def _foreign(self, params: Iterable[Tensor], run: Run) -> list[Tensor]:
-        """Those that are not of the model, each once; it is walked only if one is not known to be."""
+        """Parameters that are not the model's, each once; it is walked only if one is not known to be."""
         found = {id(p): p for p in params}
         if found.keys() - self._own:
             self._own = {id(p) for p in run.loop.model.parameters()}

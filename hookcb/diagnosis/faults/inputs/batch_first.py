@@ -52,6 +52,8 @@ class BatchFirst(Fault):
             if x is not None and x.ndim == 3:
                 self._calls.append((name, x.shape[0], x.shape[1]))
 
+    on_compiled_output = on_output
+
     def see_attention(self, name: str, m: nn.Module | None, weights: Tensor) -> None:
         """Notes an attention layer by its weights, `(…, heads, queries, keys)` or the first two as one."""
         if isinstance(m, nn.MultiheadAttention) and not m.batch_first and weights.ndim > 2:

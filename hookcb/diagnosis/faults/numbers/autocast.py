@@ -63,10 +63,7 @@ class OutsideAutocast(Fault):
         self._is_opened |= self._is_called and torch.is_autocast_enabled(context.device)
 
     def on_output(self, run: Run, name: str, m: nn.Module, output: Any) -> None:
-        is_compiled = (
-            run.in_graph or torch.compiler.is_compiling()
-        )  # whose contexts are not open when it runs
-        if is_compiled or id(m) not in self._trained or not isinstance(output, Tensor):
+        if torch.compiler.is_compiling() or id(m) not in self._trained or not isinstance(output, Tensor):
             return
         self._device = device = output.device.type
         is_on, self._is_called = torch.is_autocast_enabled(device), True
