@@ -41,6 +41,11 @@ def this_thread() -> int:
     return threading.get_ident() + _process
 
 
+def known_to_python(thread: int) -> int:
+    """Identifier by which Python knows the thread, which is the same in a forked process."""
+    return thread % NEXT
+
+
 def in_loop_thread(thread: int) -> bool:
     """Whether code runs in the thread with identifier `thread`, or in a backward of its process.
 

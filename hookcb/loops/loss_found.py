@@ -12,6 +12,7 @@ from torch.amp import GradScaler
 
 from hookcb.core import graph
 from hookcb.core.batch import parts
+from hookcb.core.threads import known_to_python
 from hookcb.core.torch_private import has_scaled, saved
 from hookcb.core.whose import frames_of, garbage_kept
 
@@ -63,7 +64,7 @@ def find_loss(thread: int, params: Iterable[nn.Parameter]) -> FoundLoss | None:
 
 def _outermost_backward(thread: int) -> FrameType | None:
     with garbage_kept():
-        frames = frames_of(sys._current_frames().get(thread), bool)
+        frames = frames_of(sys._current_frames().get(known_to_python(thread)), bool)
         return next(reversed([x for x in frames if x.f_code in graph.BACKWARDS]), None)
 
 

@@ -1,6 +1,7 @@
 """A watch finds the loss by itself, where the backward begins."""
 
 import gc
+import multiprocessing
 import threading
 import weakref
 from contextlib import nullcontext
@@ -414,3 +415,23 @@ def test_checks_of_a_loss_that_is_found_are_those_of_one_that_is_told(head, code
     assert (found.primary and found.primary.code) == (told.primary and told.primary.code) == code
     gaps = [[text for text in v.coverage if text.startswith("not checked: loss")] for v in (found, told)]
     assert gaps == [[], []]  # the targets of a loss that is found are recovered from its gradient
+
+
+def test_the_loss_is_found_in_a_forked_process():
+    fork = multiprocessing.get_context("fork")
+    seen = fork.SimpleQueue()
+
+    def train():
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+        model = make_model()
+        with watch(model, torch.optim.SGD(model.parameters(), lr=0.1)) as w:
+            for x, y in BATCHES:
+                F.mse_loss(model(x), y).backward()
+                w.opt.step()
+        seen.put(w.coverage.seen["after_loss"])
+
+    child = fork.Process(target=train)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert seen.get() == len(BATCHES)
