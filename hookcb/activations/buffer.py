@@ -19,7 +19,6 @@ from hookcb.records.store import StatStore
 MAX_BATCHES = 64  # batches that wait to be reduced
 MAX_ELEMENTS = 4 * ROW  # that wait, and are reduced together: 1 MB, which a CPU's cache holds
 
-
 # outputs of one shape, reduced together: those of each layer, elements `(R, n)`, moments if these are known
 Portion = tuple[list[list[Waiting]], Tensor, Sequence[Known]]
 
@@ -107,10 +106,11 @@ class OutputBuffer:
     def written_on(self, device: torch.device, n_layers: int) -> Tensor:
         """The tensor to which compiled code on a device writes, as its compiler knows."""
         if works_on(device):
-            self.slab_on(device).reserve(2 * n_layers)
+            slab = self.slab_on(device)
+            slab.reserve(2 * n_layers)
             if is_dynamo_imported():
-                mark_static_address(self.slab_on(device).sums)  # else Inductor captures no CUDA graph
-            return self.slab_on(device).sums
+                mark_static_address(slab.sums)  # else Inductor captures no CUDA graph
+            return slab.sums
         with torch.inference_mode(False):
             return torch.zeros(1, device="cpu")
 

@@ -405,22 +405,22 @@ def transforms_left() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
-def raw_stream(device: torch.device) -> int:
-    """Number of a card's current stream, of which `torch.cuda.current_stream` makes an object each time."""
-    return torch._C._cuda_getCurrentRawStream(device.index)
-
-
 def is_jit_tracing() -> bool:
     """Whether torch.jit.trace is recording; the public `torch.jit.is_tracing` is for scripted functions."""
     return _is_jit_tracing()
 
 
-# ---- profilers, optimizers and scalers
+# ---- GPUs, profilers, optimizers and scalers
 
 
 def is_profiling() -> bool:
     """Whether a torch profiler is running."""
     return bool(torch._C._autograd._profiler_enabled())
+
+
+def raw_stream(device: torch.device) -> int:
+    """Number of a card's current stream, of which `torch.cuda.current_stream` makes an object each time."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def start_memory_history(max_entries: int) -> None:

@@ -67,9 +67,7 @@ class TritonKernel:
         elif device.type != "cuda":  # the interpreter, which compiles nothing
             self.jit[(programs,)](*args, **self.options)
         else:
-            with torch.cuda.device(
-                device
-            ):  # Triton launches on the current device, not on that of the tensors
+            with torch.cuda.device(device):  # on which Triton launches, wherever tensors are
                 self._launchers[known] = _launcher(self.jit[(programs,)](*args, **self.options), programs)
 
     @property

@@ -77,7 +77,7 @@ class Dispatcher:
     def emit(self, event: str, *args: Any) -> None:
         """Calls the handlers of an event."""
         run = self.run
-        for part, handle in self._calls[run.looking + (run.looking or run.noting)][event]:
+        for part, handle in self._calls[run.looking + run.noting][event]:  # what is inspected is noted
             try:
                 if handle(run, *args):
                     self.is_alarmed = True
