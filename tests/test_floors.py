@@ -14,6 +14,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
 MAX_SPARE = 100  # lines that a room may be below its number before the number has to follow
 FLOORS = [
     {"core"},
+    {"processes"},
     {"records"},
     {"hooks"},
     {"activations", "nans", "profiling", "training"},

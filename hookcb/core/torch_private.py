@@ -6,6 +6,7 @@ is tested by `test_<name>` in tests/core/test_torch_private.py.
 """
 
 import gc
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -466,6 +467,37 @@ def make_store(prefix: str) -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d.PrefixStore(prefix, distributed_c10d._get_default_store())
+
+
+def store_client(timeout: timedelta) -> Any:
+    """A connection of our own to the store of the default group, or else to that of torchrun.
+
+    The group's own connection is held by whoever waits in it, and ends with the group.
+
+    Args:
+        timeout: of an answer.
+
+    Returns:
+        The connection; None if there is no store that other processes reach.
+
+    Raises:
+        RuntimeError: If the process that hosts the store does not answer.
+    """
+    from torch import distributed
+    from torch.distributed import distributed_c10d
+
+    c10d: Any = distributed  # which has the stores, but does not list them
+    if distributed.is_initialized():
+        store: Any = distributed_c10d._get_default_store()
+        while isinstance(store, c10d.PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, c10d.FileStore):
+            return c10d.FileStore(store.path, -1)  # which leaves the file to the group
+        address = (store.host, store.port) if isinstance(store, c10d.TCPStore) else None
+    else:  # a store that torchrun hosts, and not rank 0, is there before the group
+        is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) if is_hosted else None
+    return None if address is None else c10d.TCPStore(*address, wait_for_workers=False, timeout=timeout)
 
 
 def group_timeout(group: Any) -> timedelta:

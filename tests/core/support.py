@@ -42,9 +42,9 @@ def names(folder):
 
 
 @contextmanager
-def group_of_one():
+def group_of_one(store=None):
     """A process group of this process alone."""
-    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=store or distributed.HashStore())
     try:
         yield
     finally:

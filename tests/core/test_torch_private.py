@@ -989,6 +989,25 @@ def test_make_store():
         assert store.compare_set("first", "", "b") == b"a"  # only the first is kept
 
 
+def test_store_client(tmp_path, monkeypatch):
+    limit = timedelta(seconds=3)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    assert torch_private.store_client(limit) is None
+    with group_of_one():  # of threads or of one process: nobody else reaches it
+        assert torch_private.store_client(limit) is None
+    host = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    file = distributed.FileStore(str(tmp_path / "store"), 1)
+    for store in host, file:
+        with group_of_one(distributed.PrefixStore("of the group", store)):
+            own = torch_private.store_client(limit)
+            own.set("key", "x")
+            assert store.get("key") == b"x"
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(host.port))
+    assert torch_private.store_client(limit).get("key") == b"x"
+
+
 def test_group_timeout():
     with group_of_one():
         world = distributed.group.WORLD
