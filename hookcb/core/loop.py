@@ -68,6 +68,16 @@ class Loop(TrainingState):
         return self._entered is not None
 
     @property
+    def rank(self) -> int:
+        """Number of this process among those that train, from 0."""
+        return self.ranks.rank
+
+    @property
+    def world(self) -> int:
+        """Number of processes that train, whether or not they train one model."""
+        return self.ranks.world
+
+    @property
     def clock(self) -> TimeSplit | None:
         """Splits the time of a training while one is diagnosed, else None."""
         return self._clock

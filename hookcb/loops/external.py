@@ -3,12 +3,13 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any, Self
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -24,6 +25,7 @@ from hookcb.core.torch_private import after_backward, in_backward, in_transform,
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.reader import Way
 from hookcb.diagnosis.verdict import Verdict
+from hookcb.distributed.process_group import n_processes
 from hookcb.hooks.hook import detached
 from hookcb.hooks.modules import ModelGoneError
 from hookcb.hooks.own import register
@@ -33,8 +35,11 @@ from hookcb.loops.coverage import Facts, check_follows
 from hookcb.loops.names import NamedLoop
 from hookcb.loops.reported import Reported
 from hookcb.loops.stages import BEFORE_BACKWARD, FIRST, IN_STEP, TRANSITIONS, Move, Stage
+from hookcb.processes.board import Board
 from hookcb.report.collect import make_page
 from hookcb.report.page import Page
+
+_loops = count()  # of this process; all ranks open theirs in the same order
 
 
 class ExternalLoop(NamedLoop):
@@ -78,6 +83,8 @@ class ExternalLoop(NamedLoop):
         group = self._group_of(model)
         self._stop = AgreedStop(group)
         super().__init__(model)
+        self._number = next(_loops)
+        self._board: Board | None = None
         self._process = os.getpid()  # in one that is forked from it, this does nothing
         self.stage = Stage.IDLE
         self._phase: str | None = None  # "train" or "validate", while an epoch is open
@@ -111,6 +118,27 @@ class ExternalLoop(NamedLoop):
     def _group_of(self, model: nn.Module) -> Any:
         """Process group of the ranks that train the model together, None if this process is alone."""
         return group_of(model)
+
+    @property
+    def board(self) -> Board | None:
+        """Where the processes of this training leave notes for each other; None if there is only this one.
+
+        Looked for until the first batch, as a script may open its process group late.
+        """
+        if self._board is None and n_processes() > 1:
+            rank = distributed.get_rank() if distributed.is_initialized() else int(os.environ["RANK"])
+            self._board = Board(f"loop-{self._number}", rank, n_processes())
+        return self._board
+
+    @property
+    def rank(self) -> int:
+        """See `Loop`."""
+        return 0 if self.board is None else self.board.rank
+
+    @property
+    def world(self) -> int:
+        """See `Loop`."""
+        return 1 if self.board is None else self.board.world
 
     @property
     def stop_requested(self) -> bool:
