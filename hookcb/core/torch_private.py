@@ -65,6 +65,11 @@ def parameters_of(m: nn.Module) -> dict[str, nn.Parameter | None]:
     return m._parameters
 
 
+def children_of(m: nn.Module) -> dict[str, nn.Module | None]:
+    """Modules directly in a module, by name, as it holds them."""
+    return m._modules
+
+
 def buffers_of(m: nn.Module) -> dict[str, Tensor | None]:
     """A module's own buffers by name, in the dict that the module uses; not a dict for TorchScript."""
     return m._buffers

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Container, Iterable
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -176,6 +177,7 @@ def is_compiled(m: nn.Module) -> bool:
     return compiled_call(m) is not None or is_compile_wrapper(m)
 
 
+@lru_cache(maxsize=1 << 16)  # as models are walked often
 def plain_name(name: str) -> str:
     """A qualified name without the parts that wrappers inside the model add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPED)

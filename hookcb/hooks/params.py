@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, NamedTuple
+from weakref import ref
 
 from torch import nn
 
 from hookcb.core.shards import plain_class
 from hookcb.core.text import join_names
-from hookcb.core.torch_private import parameters_of
+from hookcb.core.torch_private import children_of, parameters_of
 from hookcb.hooks.modules import plain_name, unwrapped
 
 Which = str | Callable[[str, nn.Parameter], bool]
@@ -61,6 +63,38 @@ def find_params(model: nn.Module, which: Which | Iterable[Which] | None = None) 
 def named_params(model: nn.Module) -> dict[str, nn.Parameter]:
     """All parameters of `model` by name, as `find_params` names them; each once."""
     return {plain_name(name): p for name, p in unwrapped(model).named_parameters()}
+
+
+class Held:
+    """What a model holds: its modules and parameters, none of which this keeps alive.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._all = [
+            (
+                ref(m),
+                [
+                    (name, ref(x))
+                    for name, x in chain(children_of(m).items(), parameters_of(m).items())
+                    if x is not None
+                ],
+            )
+            for m in model.modules()
+        ]
+
+    def is_same(self) -> bool:
+        """Whether the model still holds the same objects under the same names; others may have been added."""
+        for known, inside in self._all:
+            if (m := known()) is None:
+                return False
+            children, params = children_of(m), parameters_of(m)
+            for name, x in inside:
+                if (children[name] if name in children else params.get(name)) is not x():
+                    return False
+        return True
 
 
 def check_which(which: Any) -> list[Which]:

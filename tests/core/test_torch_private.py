@@ -233,6 +233,12 @@ def test_parameters_of():
     assert torch_private.parameters_of(nn.Sequential(m)) == {}
 
 
+def test_children_of():
+    m = nn.Linear(2, 3)
+    assert torch_private.children_of(nn.Sequential(m)) == {"0": m}
+    assert torch_private.children_of(m) == {}
+
+
 def test_buffers_of():
     m = nn.BatchNorm1d(2)
     assert list(torch_private.buffers_of(m)) == ["running_mean", "running_var", "num_batches_tracked"]

@@ -1,10 +1,13 @@
 """Parameters are found by every kind of selection, under the names of the plain model."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
-from hookcb.hooks.params import Param, check_which, find_params
+from hookcb.hooks.params import Held, Param, check_which, find_params
 from tests.hooks.support import frozen_part, parameter_containers, tied
 from tests.support import Net
 
@@ -79,3 +82,31 @@ def test_what_selects_is_checked_and_made_a_list():
             check_which(wrong)
     with pytest.raises(ValueError, match="params is empty"):
         check_which([])
+
+
+def test_what_a_model_holds_is_compared_object_by_object():
+    net = Net()
+    held = Held(net)
+    assert held.is_same()
+    net.extra = nn.Linear(2, 2)  # more is no change of what was there
+    net.head.weight.data = net.head.weight.data.clone()
+    assert held.is_same()
+    net.head.bias = nn.Parameter(net.head.bias.detach().clone())
+    assert not held.is_same()
+    held = Held(net)
+    net.blocks[0] = nn.Sequential()
+    assert not held.is_same()
+    net.empty = nn.ModuleList()
+    held = Held(net)
+    assert held.is_same()
+    del net.empty
+    assert not held.is_same()
+
+
+def test_what_a_model_holds_is_not_kept_alive():
+    net = Net()
+    held, known = Held(net), weakref.ref(net.head.weight)
+    del net
+    gc.collect()
+    assert known() is None
+    assert not held.is_same()

@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hookcb.core.shards import local_part
+from hookcb.core.shards import is_dtensor, local_part
 from hookcb.gradients.samples import SKETCH, Gather, can_gather, works_on
 
 N_NARROW = 32  # elements of each matrix that are copied in every step
@@ -47,7 +47,8 @@ class Group:
         self._n_narrow = [N_NARROW * (p.ndim > 1 or are_vectors) for p in params]
         some = zip(parts, self._n_narrow, strict=True)
         self._narrow = [x[len(x) // 2 :][:n] for x, n in some if n]
-        self._addresses = [local_part(p).data_ptr() for p in params]
+        self._are_whole = not any(map(is_dtensor, params))
+        self._addresses = self._at(params)
 
     def narrow(self) -> Tensor:
         """Copies up to 32 elements of each matrix; of each parameter if there are only vectors."""
@@ -60,8 +61,11 @@ class Group:
 
     def follow(self, params: Sequence[Tensor]) -> None:
         """Takes new views of the same parameters, if the data of any was replaced."""
-        if [local_part(p).data_ptr() for p in params] != self._addresses:
+        if self._at(params) != self._addresses:
             self._view(params)
+
+    def _at(self, params: Sequence[Tensor]) -> list[int]:
+        return [x.data_ptr() for x in (params if self._are_whole else map(local_part, params))]
 
     def owners(self, x: Tensor) -> Tensor:
         """Index of the parameter that each element of a sample is of."""

@@ -19,7 +19,7 @@ from hookcb.diagnosis.run import Run
 from hookcb.gradients.samples import named_sketches, unchanged
 from hookcb.gradients.stats import is_readable
 from hookcb.hooks.optimizer_steps import params_of
-from hookcb.hooks.params import named_params
+from hookcb.hooks.params import Held, named_params
 
 MIN_BATCHES, MIN_GRADIENTS = 20, 2  # since a parameter is new; comparisons at which it had a gradient
 FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -61,6 +61,7 @@ class Replaced(Fault):
     def __init__(self) -> None:
         super().__init__()
         self._own: dict[str, ReferenceType[nn.Parameter]] = {}
+        self._known: Held | None = None
         self._held: set[int] = set()
         self._latest = 0  # number of the batch that was compared last
         self._new: dict[str, _New] = {}
@@ -68,9 +69,13 @@ class Replaced(Fault):
 
     def on_model(self, run: Run) -> None:
         self._own = {name: ref(p) for name, p in named_params(run.loop.model).items() if not is_shard(p)}
+        self._known = Held(run.loop.model)
 
     def on_gradients(self, run: Run) -> None:
         self._held |= {key for opt in run.measured(Steps).optimizers.values() for key in params_of(opt)}
+        if not self._new and self._known is not None and self._known.is_same():  # the usual case, soon told
+            self._latest = run.step
+            return
         now, fresh = named_params(run.loop.model), dict[str, nn.Parameter]()
         for name, known in self._own.items():
             p, old, new = now.get(name), known(), self._new.get(name)
@@ -121,7 +126,7 @@ class Replaced(Fault):
         )
 
     def freeze(self) -> None:
-        self._own, self._new, self._held = {}, {}, set()
+        self._own, self._new, self._held, self._known = {}, {}, set(), None
 
 
 def _cause(found: dict[str, nn.Parameter]) -> str:
