@@ -22,7 +22,6 @@ from hookcb.core.sampling import SamplingCallback
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.one_backward import check_gradients
 from hookcb.diagnosis.verdict import Finding, Verdict
-from hookcb.distributed.callback import Distributed
 from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.flow import gradient_flow
 from hookcb.gradients.records import GradientRecords
@@ -63,6 +62,7 @@ from hookcb.training.channels_last import ChannelsLast
 from hookcb.training.checkpoint.callback import Checkpoint
 from hookcb.training.clip import GradientClip
 from hookcb.training.compile import Compile
+from hookcb.training.distributed import Distributed
 from hookcb.training.early_stopping import EarlyStopping, EarlyStoppingCallback
 from hookcb.training.ema import EMA
 from hookcb.training.freeze import Freeze, freeze, unfreeze

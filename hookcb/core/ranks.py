@@ -19,9 +19,8 @@ from torch.nn.parameter import is_lazy
 
 from hookcb.core.console import warn
 from hookcb.core.fetches import FetchListener
-from hookcb.core.shards import is_fully_sharded
 from hookcb.core.text import join_names
-from hookcb.core.torch_private import group_timeout, is_joining, make_store
+from hookcb.core.torch_private import group_timeout, is_fully_sharded, is_joining, make_store
 
 T = TypeVar("T")
 

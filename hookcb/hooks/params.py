@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from hookcb.core.shards import plain_class
 from hookcb.core.text import join_names
-from hookcb.core.torch_private import parameters_of
+from hookcb.core.torch_private import parameters_of, plain_class
 from hookcb.hooks.modules import plain_name, unwrapped
 
 Which = str | Callable[[str, nn.Parameter], bool]

@@ -23,7 +23,6 @@ from hookcb.core.files import check_saved, save_whole
 from hookcb.core.loop import check_model, stray_cancels_as_errors
 from hookcb.core.optim import Rates, check_rates, set_rates
 from hookcb.core.ranks import group_of, is_sharded, ranks_of
-from hookcb.core.shards import drop_gathered, gathered
 from hookcb.core.text import name_of
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
@@ -45,6 +44,7 @@ from hookcb.loops.hypers import with_hypers
 from hookcb.loops.lr_curve import LRFind
 from hookcb.loops.lr_find import find_lr
 from hookcb.loops.names import NamedLoop
+from hookcb.processes.shards import drop_gathered, gathered
 from hookcb.report.collect import make_page
 from hookcb.report.page import Page
 from hookcb.training.checkpoint.names import with_plain_names

@@ -10,7 +10,7 @@ from torch import nn
 
 from hookcb.core.files import as_plain, save_whole
 from hookcb.core.ranks import ALONE, Ranks, is_sharded
-from hookcb.core.shards import plain_class
+from hookcb.core.torch_private import plain_class
 from hookcb.hooks.modules import unsaved_buffers
 from hookcb.nans.nonfinite import FINITE, Kinds, kinds, tensors_in
 from hookcb.nans.replay import BatchStart, as_at_start, has_observers, versions_of

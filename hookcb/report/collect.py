@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from hookcb.activations.callback import ActivationStats
 from hookcb.core.arguments import check_page
 from hookcb.core.callback import Callback
-from hookcb.core.shards import plain_class
+from hookcb.core.torch_private import plain_class
 from hookcb.diagnosis.callback import Diagnose, recorded_in
 from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.frame import about

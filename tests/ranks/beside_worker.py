@@ -43,9 +43,9 @@ from hookcb import (
     read_jsonl,
 )
 from hookcb.core.ranks import without_replicas
-from tests.distributed.distributed_worker import quiet_fit, rows, weights
 from tests.ranks import data_worker
 from tests.ranks.support import data, join_group, run_cases, small_model
+from tests.training.distributed_worker import quiet_fit, rows, weights
 
 MODE, WORLD = "alone", 1  # how a case trains, and on how many ranks; alone, whose batches it has
 FOLDER = Path()

@@ -19,11 +19,11 @@ from hookcb.core.failures import shared_failures
 from hookcb.core.ranks import MAX_SHOWN, MAX_WAIT, Ranks
 from hookcb.core.state import whole
 from hookcb.core.text import join_names
-from hookcb.distributed.engine import Engine
-from hookcb.distributed.loaders import Share, divided, with_loaders
-from hookcb.distributed.process_group import n_processes, open_group, own_device
-from hookcb.distributed.wrap import is_wrapped, layout, prepared, replicated, sharded
 from hookcb.hooks.modules import Where, device_of
+from hookcb.processes.loaders import Share, divided, with_loaders
+from hookcb.processes.process_group import n_processes, open_group, own_device
+from hookcb.processes.wrap import is_wrapped, layout, prepared, replicated, sharded
+from hookcb.training.engine import Engine
 
 MODES = ("ddp", "fsdp2")
 NOT_OPTIONS = ("self", "module", "mesh", "device_mesh", "device_ids", "output_device", "dim", "process_group")
