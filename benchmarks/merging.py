@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hookcb import ActivationStats, Callback, GradientClip, GradientHealth, Learner
 from hookcb.activations.bins import Bins
-from hookcb.core.ranks import Ranks
+from hookcb.core.alone import Ranks
 
 ROOT = Path(__file__).parents[1]
 OUTPUTS = ("mean", "std", "min", "max", "abs_max", "near_zero", "zeros", "nonfinite")

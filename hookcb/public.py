@@ -17,7 +17,6 @@ from hookcb.core.events import (
 )
 from hookcb.core.loop import Loop
 from hookcb.core.randomness import set_seed
-from hookcb.core.ranks import RankError
 from hookcb.core.sampling import SamplingCallback
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.one_backward import check_gradients
@@ -49,6 +48,7 @@ from hookcb.loops.watcher import Watch
 from hookcb.nans.anomaly import DetectAnomaly
 from hookcb.nans.terminate import TerminateOnNaN, TerminateOnNaNCallback
 from hookcb.nans.trace import NanTrace
+from hookcb.processes.exchange import RankError
 from hookcb.profiling.callback import ProfilerCallback
 from hookcb.profiling.memory.callback import MemoryStats
 from hookcb.profiling.steps.timer import StepTimer

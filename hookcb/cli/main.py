@@ -92,7 +92,7 @@ def _train(args: argparse.Namespace) -> int:
     from hookcb.cli.demo import train_digits
     from hookcb.cli.ranks import own_rank
     from hookcb.core.console import show
-    from hookcb.core.ranks import RankError
+    from hookcb.processes.exchange import RankError
 
     try:
         trace = TRACE if args.profile else None

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, distributed
 from torch.optim import Optimizer
 
+from hookcb.core.alone import Ranks
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelStepException
 from hookcb.core.optim import detached_scalar
-from hookcb.core.ranks import Ranks
 from hookcb.core.torch_private import flattened_sizes, is_fully_sharded
 from hookcb.gradients.capture import GradientReader, StepCapture, first_nonfinite
 from hookcb.gradients.hand_steps import StepByHand

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hookcb.core.alone import ALONE, Ranks
 from hookcb.core.precision import moved
-from hookcb.core.ranks import ALONE, Ranks
 from hookcb.core.torch_private import flattened, norms_of, version_of
 from hookcb.gradients.device import Capture, DeviceReader, usable
 from hookcb.gradients.shards import Columns, ShardCapture, ShardReader, count_nonfinite

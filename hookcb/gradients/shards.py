@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hookcb.core.alone import Ranks
 from hookcb.core.precision import moved, numbers_to, widened, widest
-from hookcb.core.ranks import Ranks
 from hookcb.core.torch_private import is_flattened
 from hookcb.gradients.samples import sketch_copy
 from hookcb.gradients.stats import (

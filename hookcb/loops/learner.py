@@ -22,7 +22,6 @@ from hookcb.core.fetches import FetchListener, ObservedFetches
 from hookcb.core.files import check_saved, save_whole
 from hookcb.core.loop import check_model, stray_cancels_as_errors
 from hookcb.core.optim import Rates, check_rates, set_rates
-from hookcb.core.ranks import group_of, is_sharded, ranks_of
 from hookcb.core.text import name_of
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
@@ -44,6 +43,8 @@ from hookcb.loops.hypers import with_hypers
 from hookcb.loops.lr_curve import LRFind
 from hookcb.loops.lr_find import find_lr
 from hookcb.loops.names import NamedLoop
+from hookcb.processes.groups import group_of, is_sharded
+from hookcb.processes.ranks import ranks_of
 from hookcb.processes.shards import drop_gathered, gathered
 from hookcb.report.collect import make_page
 from hookcb.report.page import Page
@@ -293,12 +294,14 @@ class Learner(NamedLoop):
             except BaseException as error:
                 self._note_batch(error)
                 raise
-            self.decide_batch()
-            self.train_iter += self.training
+            if self.training:
+                self.ranks.end_batch()
+                self.train_iter += 1
         last = self.iter if self.training else self.ranks.max([self.iter])[0]  # some ranks may have none
         if last < 0:
             raise ValueError(f"the {'training' if self.training else 'validation'} loader gave no batch")
-        self.decide_batch(is_last=True)
+        if self.training:
+            self.ranks.end_batch(is_last=True)
 
     def _fetched(self, batches: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
         """Yields numbered batches; ends when a signal has ended the training and the loader's workers."""
@@ -600,6 +603,25 @@ class Learner(NamedLoop):
                 raise
 
     # ---- before training
+
+    @contextmanager
+    def on_all_ranks(self, name: str) -> Iterator[None]:
+        """Finds the ranks that train the model, which decide and fail together in the block.
+
+        Args:
+            name: what all ranks must call, "learn.fit".
+
+        Raises:
+            RankError: If some ranks did not call it, or another one fails.
+        """
+        if self.ranks.is_together:  # a validation inside a fit
+            self.ranks.meet(name, f" {self.where()}")
+            yield
+            return
+        with self.wrapped_model(name):
+            self.ranks = ranks_of(self.model)
+            with self.ranks.together(name, self.where):
+                yield
 
     def _check_idle(self) -> None:
         if self.fitting:

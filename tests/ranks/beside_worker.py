@@ -42,7 +42,7 @@ from hookcb import (
     accuracy,
     read_jsonl,
 )
-from hookcb.core.ranks import without_replicas
+from hookcb.processes.groups import without_replicas
 from tests.ranks import data_worker
 from tests.ranks.support import data, join_group, run_cases, small_model
 from tests.training.distributed_worker import quiet_fit, rows, weights

@@ -13,8 +13,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hookcb.core.alone import Ranks
 from hookcb.core.console import printable
-from hookcb.core.ranks import Ranks
 from hookcb.core.text import duration
 from hookcb.hooks.modules import device_of
 from hookcb.profiling.steps.clock import PhaseInside, StepClock

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hookcb import StepTimer
-from hookcb.core.ranks import ALONE
+from hookcb.core.alone import ALONE
 from hookcb.profiling.steps.stragglers import BLOCK, RankTimes, waits_in_forward
 from hookcb.profiling.steps.times import STEP_PHASES
 from tests.profiling.support import facts_of_ranks

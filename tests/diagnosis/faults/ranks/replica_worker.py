@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hookcb.core.ranks import ranks_of
 from hookcb.diagnosis.faults.ranks.copies import DivergedReplicas, OwnBuffers
 from hookcb.diagnosis.run import Run
+from hookcb.processes.ranks import ranks_of
 
 
 def replica():
