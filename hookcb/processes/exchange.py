@@ -40,7 +40,7 @@ class RankError(RuntimeError):
 
 
 class Exchange(Ranks):
-    """What several ranks tell each other, by collectives and by the store of their group.
+    """The communication of several ranks: by collectives, and by notes in the store of their group.
 
     It uses a group of its own, on the CPU, with the timeout of the model's group, so that it never mixes with
     the training's. Before `join`, every method returns what it was given, as that of a process alone.
