@@ -1,11 +1,12 @@
 """Ranks: what a loop and its callbacks ask of the processes that train one model; here, of one alone."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from hookcb.core.console import shown_once
 from hookcb.core.events import CancelException
 from hookcb.core.fetches import FetchListener
 
@@ -66,7 +67,7 @@ class Ranks:
         Raises:
             RankError: If some ranks did not call it, or another one fails.
         """
-        return nullcontext()
+        return shown_once(None)
 
     def meet(self, name: str, place: str) -> None:
         """Waits until all ranks are at the same point inside a fit, where not all ranks need to come.

@@ -2,7 +2,8 @@
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -179,6 +180,15 @@ def drop_gathered(model: nn.Module) -> None:
             if is_fully_sharded(m):
                 m.reshard()  # type: ignore[operator]
         reshard_flat(model)
+
+
+@contextmanager
+def resharded(model: nn.Module) -> Iterator[None]:
+    """Drops at the end of a `with` block what a sharded model has gathered in it; see `drop_gathered`."""
+    try:
+        yield
+    finally:
+        drop_gathered(model)
 
 
 def first_row(x: Tensor) -> int | None:
