@@ -27,21 +27,22 @@ from hookcb.hooks.modules import device_of, resolve_device
 from hookcb.hooks.summary import Summary, module_summary
 from hookcb.loops import ported
 from hookcb.loops.alike import facts_of
-from hookcb.loops.batches import UNEVEN, agree_on_length, check_uneven, fetched, names_batch
 from hookcb.loops.checks import (
     check_fit,
     check_functions,
     check_loss,
     check_opt,
     make_opt,
+    names_batch,
     same_objects,
     trainable,
 )
-from hookcb.loops.data import as_loaders, check_loader, describe_loaders, own_order, set_epoch
+from hookcb.loops.data import as_loaders, check_loader, describe_loaders, set_epoch
 from hookcb.loops.hypers import with_hypers
 from hookcb.loops.lr_curve import LRFind
 from hookcb.loops.lr_find import find_lr
 from hookcb.loops.names import NamedLoop
+from hookcb.processes.batches import UNEVEN, agree_on_length, check_uneven, fetched, own_order
 from hookcb.processes.groups import group_of, is_sharded
 from hookcb.processes.ranks import ranks_of
 from hookcb.processes.shards import drop_gathered, gathered, resharded

@@ -35,9 +35,9 @@ from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.records import GradientRecords
 from hookcb.gradients.stats import STEP_STATS
 from hookcb.hooks.modules import device_of, named_modules
+from hookcb.processes.stragglers import OWN
 from hookcb.profiling.callback import ProfilerCallback
 from hookcb.profiling.memory.callback import MemoryStats
-from hookcb.profiling.steps.stragglers import OWN
 from hookcb.profiling.steps.timer import StepTimer
 from hookcb.profiling.steps.times import SHOWN_PHASES
 from hookcb.records.records import module_of

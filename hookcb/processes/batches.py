@@ -1,21 +1,25 @@
 """The batches of a Learner's training or validation: fetched, numbered, and as many on all ranks."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import wraps
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from hookcb.core.batch import array_hint, batch_size, describe, split_batch
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from hookcb.core.batch import batch_size, map_tensors, split_batch
 from hookcb.core.console import warn
-from hookcb.core.events import CancelException, CancelFitException, CancelValidException
+from hookcb.core.events import CancelFitException, CancelValidException
 from hookcb.core.fetches import FetchListener, ObservedFetches
+from hookcb.core.loop import Loop, label_of
 from hookcb.hooks.modules import device_of
-from hookcb.loops.alike import labels_of
-from hookcb.loops.data import cut, own_order, up_to
 
-T = TypeVar("T")
 Batches = Iterable[tuple[int, Any]]
 UNEVEN = ("error", "stop")  # what to do if ranks have different numbers of batches
 HINT_UNEVEN = '; use a DistributedSampler, or drop_last=True, or fit(…, uneven="stop") to end at the shortest'
+
+
+def labels_of(learn: Loop) -> list[str]:
+    """Labels of the callbacks that all ranks must have."""
+    return [label_of(cb) for cb in learn.cbs if not cb.shows_only]
 
 
 def check_uneven(uneven: str) -> None:
@@ -28,7 +32,7 @@ def check_uneven(uneven: str) -> None:
         raise ValueError(f"uneven must be 'error' or 'stop', got {uneven!r:.80}")
 
 
-def agree_on_length(learn: Any, uneven: str) -> None:
+def agree_on_length(learn: Loop, uneven: str) -> None:
     """Sets the number of training batches on all ranks, None if one of them does not know it.
 
     Raises:
@@ -47,7 +51,7 @@ def agree_on_length(learn: Any, uneven: str) -> None:
 
 
 def fetched(
-    learn: Any, batches: Batches, listeners: Sequence[FetchListener], uneven: str
+    learn: Loop, batches: Batches, listeners: Sequence[FetchListener], uneven: str
 ) -> Iterator[tuple[int, Any]]:
     """Yields numbered batches; ends when a signal has ended the training and the loader's workers.
 
@@ -75,7 +79,7 @@ def fetched(
         raise ValueError(f"the {'training' if learn.training else 'validation'} loader gave no batch")
 
 
-def _even(learn: Any, batches: Batches, uneven: str) -> Batches:
+def _even(learn: Loop, batches: Batches, uneven: str) -> Batches:
     """As many batches on all ranks in training; in a validation, each sample on one rank only."""
     if learn.training and learn.n_iter is None:
 
@@ -95,7 +99,7 @@ def _even(learn: Any, batches: Batches, uneven: str) -> Batches:
     return _without_padding(learn, batches)
 
 
-def _without_padding(learn: Any, batches: Batches) -> Iterator[tuple[int, Any]]:
+def _without_padding(learn: Loop, batches: Batches) -> Iterator[tuple[int, Any]]:
     """Numbered batches of a validation, without the samples that a DistributedSampler repeats."""
     order = own_order(learn.dl)
     n_left = None if order is None else len(order)
@@ -112,20 +116,36 @@ def _without_padding(learn: Any, batches: Batches) -> Iterator[tuple[int, Any]]:
             learn.predict()
 
 
-def names_batch(body: Callable[[T], None]) -> Callable[[T], None]:
-    """Has the errors of a Learner's method say in which batch they were raised, and what that is."""
+def own_order(loader: Any) -> list[int] | None:
+    """Indices of a DistributedSampler's samples on this rank, without padding; None for another sampler.
 
-    @wraps(body)
-    def named(learn: Any) -> None:
-        try:
-            body(learn)
-        except BaseException as error:
-            if not isinstance(error, CancelException) and not hasattr(error, "__notes__"):
-                where = ", ".join(learn.position("after_pred"))
-                hint = array_hint((learn.xb, learn.yb))
-                if isinstance(error, TypeError) and not learn.yb and isinstance(learn.xb, tuple):
-                    hint += "; a batch with a target is (x, y)"
-                error.add_note(f"in {where}, with xb {describe(learn.xb)} and yb {describe(learn.yb)}{hint}")
-            raise
+    The sampler repeats samples so that all ranks have as many; rank r's sample i is one of these if
+    r + i · world is not below the number of samples.
+    """
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    inner = getattr(batch_sampler, "sampler", None) if type(batch_sampler) is BatchSampler else None
+    sampler = getattr(loader, "sampler", None) if inner is None else inner
+    if not isinstance(sampler, DistributedSampler):
+        return None
+    dataset: Any = sampler.dataset
+    n = len(range(sampler.rank, len(dataset), sampler.num_replicas))
+    return list(sampler)[:n]
 
-    return named
+
+def up_to(batches: Iterable[tuple[int, Any]], n: int | None) -> Iterator[tuple[int, Any]]:
+    """Numbered batches with numbers below `n`; fetches no other."""
+    for i, batch in batches:
+        if n is None or i < n:
+            yield i, batch
+        if n is not None and i + 1 >= n:
+            return
+
+
+def cut(batch: Any, n: int | None) -> Any:
+    """The first `n` samples of a batch; all of them if None."""
+    size = batch_size(batch)
+    return (
+        batch
+        if n is None or size <= n
+        else map_tensors(lambda x: x[:n] if x.ndim and len(x) == size else x, batch)
+    )
