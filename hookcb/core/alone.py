@@ -81,8 +81,8 @@ class Ranks:
         """
 
     def decide(
-        self, event: str, cbs: Iterable[Any], cancels: Sequence[CancelException], training: bool
-    ) -> Sequence[CancelException]:
+        self, event: str, cbs: Iterable[Any], cancels: list[CancelException], training: bool
+    ) -> list[CancelException]:
         """Cancels that take effect at an event, on all ranks.
 
         Args:

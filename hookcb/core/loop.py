@@ -327,7 +327,7 @@ class Loop(TrainingState):
             if marks is not None:
                 marks.append((cb, time.perf_counter()))
         if self.ranks.is_together:
-            cancels = list(self.ranks.decide(event, [cb for cb, _ in handlers], cancels, self.training))
+            cancels = self.ranks.decide(event, [cb for cb, _ in handlers], cancels, self.training)
         if cancels:
             raise outermost(cancels)
 

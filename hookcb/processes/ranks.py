@@ -1,6 +1,6 @@
 """The ranks of a Learner: they meet, decide and fail together."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import nn
@@ -33,13 +33,12 @@ class SeveralRanks(Exchange):
                 self._votes, self.is_together = None, False
 
     def decide(
-        self, event: str, cbs: Iterable[Callback], cancels: Sequence[CancelException], training: bool
-    ) -> Sequence[CancelException]:
+        self, event: str, cbs: Iterable[Callback], cancels: list[CancelException], training: bool
+    ) -> list[CancelException]:
         """See `Ranks`."""
         cbs = list(cbs)
-        if self._votes is None or not (
-            cancels or event not in BATCH_EVENTS or any(cb.may_cancel for cb in cbs)
-        ):
+        is_due = cancels or event not in BATCH_EVENTS or any(cb.may_cancel for cb in cbs)
+        if self._votes is None or not is_due:
             return cancels
         return self._votes.decide(event, cbs, cancels, training)
 
