@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hookcb import ActivationStats, Callback, GradientClip, GradientHealth, Learner
 from hookcb.activations.bins import Bins
-from hookcb.core.ranks import Ranks
+from hookcb.processes.exchange import Exchange
 
 ROOT = Path(__file__).parents[1]
 OUTPUTS = ("mean", "std", "min", "max", "abs_max", "near_zero", "zeros", "nonfinite")
@@ -244,19 +244,19 @@ def compare(
     stats = ActivationStats(include_paramless=True, with_hist=True)
     health, oracle = GradientHealth(detail_every=1), Oracle(n_groups)
     sent, gathers = [], []
-    start, gather = Ranks.start, Ranks.gather
+    start, gather = Exchange.start, Exchange.gather
 
-    def counted(self: Ranks, x: Tensor, op: object = None) -> object:
+    def counted(self: Exchange, x: Tensor, op: object = None) -> object:
         if x.dtype == torch.float64 and learn.training and getattr(learn, "iter", 0) == N_STEPS - 1:
             sent.append([str(op).rpartition(".")[-1], x.numel()])
         return start(self, x, op)
 
-    def told(self: Ranks, item: object) -> list:
+    def told(self: Exchange, item: object) -> list:
         if learn.training and getattr(learn, "iter", 0) == N_STEPS - 1:
             gathers.append(1)
         return gather(self, item)
 
-    with learn.no_logging(), mock.patch.multiple(Ranks, start=counted, gather=told):
+    with learn.no_logging(), mock.patch.multiple(Exchange, start=counted, gather=told):
         changes = {"clipped": [GradientClip(CLIP)], "NaN on a rank": [Poison(rank < world // n_groups)]}
         learn.fit(1, cbs=[stats, health, oracle, *changes.get(variant, [])])
     off: dict[str, float] = {}

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from hookcb import Learner
-from hookcb.core.votes import Votes
+from hookcb.processes.votes import Votes
 
 ROOT = Path(__file__).parents[1]
 WORLD = 1_024  # ranks that do not exist

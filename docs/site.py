@@ -33,7 +33,7 @@ ROOMS = {  # title of the page of each room with public names
     "nans": "NaN and infinity",
     "profiling": "Time and memory",
     "training": "Training",
-    "distributed": "Several processes",
+    "processes": "Several processes",
     "loggers": "Loggers",
     "hooks": "Hooks and layers",
     "core": "Callbacks, events and the loop",

@@ -17,12 +17,10 @@ from hookcb.core.events import (
 )
 from hookcb.core.loop import Loop
 from hookcb.core.randomness import set_seed
-from hookcb.core.ranks import RankError
 from hookcb.core.sampling import SamplingCallback
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.one_backward import check_gradients
 from hookcb.diagnosis.verdict import Finding, Verdict
-from hookcb.distributed.callback import Distributed
 from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.flow import gradient_flow
 from hookcb.gradients.records import GradientRecords
@@ -50,6 +48,7 @@ from hookcb.loops.watcher import Watch
 from hookcb.nans.anomaly import DetectAnomaly
 from hookcb.nans.terminate import TerminateOnNaN, TerminateOnNaNCallback
 from hookcb.nans.trace import NanTrace
+from hookcb.processes.exchange import RankError
 from hookcb.profiling.callback import ProfilerCallback
 from hookcb.profiling.memory.callback import MemoryStats
 from hookcb.profiling.steps.timer import StepTimer
@@ -63,6 +62,7 @@ from hookcb.training.channels_last import ChannelsLast
 from hookcb.training.checkpoint.callback import Checkpoint
 from hookcb.training.clip import GradientClip
 from hookcb.training.compile import Compile
+from hookcb.training.distributed import Distributed
 from hookcb.training.early_stopping import EarlyStopping, EarlyStoppingCallback
 from hookcb.training.ema import EMA
 from hookcb.training.freeze import Freeze, freeze, unfreeze

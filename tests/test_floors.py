@@ -14,12 +14,12 @@ PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
 MAX_SPARE = 100  # lines that a room may be below its number before the number has to follow
 FLOORS = [
     {"core"},
-    {"processes"},
     {"records"},
     {"hooks"},
+    {"processes"},
     {"activations", "nans", "profiling", "training"},
     {"gradients"},
-    {"diagnosis", "distributed", "loggers"},
+    {"diagnosis", "loggers"},
     {"report"},
     {"loops"},
     {"adapters", "testing.py"},

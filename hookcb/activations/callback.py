@@ -11,16 +11,17 @@ from hookcb.activations.merge import Merger
 from hookcb.activations.operator import OWNERS
 from hookcb.activations.records import OPTIONS, ActivationRecords
 from hookcb.activations.stats import Sample, has_stats, kind_of
+from hookcb.core.alone import ALONE
 from hookcb.core.batch import parts
-from hookcb.core.ranks import ALONE, group_of, is_sharded
 from hookcb.core.sampling import SamplingCallback
-from hookcb.core.shards import Part, is_awaited, mesh_of, output_part, part_of, plain_class
 from hookcb.core.threads import this_thread
-from hookcb.core.torch_private import raw_stream, version_of
+from hookcb.core.torch_private import plain_class, raw_stream, version_of
 from hookcb.hooks.callback import HookCallback
 from hookcb.hooks.coverage import Coverage
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import device_of
+from hookcb.processes.groups import group_of, is_sharded
+from hookcb.processes.shards import Part, is_awaited, mesh_of, output_part, part_of
 from hookcb.records.forward import forwarded, forwarded_attribute, forwarded_property
 from hookcb.records.records import module_of
 

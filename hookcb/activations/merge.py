@@ -11,8 +11,8 @@ from torch import Tensor
 from hookcb.activations.buffer import OutputBuffer, portions
 from hookcb.activations.slab import Output, Waiting, stats_of
 from hookcb.activations.stats import LAYER_STATS, summarize
+from hookcb.core.alone import Ranks
 from hookcb.core.precision import moved, numbers_to, widest
-from hookcb.core.ranks import Ranks
 from hookcb.records.records import PHASES
 
 # calls; elements, and those that moments and shares are from; Σd and Σd² around the pivot; numbers near zero,

@@ -14,14 +14,14 @@ from hookcb.cli.faults import Fault, Setup
 from hookcb.core.callback import Callback
 from hookcb.core.randomness import random_kept
 from hookcb.diagnosis.callback import Diagnose
-from hookcb.distributed.callback import Distributed
-from hookcb.distributed.process_group import n_processes
 from hookcb.gradients.callback import GradientHealth
 from hookcb.loops.data import Loaders
 from hookcb.loops.learner import Learner
+from hookcb.processes.process_group import n_processes
 from hookcb.profiling.callback import ProfilerCallback
 from hookcb.training.amp import MixedPrecision
 from hookcb.training.checkpoint.callback import Checkpoint
+from hookcb.training.distributed import Distributed
 from hookcb.training.metrics import accuracy
 
 

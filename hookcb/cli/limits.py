@@ -16,11 +16,11 @@ from hookcb.core import orders
 from hookcb.core.callback import Callback
 from hookcb.core.console import show_error
 from hookcb.core.events import CancelFitException
-from hookcb.distributed.process_group import n_processes
 from hookcb.gradients.hand_steps import StepByHand
 from hookcb.hooks.optimizer_steps import params_of
-from hookcb.loops.agreed_stop import AgreedStop
 from hookcb.loops.taps import stepping_optimizers
+from hookcb.processes.agreed_stop import AgreedStop
+from hookcb.processes.process_group import n_processes
 
 MAX_WAIT = 10  # times the steps asked for, within which a larger model is to begin
 

@@ -78,7 +78,7 @@ def _demo(args: argparse.Namespace, _: Parser, given: list[str]) -> int:
     from hookcb.cli.faults import fault_lines
     from hookcb.cli.ranks import run_on_ranks
     from hookcb.core.console import show
-    from hookcb.distributed.process_group import n_processes
+    from hookcb.processes.process_group import n_processes
 
     if args.list_faults:
         show("\n".join(fault_lines()), soft_wrap=True, highlight=False, markup=False)
@@ -92,7 +92,7 @@ def _train(args: argparse.Namespace) -> int:
     from hookcb.cli.demo import train_digits
     from hookcb.cli.ranks import own_rank
     from hookcb.core.console import show
-    from hookcb.core.ranks import RankError
+    from hookcb.processes.exchange import RankError
 
     try:
         trace = TRACE if args.profile else None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from hookcb.cli import INTERRUPTED
 from hookcb.core.console import show_error
-from hookcb.distributed.process_group import n_processes
+from hookcb.processes.process_group import n_processes
 
 MAX_LINES = 20  # of what failed processes have written
 PREFIX = "hookcb "  # of our own messages

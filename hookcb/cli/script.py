@@ -22,7 +22,7 @@ from hookcb.cli.ranks import own_rank
 from hookcb.cli.second_run import SecondRun
 from hookcb.core.console import safe_console, show, show_error
 from hookcb.diagnosis.verdict import Verdict
-from hookcb.distributed.process_group import n_processes
+from hookcb.processes.process_group import n_processes
 from hookcb.report.page import Page
 
 Shown = list[tuple[str, Verdict, bool]]  # title, verdict, and whether it counts, of each model

@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 
 from hookcb.cli.ranks import own_rank
 from hookcb.core.console import show_error
-from hookcb.core.shards import plain_class
+from hookcb.core.torch_private import plain_class
 from hookcb.diagnosis.verdict import Verdict
-from hookcb.distributed.process_group import n_processes
 from hookcb.hooks.modules import without_wrappers
 from hookcb.loops.external import ExternalLoop
 from hookcb.loops.watcher import Watch
+from hookcb.processes.process_group import n_processes
 from hookcb.report.collect import collect
 from hookcb.report.data import PageData
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hookcb.core.shards import plain_class
-from hookcb.core.torch_private import in_backward
+from hookcb.core.torch_private import in_backward, plain_class
 from hookcb.hooks.modules import has_compiled
 from hookcb.hooks.optimizer_steps import params_of
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 from fastcore.basics import camel2snake
 from torch import nn
 
+from hookcb.core.alone import ELSEWHERE
 from hookcb.core.batch import shown
 from hookcb.core.callback import Callback
 from hookcb.core.callback_list import (
@@ -21,14 +22,11 @@ from hookcb.core.callback_list import (
     new_callbacks,
     renamed,
 )
-from hookcb.core.console import show, shown_once
+from hookcb.core.console import show
 from hookcb.core.events import BATCH_EVENTS, LEVELS, CancelException, CancelFitException, Event, outermost
-from hookcb.core.failures import blame, shared_failures
 from hookcb.core.loop_tree import loop_tree
-from hookcb.core.ranks import MAX_WAIT, ranks_of
 from hookcb.core.state import C, TrainingState
 from hookcb.core.time_split import Marks, TimeSplit
-from hookcb.core.votes import ELSEWHERE, Votes
 
 DOING: dict[str, str] = {  # what happens after an event
     Event.BEFORE_BATCH: "in the model's forward",
@@ -57,7 +55,6 @@ class Loop(TrainingState):
         self.cbs: list[Callback] = []
         self._event = ""  # the last event at which callbacks acted
         self._entered: list[Callback] | None = None  # in a fit: callbacks whose before_fit was called
-        self._votes: Votes | None = None
         self._clock: TimeSplit | None = None
         self.build_dispatch()
         self.add_cbs(cbs)
@@ -249,7 +246,7 @@ class Loop(TrainingState):
 
         All of them see the event before a cancel raised by one takes effect.
         """
-        if (handlers := self._table[event]) or self._votes is not None:
+        if (handlers := self._table[event]) or self.ranks.is_together:
             self._call(event, handlers)
         elif self._note_time is not None:
             self._note_time(event)
@@ -264,13 +261,13 @@ class Loop(TrainingState):
         table = self._table
         closing = False
         try:
-            if (handlers := self._table[before]) or self._votes is not None:
+            if (handlers := self._table[before]) or self.ranks.is_together:
                 self._call(before, handlers)
             elif self._note_time is not None:
                 self._note_time(before)
             body()
             closing = True
-            if self._table is not table or self._table[after] or self._votes is not None:
+            if self._table is not table or self._table[after] or self.ranks.is_together:
                 self._close(after, table)
             elif self._note_time is not None:
                 self._note_time(after)
@@ -289,37 +286,14 @@ class Loop(TrainingState):
         else:
             self.scaler.step(self.opt)
 
-    def decide_batch(self, is_last: bool = False) -> None:
-        """Ends a batch of the training on all ranks; raises the cancel that they have decided.
-
-        Args:
-            is_last: whether there is no batch after it.
-        """
-        if self._votes is not None and self.training:
-            try:
-                self._votes.end_batch(is_last)
-            finally:
-                self.signal = self._votes.agreed_signal
-
     def note_signal(self, number: int) -> None:
         """Requests the end of the training by a signal; several ranks first agree on it."""
         self.stop_requested = True
-        if self._votes is None:
-            self.signal = number
-        else:
-            self._votes.signal = number
+        self.ranks.note_signal(number)
 
     def agree_on_alarm(self, noticed: bool) -> bool:
-        """Whether any rank has noticed something that all should look at; they know one batch later.
-
-        Args:
-            noticed: whether this rank has, in the batch that ends.
-        """
-        if self._votes is None:
-            return noticed
-        self._votes.is_alarmed |= noticed
-        is_agreed, self._votes.is_alarm_agreed = self._votes.is_alarm_agreed, False
-        return is_agreed
+        """See `Ranks`."""
+        return self.ranks.agree_on_alarm(noticed)
 
     def _close(self, event: str, opened_for: dict[str, Handlers]) -> None:
         handlers = self._table[event]
@@ -352,11 +326,8 @@ class Loop(TrainingState):
                 raise
             if marks is not None:
                 marks.append((cb, time.perf_counter()))
-        if self._votes is not None:
-            acting = [cb for cb, _ in handlers]
-            if cancels or event not in BATCH_EVENTS or any(cb.may_cancel for cb in acting):
-                cancels = self._votes.decide(event, acting, cancels, self.training)
-                self.signal = self._votes.agreed_signal
+        if self.ranks.is_together:
+            cancels = self.ranks.decide(event, [cb for cb, _ in handlers], cancels, self.training)
         if cancels:
             raise outermost(cancels)
 
@@ -379,7 +350,7 @@ class Loop(TrainingState):
                     with suppress(CancelFitException):
                         self.emit(Event.AFTER_CANCEL_FIT)
         except BaseException as error:
-            cause = blame(self.ranks, error, self._where())
+            cause = self.ranks.blame(error, self.where())
             self._leave(error=cause)
             if cause is error:
                 raise
@@ -388,32 +359,6 @@ class Loop(TrainingState):
             self._leave()
         finally:
             self._entered, self.stop_requested = None, False
-
-    @contextmanager
-    def on_all_ranks(self, name: str) -> Iterator[None]:
-        """Finds the ranks that train the model, which decide and fail together in the block.
-
-        Args:
-            name: what all ranks must call, "learn.fit".
-
-        Raises:
-            RankError: If some ranks did not call it, or another one fails.
-        """
-        if self._votes is not None:  # a validation inside a fit
-            self.ranks.meet(name, f" {self._where()}")
-            yield
-            return
-        with self.wrapped_model(name):
-            self.ranks = ranks = ranks_of(self.model)
-            with shared_failures(ranks, self._where):
-                ranks.join(name, None if self.fitting else MAX_WAIT)
-                self._votes = Votes(ranks) if ranks.world > 1 else None
-                self.signal = 0
-                try:
-                    with shown_once(ranks.rank if ranks.world > 1 else None):
-                        yield
-                finally:
-                    self._votes = None
 
     @contextmanager
     def wrapped_model(self, name: str) -> Iterator[None]:
@@ -469,7 +414,7 @@ class Loop(TrainingState):
             position.append(f"{'batch' if self.training else 'validation batch'} {self.iter}")
         return position
 
-    def _where(self) -> str:
+    def where(self) -> str:
         """Describes what the loop does now, for a message to other ranks."""
         doing = DOING.get(self._event, f"at {self._event}" if self._event else "before the fit")
         return ", ".join([doing, *self.position(self._event)])

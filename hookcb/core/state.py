@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hookcb.core.alone import ALONE, Ranks
 from hookcb.core.fetches import FetchListener, follow_loaders, leave_loaders
-from hookcb.core.ranks import ALONE
 from hookcb.core.restore import preserve_modes
 from hookcb.core.threads import in_loop_thread, this_thread
 
@@ -63,8 +63,7 @@ class TrainingState:
         self.fit_succeeded = False  # while `after_fit` is called: whether the fit has ended without an error
         self.fit_error: BaseException | None = None  # while `after_fit` is called: what has ended the fit
         self.ended_by = ""  # who has ended the last fit early, where and why; "" if it went to its end
-        self.signal = 0  # number of a signal that ends the training, 0 if none has come
-        self.ranks = ALONE  # the processes that train the model together, found when a fit begins
+        self.ranks: Ranks = ALONE  # the processes that train the model together, found when a fit begins
         self.own_part: Callable[[Any], Any] = whole  # gives the part of a loader that is for this process
         self.run_backward: Callable[[Tensor], None] = backward  # of the loss, or the scaled loss
         self._depth = 0

@@ -525,6 +525,19 @@ def is_joining(model: nn.Module) -> bool:
     return any(type(x) is Join and id(model) in map(id, x._joinables) for x in gc.get_objects())
 
 
+def is_fully_sharded(m: nn.Module) -> bool:
+    """Whether `fully_shard` was called on a module."""
+    return hasattr(m, "set_reshard_after_forward")
+
+
+def plain_class(x: object) -> type:
+    """Class of an object; of a module, without the one that `fully_shard` makes, as FSDPLinear of Linear."""
+    kind = type(x)
+    if kind.__name__.startswith("FSDP") and isinstance(x, nn.Module) and is_fully_sharded(x):
+        kind = next(base for base in kind.__bases__ if issubclass(base, nn.Module))
+    return kind
+
+
 def is_flattened(p: Tensor) -> bool:
     """Whether FullyShardedDataParallel has made a parameter a part of a flat one, or it is the flat one."""
     return hasattr(p, "_fsdp_flattened")

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from hookcb.activations.callback import ActivationStats
 from hookcb.core import orders
+from hookcb.core.alone import ALONE, Ranks
 from hookcb.core.arguments import check_number
 from hookcb.core.callback import Callback
 from hookcb.core.callback_list import is_among
 from hookcb.core.console import attempt, show, warn
 from hookcb.core.events import CancelFitException, Event
-from hookcb.core.ranks import ALONE, Ranks, name_own_rank
 from hookcb.diagnosis.dispatcher import Dispatcher
 from hookcb.diagnosis.failures import describe_failure, is_failure, note_end
 from hookcb.diagnosis.fault import FAULTS
@@ -33,6 +33,7 @@ from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import Finding, Status, Verdict
 from hookcb.gradients.callback import GradientHealth
 from hookcb.hooks.modules import ModelGoneError, has_params, named_modules
+from hookcb.processes.groups import name_own_rank
 from hookcb.profiling.steps.timer import StepTimer
 from hookcb.training.progress import Progress
 

@@ -9,8 +9,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from hookcb.core.optim import detached_scalar, is_adaptive, largest_lr
-from hookcb.core.shards import plain_class
-from hookcb.core.torch_private import BatchNorm, Convolution, Dropout, parameters_of
+from hookcb.core.torch_private import BatchNorm, Convolution, Dropout, parameters_of, plain_class
 from hookcb.diagnosis.run import Absent, Param, Partial, Reason
 from hookcb.hooks.modules import has_uninitialized, named_modules
 from hookcb.hooks.params import find_params

@@ -6,7 +6,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import hookcb.diagnosis.faults  # noqa: F401  # likewise
-from hookcb.core.ranks import ALONE, Ranks
+from hookcb.core.alone import ALONE, Ranks
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.fault import FAULTS, Fault, Result, Site, key_of, parts_for
 from hookcb.diagnosis.ranks import findings_of_all

@@ -5,7 +5,7 @@ from copy import copy
 from dataclasses import replace
 from zlib import crc32
 
-from hookcb.core.ranks import Ranks
+from hookcb.core.alone import Ranks
 from hookcb.diagnosis.dispatcher import Dispatcher
 from hookcb.diagnosis.fault import key_of
 from hookcb.diagnosis.run import Run

@@ -12,9 +12,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from hookcb.core.console import printable, spelled
-from hookcb.core.ranks import name_ranks
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.reader import ADVICE
+from hookcb.processes.groups import name_ranks
 from hookcb.records.printing import Printed
 
 Severity = Literal["error", "warning", "info"]

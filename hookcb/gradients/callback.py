@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, distributed
 from torch.optim import Optimizer
 
+from hookcb.core.alone import Ranks
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelStepException
 from hookcb.core.optim import detached_scalar
-from hookcb.core.ranks import Ranks
-from hookcb.core.shards import is_divided, is_dtensor, is_fully_sharded, is_shard
-from hookcb.core.torch_private import flattened_sizes
+from hookcb.core.torch_private import flattened_sizes, is_fully_sharded
 from hookcb.gradients.capture import GradientReader, StepCapture, first_nonfinite
 from hookcb.gradients.hand_steps import StepByHand
 from hookcb.gradients.outputs import OutputGradients, OutputHooks
 from hookcb.gradients.records import GradientRecords
 from hookcb.gradients.steps import StepWatch, is_unscaled, running_stats, scale_of
 from hookcb.hooks.params import Which, check_which, find_params
+from hookcb.processes.shards import is_divided, is_dtensor, is_shard
 from hookcb.records.forward import forwarded, forwarded_attribute, forwarded_property
 
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hookcb.core.alone import ALONE, Ranks
 from hookcb.core.precision import moved
-from hookcb.core.ranks import ALONE, Ranks
-from hookcb.core.shards import has_no_part, is_shard, local_part
 from hookcb.core.torch_private import flattened, norms_of, version_of
 from hookcb.gradients.device import Capture, DeviceReader, usable
 from hookcb.gradients.shards import Columns, ShardCapture, ShardReader, count_nonfinite
 from hookcb.gradients.stats import Number, elements_of, is_readable
 from hookcb.hooks.params import Param
+from hookcb.processes.shards import has_no_part, is_shard, local_part
 from hookcb.records.memory import Memory
 
 About = dict[str, tuple[int, int, str]]  # by parameter: number of elements, of dimensions, type of the module

@@ -8,8 +8,8 @@ from hookcb.activations.records import ActivationRecords
 from hookcb.activations.report import FIRST_COLUMNS, LAST_COLUMNS, ActivationReport
 from hookcb.activations.stats import has_stats
 from hookcb.core.batch import parts
-from hookcb.core.shards import plain_class
 from hookcb.core.threads import in_loop_thread, this_thread
+from hookcb.core.torch_private import plain_class
 from hookcb.gradients.stats import Number
 from hookcb.hooks.hook import Hooks
 from hookcb.hooks.modules import find_modules, make_ready_for_hooks

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hookcb.core.precision import at_least_float32
-from hookcb.core.shards import local_part
 from hookcb.core.triton_kernel import Addresses, TritonKernel, can_run, table_on
+from hookcb.processes.shards import local_part
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]  # no types

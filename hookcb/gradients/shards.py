@@ -7,17 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hookcb.core.alone import Ranks
 from hookcb.core.precision import moved, numbers_to, widened, widest
-from hookcb.core.ranks import Ranks
-from hookcb.core.shards import (
-    first_row,
-    has_whole_rows,
-    is_divided,
-    is_dtensor,
-    is_partial,
-    local_part,
-    summed,
-)
 from hookcb.core.torch_private import is_flattened
 from hookcb.gradients.samples import sketch_copy
 from hookcb.gradients.stats import (
@@ -29,6 +20,15 @@ from hookcb.gradients.stats import (
     summarize_gradient,
 )
 from hookcb.hooks.params import Param
+from hookcb.processes.shards import (
+    first_row,
+    has_whole_rows,
+    is_divided,
+    is_dtensor,
+    is_partial,
+    local_part,
+    summed,
+)
 
 Columns = dict[str, Tensor]  # statistics of a step, (1, n_columns), by name of the parameter
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hookcb.core.precision import WIDE, at_least_float32, scaled_norm, wide_norm, widened, widest
-from hookcb.core.shards import local_part
 from hookcb.core.torch_private import norms_of
 from hookcb.gradients.samples import SKETCH, is_native, sketch
+from hookcb.processes.shards import local_part
 
 OF_GRADIENT = ("norm", "clipped_norm", "rms", "abs_max", "nonfinite", "zero_rows")
 GRAD_STATS = (*OF_GRADIENT, "weight_norm", "weight_mean", "weight_std", "update_ratio", "drift")

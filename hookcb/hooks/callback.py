@@ -8,7 +8,7 @@ from torch import nn
 
 from hookcb.core.console import warn
 from hookcb.core.sampling import SamplingCallback
-from hookcb.core.shards import plain_class
+from hookcb.core.torch_private import plain_class
 from hookcb.hooks.coverage import Coverage, added_layers, introduce, note_used
 from hookcb.hooks.hook import HOOK_OPTIONS, HookFunc, Hooks
 from hookcb.hooks.modules import (

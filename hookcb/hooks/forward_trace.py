@@ -15,9 +15,8 @@ from torch.nn.parameter import UninitializedBuffer
 from hookcb.core.batch import array_hint, parts, split_batch, to_device
 from hookcb.core.loop import Loop
 from hookcb.core.randomness import random_kept
-from hookcb.core.shards import plain_class
 from hookcb.core.text import as_layer, join_names
-from hookcb.core.torch_private import cpu_attention, cudnn_rnn
+from hookcb.core.torch_private import cpu_attention, cudnn_rnn, plain_class
 from hookcb.hooks.coverage import CONTAINERS, why_not_called
 from hookcb.hooks.dry_run import shapes, untouched
 from hookcb.hooks.hook import Hooks

@@ -9,9 +9,8 @@ from torch import Tensor, distributed, nn
 from torch.nn.parameter import UninitializedParameter
 
 from hookcb.core.batch import concat, map_tensors, parts
-from hookcb.core.shards import plain_class
 from hookcb.core.text import as_layer
-from hookcb.core.torch_private import in_transform, is_transform_tensor, without_transform
+from hookcb.core.torch_private import in_transform, is_transform_tensor, plain_class, without_transform
 from hookcb.hooks.backward import EnterTap, GradientWatch, LeaveTap, keep_gradient_taps_out_of_graphs
 from hookcb.hooks.modules import torchscript_message
 from hookcb.hooks.own import register

@@ -8,9 +8,8 @@ from weakref import ref
 
 from torch import nn
 
-from hookcb.core.shards import plain_class
 from hookcb.core.text import join_names
-from hookcb.core.torch_private import children_of, parameters_of
+from hookcb.core.torch_private import children_of, parameters_of, plain_class
 from hookcb.hooks.modules import plain_name, unwrapped
 
 Which = str | Callable[[str, nn.Parameter], bool]

@@ -15,12 +15,12 @@ from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.optim import detached_scalar
-from hookcb.core.ranks import ranks_of
 from hookcb.gradients.callback import GradientHealth
 from hookcb.loggers.adapt import as_logger
 from hookcb.loggers.base import DiffersByRank, Histogram, Logger
 from hookcb.loggers.group import LoggerGroup
 from hookcb.loggers.newest import Newest
+from hookcb.processes.ranks import ranks_of
 from hookcb.training.recorder import Recorder
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from hookcb.core.callback import Callback
 from hookcb.core.loop import Loop, label_of
 from hookcb.hooks.modules import named_modules
+from hookcb.processes.batches import labels_of
 from hookcb.training.max_time import MaxTime
 from hookcb.training.metrics import Metrics
 
@@ -19,7 +20,7 @@ def facts_of(learn: Loop, loss_func: Callable[..., Any] | None) -> dict[str, Any
     """Facts that must be the same on all ranks, by what they are; none if this process trains alone."""
     if learn.ranks.world == 1:
         return {}
-    cbs = _alike(learn)
+    cbs = [cb for cb in learn.cbs if not cb.shows_only]
     loss = getattr(loss_func, "__qualname__", type(loss_func).__name__)
     facts: dict[str, Any] = {"callbacks": labels_of(learn)}
     for cb in cbs:
@@ -38,15 +39,6 @@ def facts_of(learn: Loop, loss_func: Callable[..., Any] | None) -> dict[str, Any
     modules = named_modules(learn.model)
     facts["number of modules"] = len(modules)
     return facts | {f"layer {name}" if name else "model": type(m).__name__ for name, m in modules.items()}
-
-
-def labels_of(learn: Loop) -> list[str]:
-    """Labels of the callbacks that all ranks must have."""
-    return [label_of(cb) for cb in _alike(learn)]
-
-
-def _alike(learn: Loop) -> list[Callback]:
-    return [cb for cb in learn.cbs if not cb.shows_only]
 
 
 def _options(cb: Callback) -> dict[str, Any]:

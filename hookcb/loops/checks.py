@@ -1,14 +1,18 @@
-"""Checks before training starts: loaders, number of epochs, loss, parameters, optimizer."""
+"""Checks before training starts: loaders, epochs, loss, parameters, optimizer; and errors in a batch."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from hookcb.core.arguments import check_count
-from hookcb.core.batch import is_array, n_batches, shown
+from hookcb.core.batch import array_hint, describe, is_array, n_batches, shown
+from hookcb.core.events import CancelException
+
+T = TypeVar("T")
 
 
 def check_fit(n_epoch: int, dls: Any) -> None:
@@ -122,3 +126,22 @@ def check_opt(opt: Optimizer, model: nn.Module, passes_closure: bool) -> None:
 def same_objects(ones: list[nn.Parameter], others: list[nn.Parameter]) -> bool:
     """Whether two lists contain the same parameter objects in the same order."""
     return len(ones) == len(others) and all(one is other for one, other in zip(ones, others, strict=True))
+
+
+def names_batch(body: Callable[[T], None]) -> Callable[[T], None]:
+    """Has the errors of a Learner's method say in which batch they were raised, and what that is."""
+
+    @wraps(body)
+    def named(learn: Any) -> None:
+        try:
+            body(learn)
+        except BaseException as error:
+            if not isinstance(error, CancelException) and not hasattr(error, "__notes__"):
+                where = ", ".join(learn.position("after_pred"))
+                hint = array_hint((learn.xb, learn.yb))
+                if isinstance(error, TypeError) and not learn.yb and isinstance(learn.xb, tuple):
+                    hint += "; a batch with a target is (x, y)"
+                error.add_note(f"in {where}, with xb {describe(learn.xb)} and yb {describe(learn.yb)}{hint}")
+            raise
+
+    return named

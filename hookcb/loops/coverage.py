@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.diagnosis.reader import Way, also, way_of
-from hookcb.distributed.callback import Distributed
 from hookcb.hooks.coverage import BY_CLOSURE
 from hookcb.nans.trace import NanTrace
 from hookcb.training.accumulate import GradientAccumulation
@@ -15,6 +14,7 @@ from hookcb.training.channels_last import ChannelsLast
 from hookcb.training.checkpoint.callback import Checkpoint
 from hookcb.training.clip import GradientClip
 from hookcb.training.compile import Compile
+from hookcb.training.distributed import Distributed
 from hookcb.training.ema import EMA
 from hookcb.training.freeze import Freeze
 from hookcb.training.metrics import Metrics

@@ -1,12 +1,12 @@
 """The batches that a Learner trains and validates on."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hookcb.core.batch import batch_size, is_array, map_tensors, n_batches, shown
+from hookcb.core.batch import is_array, n_batches, shown
 
 
 class Loaders(NamedTuple):
@@ -106,38 +106,3 @@ def set_epoch(loader: Any, epoch: int) -> None:
     setters = [getattr(x, "set_epoch", None) for x in (*places, getattr(loader, "dataset", None))]
     for setter in dict.fromkeys(setter for setter in setters if callable(setter)):
         setter(epoch)
-
-
-def own_order(loader: Any) -> list[int] | None:
-    """Indices of a DistributedSampler's samples on this rank, without padding; None for another sampler.
-
-    The sampler repeats samples so that all ranks have as many; rank r's sample i is one of these if
-    r + i · world is not below the number of samples.
-    """
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    inner = getattr(batch_sampler, "sampler", None) if type(batch_sampler) is BatchSampler else None
-    sampler = getattr(loader, "sampler", None) if inner is None else inner
-    if not isinstance(sampler, DistributedSampler):
-        return None
-    dataset: Any = sampler.dataset
-    n = len(range(sampler.rank, len(dataset), sampler.num_replicas))
-    return list(sampler)[:n]
-
-
-def up_to(batches: Iterable[tuple[int, Any]], n: int | None) -> Iterator[tuple[int, Any]]:
-    """Numbered batches with numbers below `n`; fetches no other."""
-    for i, batch in batches:
-        if n is None or i < n:
-            yield i, batch
-        if n is not None and i + 1 >= n:
-            return
-
-
-def cut(batch: Any, n: int | None) -> Any:
-    """The first `n` samples of a batch; all of them if None."""
-    size = batch_size(batch)
-    return (
-        batch
-        if n is None or size <= n
-        else map_tensors(lambda x: x[:n] if x.ndim and len(x) == size else x, batch)
-    )

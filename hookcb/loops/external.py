@@ -20,22 +20,22 @@ from hookcb.core.console import show, warn
 from hookcb.core.events import CancelException, CancelFitException, CancelStepException, Event
 from hookcb.core.loop import stray_cancels_as_errors
 from hookcb.core.optim import detached_scalar
-from hookcb.core.ranks import describe_alone, group_of
 from hookcb.core.torch_private import after_backward, in_backward, in_transform, transforms_left
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.reader import Way
 from hookcb.diagnosis.verdict import Verdict
-from hookcb.distributed.process_group import n_processes
 from hookcb.hooks.hook import detached
 from hookcb.hooks.modules import ModelGoneError
 from hookcb.hooks.own import register
-from hookcb.loops.agreed_stop import AgreedStop
 from hookcb.loops.checks import check_loss
 from hookcb.loops.coverage import Facts, check_follows
 from hookcb.loops.names import NamedLoop
 from hookcb.loops.reported import Reported
 from hookcb.loops.stages import BEFORE_BACKWARD, FIRST, IN_STEP, TRANSITIONS, Move, Stage
+from hookcb.processes.agreed_stop import AgreedStop
 from hookcb.processes.board import Board
+from hookcb.processes.groups import describe_alone, group_of
+from hookcb.processes.process_group import n_processes
 from hookcb.report.collect import make_page
 from hookcb.report.page import Page
 

@@ -13,38 +13,39 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookcb.core.arguments import check_count, check_number, hinted
-from hookcb.core.batch import array_hint, batch_size, describe, n_batches, split_batch
+from hookcb.core.batch import describe, n_batches, split_batch
 from hookcb.core.callback import Callback
 from hookcb.core.callback_list import Callbacks
-from hookcb.core.console import warn
-from hookcb.core.events import CancelException, CancelFitException, CancelValidException
-from hookcb.core.fetches import FetchListener, ObservedFetches
+from hookcb.core.fetches import FetchListener
 from hookcb.core.files import check_saved, save_whole
 from hookcb.core.loop import check_model, stray_cancels_as_errors
 from hookcb.core.optim import Rates, check_rates, set_rates
-from hookcb.core.ranks import group_of, is_sharded, ranks_of
-from hookcb.core.shards import drop_gathered, gathered
 from hookcb.core.text import name_of
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.hooks.modules import device_of, resolve_device
 from hookcb.hooks.summary import Summary, module_summary
 from hookcb.loops import ported
-from hookcb.loops.alike import facts_of, labels_of
+from hookcb.loops.alike import facts_of
 from hookcb.loops.checks import (
     check_fit,
     check_functions,
     check_loss,
     check_opt,
     make_opt,
+    names_batch,
     same_objects,
     trainable,
 )
-from hookcb.loops.data import as_loaders, check_loader, cut, describe_loaders, own_order, set_epoch, up_to
+from hookcb.loops.data import as_loaders, check_loader, describe_loaders, set_epoch
 from hookcb.loops.hypers import with_hypers
 from hookcb.loops.lr_curve import LRFind
 from hookcb.loops.lr_find import find_lr
 from hookcb.loops.names import NamedLoop
+from hookcb.processes.batches import UNEVEN, agree_on_length, check_uneven, fetched, own_order
+from hookcb.processes.groups import group_of, is_sharded
+from hookcb.processes.ranks import ranks_of
+from hookcb.processes.shards import drop_gathered, gathered, resharded
 from hookcb.report.collect import make_page
 from hookcb.report.page import Page
 from hookcb.training.checkpoint.names import with_plain_names
@@ -57,8 +58,6 @@ from hookcb.training.recorder import Recorder
 from hookcb.training.schedules.one_cycle import OneCycle
 
 T = TypeVar("T")
-HINT_UNEVEN = '; use a DistributedSampler, or drop_last=True, or fit(…, uneven="stop") to end at the shortest'
-UNEVEN = ("error", "stop")  # what to do if ranks have different numbers of batches
 Remaining = Callable[[str, Iterable[Any]], Iterable[Any]]  # selects the items of a level still to do
 PHASES = (("train", "train"), ("validate", "valid"))  # levels of an epoch, and their loaders in `dls`
 
@@ -222,25 +221,8 @@ class Learner(NamedLoop):
             TypeError, ValueError, RuntimeError, OSError: If it cannot train; before training starts.
         """
         self._check_idle()
-        with self.added_cbs(cbs), self.on_all_ranks("learn.fit"):
-            check_fit(n_epoch, self.dls)
-            if uneven not in UNEVEN:
-                raise ValueError(f"uneven must be 'error' or 'stop', got {uneven!r:.80}")
-            with self.restored():
-                self._prepare(lr, wd)
-                self.opt.zero_grad()  # an interrupted fit may have left gradients behind
-                self.n_epoch, self.epoch, self.train_iter, self.accumulating = n_epoch, 0, 0, False
-                self._uneven = uneven
-                asked = {"number of epochs": n_epoch, "resumed checkpoint": str(resume), "uneven": uneven}
-                self.ranks.check_alike(asked | facts_of(self, self.loss_func))
-                found = Resume.find(resume, self)
-                self._remaining = everything if found is None else partial(found.remaining, self)
-                file = None if found is None else found.file.name
-                self.ranks.check_alike({"resumed checkpoint": file})
-                try:
-                    self.run_fit(self._epochs)
-                finally:
-                    self._remaining, self._uneven = everything, UNEVEN[0]
+        with self.added_cbs(cbs), self.on_all_ranks("learn.fit"), self._plan(n_epoch, lr, wd, resume, uneven):
+            self.run_fit(self._epochs)
 
     def _epochs(self) -> None:
         for self.epoch in self._remaining("epoch", range(self.n_epoch)):
@@ -255,97 +237,22 @@ class Learner(NamedLoop):
 
     def _phase(self, level: str, dl: Any) -> None:
         self.set_phase(training=level == "train", dl=dl, n_iter=n_batches(dl))
-        if self.training:
-            self._agree_on_length()
+        agree_on_length(self, self._uneven)
         self.model.train(self.training)
-        try:
-            with torch.set_grad_enabled(self.training):
-                self.within(level, self._batches)
-        finally:
-            drop_gathered(self.model)
-
-    def _agree_on_length(self) -> None:
-        """Sets the number of training batches on all ranks, None if one of them does not know it."""
-        if self.ranks.world == 1:
-            return
-        facts: dict[str, Any] = {"callbacks": labels_of(self)}  # a callback may add some
-        if self._uneven == "stop":
-            self.ranks.check_alike(facts)
-            unknown = -1
-            least = -int(self.ranks.max([-(unknown if self.n_iter is None else self.n_iter)])[0])
-            self.n_iter = None if least == unknown else least
-        else:
-            self.ranks.check_alike(facts | {"number of training batches": self.n_iter}, HINT_UNEVEN)
-
-    def _tell_uneven(self) -> None:
-        if self._uneven != "stop" and self.ranks.is_main:
-            warn(
-                "an epoch ended when a rank had no more batches, though others had; give all ranks as many, "
-                'or fit(…, uneven="stop")'
-            )
+        with resharded(self.model), torch.set_grad_enabled(self.training):
+            self.within(level, self._batches)
 
     def _batches(self) -> None:
-        self.iter = -1
-        for self.iter, batch in self._fetched(self._remaining("batch", enumerate(self.dl))):
+        for self.iter, batch in self._fetched():
             self.xb, self.yb = split_batch(batch, self._device, self.n_inp)
-            try:
-                self.within("batch", self._batch)
-            except BaseException as error:
-                self._note_batch(error)
-                raise
-            self.decide_batch()
-            self.train_iter += self.training
-        last = self.iter if self.training else self.ranks.max([self.iter])[0]  # some ranks may have none
-        if last < 0:
-            raise ValueError(f"the {'training' if self.training else 'validation'} loader gave no batch")
-        self.decide_batch(is_last=True)
+            self.within("batch", self._batch)
+            if self.training:
+                self.ranks.end_batch()
+                self.train_iter += 1
+        if self.training:
+            self.ranks.end_batch(is_last=True)
 
-    def _fetched(self, batches: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-        """Yields numbered batches; ends when a signal has ended the training and the loader's workers."""
-        try:
-            yield from self._observed(batches)
-        except Exception as error:
-            if not self.stop_requested or self.ranks.world > 1:  # other ranks may be at another batch
-                raise
-            cancel = CancelFitException() if self.training else CancelValidException()
-            cancel.raised_in = "a signal"
-            raise cancel from error
-
-    def _observed(self, batches: Iterable[tuple[int, Any]]) -> Iterable[tuple[int, Any]]:
-        """Batches, with listeners notified of each fetch in training."""
-        if self.training and (listeners := tuple(self._fetch_listeners)):
-            batches = ObservedFetches(batches, listeners)
-        if self.training and self.n_iter is None:
-            batches = self.ranks.until_one_ends(batches, self._tell_uneven)
-        elif self.training and self._uneven == "stop" and self.ranks.world > 1:
-            batches = up_to(batches, self.n_iter)
-        elif not self.training and self.ranks.world > 1:
-            batches = self._without_padding(batches)
-        return batches
-
-    def _without_padding(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Numbered batches of a validation, without the samples that a DistributedSampler repeats."""
-        order = own_order(self.dl)
-        n_left = None if order is None else len(order)
-        for item in self.ranks.until_all_end(batches) if self.ranks.is_sharded else batches:
-            if item is not None and n_left != 0:
-                yield item[0], cut(item[1], n_left)
-                n_left = None if n_left is None else max(0, n_left - batch_size(item[1]))
-            elif self.ranks.is_sharded or (item is not None and item[0] == 0):
-                # the others need this rank: for their forwards, or for the buffers, which
-                # DistributedDataParallel sends in the first one
-                if item is not None:
-                    self.xb, self.yb = split_batch(item[1], self._device, self.n_inp)
-                self.predict()
-
-    def follow_fetches(self, listener: FetchListener) -> None:
-        """Notifies `listener` of each fetch of a training batch, from the next epoch on."""
-        self._fetch_listeners.append(listener)
-
-    def leave_fetches(self, listener: FetchListener) -> None:
-        """Undoes `follow_fetches`; a second call does nothing."""
-        self._fetch_listeners = [x for x in self._fetch_listeners if x is not listener]
-
+    @names_batch
     def _batch(self) -> None:
         self.pred = self.predict()
         self.emit("after_pred")
@@ -361,6 +268,8 @@ class Learner(NamedLoop):
     def _backward(self) -> None:
         scaler, loss = self.scaler, self.loss  # read here, as before_backward may have changed them
         self.run_backward(loss if scaler is None else scaler.scale(loss))
+
+    # ---- what it calls; to be overridden for other models and losses
 
     def predict(self) -> Any:
         """Calls the model on `xb`; override it for a model that is called differently."""
@@ -599,7 +508,63 @@ class Learner(NamedLoop):
                     raise AttributeError(f"{error}; hookcb has {ported.OF_LEARNER[name]}") from None
                 raise
 
-    # ---- before training
+    # ---- around a training
+
+    @contextmanager
+    def _plan(
+        self, n_epoch: int, lr: Rates | None, wd: float | None, resume: str | Path | None, uneven: str
+    ) -> Iterator[None]:
+        """Checks and sets what a fit needs, the same on all ranks, and what a resumed one has left to do."""
+        check_fit(n_epoch, self.dls)
+        check_uneven(uneven)
+        with self.restored():
+            self._prepare(lr, wd)
+            self.opt.zero_grad()  # an interrupted fit may have left gradients behind
+            self.n_epoch, self.epoch, self.train_iter, self.accumulating = n_epoch, 0, 0, False
+            self._uneven = uneven
+            asked = {"number of epochs": n_epoch, "resumed checkpoint": str(resume), "uneven": uneven}
+            self.ranks.check_alike(asked | facts_of(self, self.loss_func))
+            found = Resume.find(resume, self)
+            self._remaining = everything if found is None else partial(found.remaining, self)
+            file = None if found is None else found.file.name
+            self.ranks.check_alike({"resumed checkpoint": file})
+            try:
+                yield
+            finally:
+                self._remaining, self._uneven = everything, UNEVEN[0]
+
+    def _fetched(self) -> Iterator[tuple[int, Any]]:
+        """Yields the numbered batches of this phase that are still to do."""
+        self.iter = -1
+        batches = self._remaining("batch", enumerate(self.dl))
+        return fetched(self, batches, self._fetch_listeners, self._uneven)
+
+    def follow_fetches(self, listener: FetchListener) -> None:
+        """Notifies `listener` of each fetch of a training batch, from the next epoch on."""
+        self._fetch_listeners.append(listener)
+
+    def leave_fetches(self, listener: FetchListener) -> None:
+        """Undoes `follow_fetches`; a second call does nothing."""
+        self._fetch_listeners = [x for x in self._fetch_listeners if x is not listener]
+
+    @contextmanager
+    def on_all_ranks(self, name: str) -> Iterator[None]:
+        """Finds the ranks that train the model, which decide and fail together in the block.
+
+        Args:
+            name: what all ranks must call, "learn.fit".
+
+        Raises:
+            RankError: If some ranks did not call it, or another one fails.
+        """
+        if self.ranks.is_together:  # a validation inside a fit
+            self.ranks.meet(name, f" {self.where()}")
+            yield
+            return
+        with self.wrapped_model(name):
+            self.ranks = ranks_of(self.model)
+            with self.ranks.together(name, self.where):
+                yield
 
     def _check_idle(self) -> None:
         if self.fitting:
@@ -624,14 +589,6 @@ class Learner(NamedLoop):
             set_rates(self.opt, lr)
         if wd is not None:
             ported.set_weight_decay(self.opt, wd)
-
-    def _note_batch(self, error: BaseException) -> None:
-        if not isinstance(error, CancelException) and not hasattr(error, "__notes__"):
-            where = ", ".join(self.position("after_pred"))
-            hint = array_hint((self.xb, self.yb))
-            if isinstance(error, TypeError) and not self.yb and isinstance(self.xb, tuple):
-                hint += "; a batch with a target is (x, y)"
-            error.add_note(f"in {where}, with xb {describe(self.xb)} and yb {describe(self.yb)}{hint}")
 
 
 def everything(level: str, items: Iterable[T]) -> Iterable[T]:

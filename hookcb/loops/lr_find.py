@@ -20,7 +20,6 @@ from hookcb.core.events import CancelEpochException, CancelFitException
 from hookcb.core.loop import Loop
 from hookcb.core.optim import set_rates
 from hookcb.core.randomness import saves_itself
-from hookcb.core.ranks import ranks_of
 from hookcb.core.restore import (
     preserve_attribute,
     preserve_contents,
@@ -32,6 +31,7 @@ from hookcb.core.torch_private import buffers_of, parameters_of, unsaved_buffer_
 from hookcb.hooks.modules import device_of
 from hookcb.loops.data import Loaders
 from hookcb.loops.lr_curve import LRFind
+from hookcb.processes.ranks import ranks_of
 from hookcb.records.smoothed import Smoothed
 from hookcb.training.progress import Progress
 

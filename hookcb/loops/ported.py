@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR
 from hookcb.core.arguments import check_count, check_number
 from hookcb.core.batch import n_batches
 from hookcb.core.optim import Rates
-from hookcb.core.ranks import without_replicas
+from hookcb.processes.groups import without_replicas
 from hookcb.training.amp import MixedPrecision
 from hookcb.training.freeze import freeze, unfreeze
 from hookcb.training.schedules.schedule import Schedule

@@ -14,7 +14,6 @@ from hookcb.core.batch import is_container, shown
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelStepException
 from hookcb.core.loop import check_model
-from hookcb.core.ranks import without_replicas
 from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.judge import judge
@@ -23,6 +22,7 @@ from hookcb.diagnosis.run import Absent, Run, Skipped
 from hookcb.diagnosis.verdict import Finding, Verdict
 from hookcb.loops.data import check_loader
 from hookcb.loops.learner import Learner
+from hookcb.processes.groups import without_replicas
 
 __all__ = ["Finding", "Verdict", "assert_healthy", "diagnose"]
 

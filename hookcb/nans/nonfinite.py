@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.core.batch import parts
-from hookcb.core.shards import local_part, plain_class
-from hookcb.core.torch_private import coo_values, flattened, norms_of
+from hookcb.core.torch_private import coo_values, flattened, norms_of, plain_class
 from hookcb.hooks.params import named_params
 from hookcb.nans.report import ModuleCall
+from hookcb.processes.shards import local_part
 
 SMALL = 4_096  # maximum number of elements of a small gradient
 

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from hookcb.core.alone import ALONE, Ranks
 from hookcb.core.files import as_plain, save_whole
-from hookcb.core.ranks import ALONE, Ranks, is_sharded
-from hookcb.core.shards import plain_class
+from hookcb.core.torch_private import plain_class
 from hookcb.hooks.modules import unsaved_buffers
 from hookcb.nans.nonfinite import FINITE, Kinds, kinds, tensors_in
 from hookcb.nans.replay import BatchStart, as_at_start, has_observers, versions_of
 from hookcb.nans.report import BATCH, LOSS, MODEL, NanReport
 from hookcb.nans.tracer import Call, Tracer, line_of, run_forward, shown_line
+from hookcb.processes.groups import is_sharded
 
 SOFTMAX = (nn.Softmax, nn.LogSoftmax, nn.Softmax2d, nn.MultiheadAttention)  # -inf is a valid input of these
 

@@ -8,17 +8,17 @@ from typing import Any
 from torch import Tensor
 
 from hookcb.core import orders
+from hookcb.core.alone import ALONE, Ranks
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.console import warn
 from hookcb.core.events import CancelBatchException, CancelFitException
 from hookcb.core.optim import gradients
-from hookcb.core.ranks import ALONE, Ranks
-from hookcb.core.shards import local_part
 from hookcb.nans.nonfinite import may_be_nonfinite, nonfinite_gradients
 from hookcb.nans.replay import BatchStart, BatchStarts
 from hookcb.nans.report import BATCH, LOSS, MODEL, NanReport
 from hookcb.nans.search import search, write_bundle
+from hookcb.processes.shards import local_part
 
 
 class NanTrace(Callback):

@@ -7,9 +7,9 @@ from typing import Any
 from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
-from hookcb.core.ranks import ranks_of
 from hookcb.core.torch_private import is_profiling
 from hookcb.hooks.modules import Where
+from hookcb.processes.ranks import ranks_of
 from hookcb.profiling.phases import PhaseMarker, track_phases, untrack_phases
 from hookcb.profiling.readings import ProfileRecords
 from hookcb.profiling.window import Windows, check_schedule, layers_to_profile

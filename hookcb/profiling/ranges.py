@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from hookcb.core.shards import plain_class
 from hookcb.core.threads import in_loop_thread, this_thread
+from hookcb.core.torch_private import plain_class
 from hookcb.hooks.hook import Hooks
 from hookcb.profiling.memory.sizes import n_bytes, tensors_in
 

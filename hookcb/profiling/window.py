@@ -14,8 +14,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, supported_
 from hookcb.core.arguments import check_count
 from hookcb.core.batch import n_batches
 from hookcb.core.console import warn
-from hookcb.core.shards import plain_class
-from hookcb.core.torch_private import compile_counts, is_profiling
+from hookcb.core.torch_private import compile_counts, is_profiling, plain_class
 from hookcb.hooks.modules import Where, find_modules, is_compiled, named_modules
 from hookcb.profiling.ops import read_ops
 from hookcb.profiling.phases import PHASES

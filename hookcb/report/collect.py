@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from hookcb.activations.callback import ActivationStats
 from hookcb.core.arguments import check_page
 from hookcb.core.callback import Callback
-from hookcb.core.shards import plain_class
+from hookcb.core.torch_private import plain_class
 from hookcb.diagnosis.callback import Diagnose, recorded_in
 from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.frame import about
@@ -35,9 +35,9 @@ from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.records import GradientRecords
 from hookcb.gradients.stats import STEP_STATS
 from hookcb.hooks.modules import device_of, named_modules
+from hookcb.processes.stragglers import OWN
 from hookcb.profiling.callback import ProfilerCallback
 from hookcb.profiling.memory.callback import MemoryStats
-from hookcb.profiling.steps.stragglers import OWN
 from hookcb.profiling.steps.timer import StepTimer
 from hookcb.profiling.steps.times import SHOWN_PHASES
 from hookcb.records.records import module_of

@@ -8,9 +8,9 @@ import torch
 
 from hookcb.activations.callback import ActivationStats
 from hookcb.activations.records import ActivationRecords
+from hookcb.core.alone import ALONE
 from hookcb.core.callback import Callback
 from hookcb.core.files import read_saved
-from hookcb.core.ranks import ALONE
 from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.records import GradientRecords
 from hookcb.records.records import without_schema

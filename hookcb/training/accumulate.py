@@ -13,7 +13,7 @@ from hookcb.core.callback import Callback
 from hookcb.core.console import warn
 from hookcb.core.events import CancelBatchException
 from hookcb.core.optim import scale_gradients
-from hookcb.core.ranks import set_sync
+from hookcb.processes.groups import set_sync
 from hookcb.training.reductions import reduction_of
 
 

@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from hookcb.core import orders
 from hookcb.core.arguments import check_number
 from hookcb.core.callback import Callback
-from hookcb.core.shards import is_dtensor
+from hookcb.processes.shards import is_dtensor
 
 T = TypeVar("T", bound=Tensor)
 

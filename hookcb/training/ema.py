@@ -14,10 +14,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from hookcb.core import orders
 from hookcb.core.arguments import check_number
 from hookcb.core.callback import Callback
-from hookcb.core.ranks import is_sharded, without_replicas
-from hookcb.core.shards import drop_gathered, is_dtensor, joined_like, local_part
 from hookcb.core.state import TrainingState
 from hookcb.hooks.own import register
+from hookcb.processes.groups import is_sharded, without_replicas
+from hookcb.processes.shards import drop_gathered, is_dtensor, joined_like, local_part
 
 
 class EMA(Callback):

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from hookcb.core import orders
+from hookcb.core.alone import Ranks
 from hookcb.core.batch import concat, map_tensors
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelBatchException
-from hookcb.core.ranks import Ranks
 
 
 class GatherPreds(Callback):

@@ -9,10 +9,10 @@ from fastcore.foundation import L
 from torch import Tensor
 
 from hookcb.core import orders
+from hookcb.core.alone import Ranks
 from hookcb.core.batch import batch_size
 from hookcb.core.callback import Callback
 from hookcb.core.optim import detached_scalar
-from hookcb.core.ranks import Ranks
 from hookcb.records.frames import frame_of
 from hookcb.training.plots import run_lines
 

@@ -14,9 +14,9 @@ from hookcb.core.arguments import check_count, check_number
 from hookcb.core.batch import split_batch
 from hookcb.core.console import warn
 from hookcb.core.randomness import random_state, set_random_state
-from hookcb.core.ranks import is_sharded, without_replicas
 from hookcb.core.torch_private import BatchNorm
 from hookcb.hooks.modules import device_of
+from hookcb.processes.groups import is_sharded, without_replicas
 from hookcb.training.schedules.base import RateCallback
 
 

@@ -5,7 +5,7 @@ import torch
 
 from hookcb import EMA, Checkpoint, synth_learner
 from hookcb.cli.main import main
-from hookcb.core.ranks import ALONE
+from hookcb.core.alone import ALONE
 from hookcb.training.checkpoint.folder import write_folder
 
 

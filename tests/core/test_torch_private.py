@@ -930,6 +930,24 @@ def flat():
     distributed.destroy_process_group()
 
 
+@pytest.fixture
+def fully_sharded():
+    from torch.distributed.fsdp import fully_shard
+
+    with fake_group(2):
+        yield fully_shard(nn.Linear(4, 4))
+
+
+def test_is_fully_sharded(fully_sharded):
+    assert torch_private.is_fully_sharded(fully_sharded)
+    assert not torch_private.is_fully_sharded(nn.Linear(2, 2))
+
+
+def test_plain_class(fully_sharded):
+    assert type(fully_sharded).__name__ == "FSDPLinear"
+    assert torch_private.plain_class(fully_sharded) is torch_private.plain_class(nn.Linear(2, 2)) is nn.Linear
+
+
 def test_is_flattened(flat):
     assert not torch_private.is_flattened(nn.Linear(2, 2).weight)
     assert all(torch_private.is_flattened(p) for orig in (True, False) for p in flat(orig).parameters())

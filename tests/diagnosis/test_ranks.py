@@ -5,7 +5,7 @@ import math
 import pytest
 
 from hookcb import Finding
-from hookcb.core.ranks import ALONE
+from hookcb.core.alone import ALONE
 from hookcb.diagnosis.dispatcher import Dispatcher
 from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.judge import judge

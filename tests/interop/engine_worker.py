@@ -21,8 +21,8 @@ from hookcb import (
     GradientClip,
     GradientHealth,
 )
-from tests.distributed.distributed_worker import interleaved, learner, quiet_fit, rows, trained, weights
 from tests.ranks.support import run_cases
+from tests.training.distributed_worker import interleaved, learner, quiet_fit, rows, trained, weights
 
 FOLDER = Path()
 

@@ -8,9 +8,9 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import AcceleratorState, GradientState
 
 from hookcb import Callback, Distributed, GradientAccumulation, MixedPrecision
-from tests.distributed.distributed_worker import learner, quiet_fit, reference, rows, weights
 from tests.interop.engine_worker import accelerator, accumulated_alone, counted, dtypes, engine
 from tests.ranks.support import launched, shared
+from tests.training.distributed_worker import learner, quiet_fit, reference, rows, weights
 
 CASES = ["ddp", "fsdp2", "accumulated", "accumulated_fsdp2", "frozen", "bf16", "beside"]
 CASES += ["resumed", "saved", "lr_find", "raises"]

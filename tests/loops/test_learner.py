@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import inspect
 import itertools
 import pickle
 import weakref
@@ -44,6 +45,16 @@ from tests.support import (
     train_by_hand,
     weights,
 )
+
+SCREEN = 80  # lines
+
+
+def test_the_loop_is_on_one_screen():
+    names = ("fit", "_epochs", "_epoch", "_phase", "_batches", "_batch", "_backward")
+    sources = [inspect.getsourcelines(inspect.unwrap(getattr(Learner, name))) for name in names]
+    begins = [begin for _, begin in sources]
+    assert begins == sorted(begins)
+    assert begins[-1] + len(sources[-1][0]) - begins[0] <= SCREEN  # with decorators, docstrings and all
 
 
 @pytest.mark.parametrize(

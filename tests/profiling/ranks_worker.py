@@ -26,7 +26,7 @@ from hookcb import (
 )
 from hookcb.core.console import show, warn
 from hookcb.loggers import JSONLLogger
-from hookcb.profiling.steps import stragglers
+from hookcb.processes import stragglers
 from tests.ranks.support import answer, join_group, make_learner
 from tests.ranks.trace_worker import Trace
 

@@ -38,7 +38,7 @@ from hookcb import (
     Learner,
     watch,
 )
-from hookcb.core import ranks
+from hookcb.processes import exchange
 from tests.ranks.support import answer, join_group
 from tests.ranks.trace_worker import Trace
 
@@ -450,7 +450,7 @@ def watched():
 
 def main():
     global RANK, WORLD, FOLDER
-    FOLDER, ranks.GRACE = Path(sys.argv[1]), 0.5
+    FOLDER, exchange.GRACE = Path(sys.argv[1]), 0.5
     RANK, WORLD = join_group()
     facts = {}
     for name in sys.argv[2].split(","):

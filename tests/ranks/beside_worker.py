@@ -42,10 +42,10 @@ from hookcb import (
     accuracy,
     read_jsonl,
 )
-from hookcb.core.ranks import without_replicas
-from tests.distributed.distributed_worker import quiet_fit, rows, weights
+from hookcb.processes.groups import without_replicas
 from tests.ranks import data_worker
 from tests.ranks.support import data, join_group, run_cases, small_model
+from tests.training.distributed_worker import quiet_fit, rows, weights
 
 MODE, WORLD = "alone", 1  # how a case trains, and on how many ranks; alone, whose batches it has
 FOLDER = Path()

@@ -33,7 +33,7 @@ from hookcb import (
     SaveModelCallback,
     TerminateOnNaN,
 )
-from hookcb.core import failures, loop, ranks, votes
+from hookcb.processes import exchange, failures, ranks, votes
 from tests.ranks.support import data, digest, join_group, make_learner, run_cases
 
 RANK, WORLD = 0, 1
@@ -509,9 +509,9 @@ def fsdp2():
 
 def main():
     global RANK, WORLD, FOLDER
-    FOLDER, ranks.GRACE = Path(sys.argv[1]), 0.5
+    FOLDER, exchange.GRACE = Path(sys.argv[1]), 0.5
     RANK, WORLD = join_group()
-    loop.MAX_WAIT = loop.MAX_WAIT / 60
+    ranks.MAX_WAIT = ranks.MAX_WAIT / 60
     run_cases({name: globals()[name] for name in sys.argv[2].split(",")}, FOLDER)
 
 

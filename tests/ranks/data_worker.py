@@ -17,8 +17,8 @@ from torch.utils.data import (
 )
 
 from hookcb import Distributed, Learner, accuracy
-from tests.distributed.distributed_worker import quiet_fit, rows, weights
 from tests.ranks.support import data, small_model
+from tests.training.distributed_worker import quiet_fit, rows, weights
 
 
 class Global:

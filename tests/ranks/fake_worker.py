@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from hookcb import Learner
-from hookcb.core import ranks
+from hookcb.processes import exchange
 from tests.ranks.support import small_model
 from tests.ranks.trace_worker import ALL, SLOW, Trace, make, sharded
 
@@ -74,10 +74,10 @@ def cost_of(cls, wrap):
 def main():
     folder, world = Path(sys.argv[1]), int(sys.argv[2])
     distributed.init_process_group("fake", rank=0, world_size=world, store=distributed.HashStore())
-    ranks.Ranks.are_all_at = lambda self, mark: True
-    ranks.Ranks.find_failure = ranks.Ranks.answer_alarm = lambda self: ""
-    ranks.Ranks.report_failure = lambda self, text: None
-    ranks.Ranks.gather = gather
+    exchange.Exchange.are_all_at = lambda self, mark: True
+    exchange.Exchange.find_failure = exchange.Exchange.answer_alarm = lambda self: ""
+    exchange.Exchange.report_failure = lambda self, text: None
+    exchange.Exchange.gather = gather
     os.chdir(folder)
     facts = {}
     for how, wrap in {"ddp": replicated, "fsdp2": sharded}.items():

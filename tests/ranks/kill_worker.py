@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hookcb import Callback, Checkpoint
-from hookcb.core import failures, ranks
+from hookcb.processes import exchange, failures
 from tests.ranks.support import answer, digest, join_group, make_learner
 
 
@@ -27,7 +27,7 @@ class Begun(Callback):
 def main():
     folder, checkpoints, n_epoch = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     rank, _ = join_group()
-    ranks.GRACE = failures.GRACE = 2.0
+    exchange.GRACE = failures.GRACE = 2.0
     torch.manual_seed(1)
     learn = make_learner(model=nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2)))
     torch.manual_seed(rank)

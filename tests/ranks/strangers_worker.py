@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, multi_margin_loss
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Subset
 
 from hookcb import Callback, Checkpoint, Diagnose, EarlyStopping, GradientAccumulation, Learner, diagnose
-from hookcb.core import ranks
+from hookcb.processes import exchange
 from tests.ranks.support import data, digest, join_group, make_learner, run_cases
 
 RANK, WORLD = 0, 1
@@ -113,7 +113,7 @@ def batch_sampler():
 def other_groups():
     """Rank 0 is in one more group than the others."""
     distributed.new_group([0])
-    ranks._controls.clear()  # the group of hookcb is made anew
+    exchange._controls.clear()  # the group of hookcb is made anew
     return digest(fit(make_learner()).model)
 
 
@@ -152,7 +152,7 @@ def again_after_a_failure():
     learn, text = make_learner(), ""
     try:
         fit(learn, cbs=Raises())
-    except (ValueError, ranks.RankError) as error:
+    except (ValueError, exchange.RankError) as error:
         text = str(error)
     return {"text": text, "weights": digest(fit(learn).model)}
 
@@ -236,7 +236,7 @@ def validate_on_main_inside():
 
 def main():
     global RANK, WORLD, FOLDER
-    FOLDER, ranks.GRACE, ranks.MAX_WAIT = Path(sys.argv[1]), 0.5, timedelta(seconds=1)
+    FOLDER, exchange.GRACE, exchange.MAX_WAIT = Path(sys.argv[1]), 0.5, timedelta(seconds=1)
     RANK, WORLD = join_group()
     run_cases({name: globals()[name] for name in sys.argv[2].split(",")}, FOLDER)
 

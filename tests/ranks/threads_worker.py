@@ -12,16 +12,14 @@ from torch import distributed
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from hookcb import CancelEpochException, CancelFitException, CancelTrainException, Event
-from hookcb.core.ranks import RankError, Ranks
-from hookcb.core.votes import Votes
+from hookcb.processes.exchange import Exchange, RankError
+from hookcb.processes.votes import Votes
 
 CANCELS = (CancelFitException, CancelEpochException, CancelTrainException)
 
 
 def joined(name):
-    ranks = Ranks()
-    ranks.group = distributed.group.WORLD
-    ranks.rank, ranks.world = distributed.get_rank(), distributed.get_world_size()
+    ranks = Exchange(distributed.group.WORLD)
     ranks.join(name)
     return ranks
 

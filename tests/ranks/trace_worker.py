@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hookcb import Callback, Checkpoint, Diagnose, Freeze, SaveModelCallback
-from hookcb.core import failures
+from hookcb.processes import failures
 from tests.contract.test_every_callback import ARGUMENTS, PUBLIC
 from tests.ranks.support import TIMEOUT, answer, join_group, make_learner
 

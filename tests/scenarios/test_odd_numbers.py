@@ -14,7 +14,7 @@ from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.run import Absent, Layer, Param, Passed, Run, Series, Skipped
 from hookcb.diagnosis.verdict import Finding
-from hookcb.profiling.steps.stragglers import Straggler
+from hookcb.processes.stragglers import Straggler
 
 BY_CODE = [pytest.param(kind, id=code) for code, kind in FAULTS.items()]
 ODD = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-320, 1e300, -1e300, 1.0, -1.0, 1e-9)

@@ -9,7 +9,6 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from hookcb.core.shards import is_in_memory
 from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.measurements.parameters import Parameters
 from hookcb.diagnosis.measurements.state_dicts import statistics
@@ -18,6 +17,7 @@ from hookcb.gradients.samples import are_same, named_sketches, on_cpu
 from hookcb.gradients.stats import is_readable
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import without_wrappers
+from hookcb.processes.shards import is_in_memory
 from hookcb.training.ema import EMA
 
 SCANS = (2, 12)  # numbers of inspected batches after which copies are looked for; a scan takes 40 ms

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from hookcb.core.shards import is_shard
 from hookcb.core.torch_private import version_of
 from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.heard import heard
@@ -18,6 +17,7 @@ from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.optimizer_steps import params_of
 from hookcb.hooks.params import named_params
+from hookcb.processes.shards import is_shard
 
 MIN_WRITES = 6  # to a parameter, by its version: initializing one takes fewer, training it more
 MIN_ELEMENTS, MIN_ROWS = 256, 8  # of a weight, to compare it with random numbers

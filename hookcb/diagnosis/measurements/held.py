@@ -13,7 +13,6 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, NAdam, Optimizer
 from hookcb.core.optim import mark_of
 from hookcb.core.precision import numbers_to
 from hookcb.core.restore import same_bits
-from hookcb.core.shards import local_part
 from hookcb.core.torch_private import held_versions, is_flattened, version_of
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.outside import OutsideParameters
@@ -23,6 +22,7 @@ from hookcb.diagnosis.run import Partial, Run, Series
 from hookcb.gradients.hand_steps import StepByHand
 from hookcb.gradients.stats import is_readable
 from hookcb.hooks.params import find_params
+from hookcb.processes.shards import local_part
 
 N_WIDE = 64  # steps at the beginning with wide samples
 MAX_WRITES = 200  # tables of writes that are kept; a loop that writes this often means to

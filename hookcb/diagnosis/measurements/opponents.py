@@ -8,7 +8,6 @@ from torch.optim import Optimizer
 
 from hookcb.core import graph
 from hookcb.core.batch import parts
-from hookcb.core.shards import is_in_memory
 from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.loss_graph import last_parameters
@@ -17,6 +16,7 @@ from hookcb.diagnosis.run import Run
 from hookcb.gradients.samples import are_same, sketch_copies
 from hookcb.gradients.stats import is_readable
 from hookcb.hooks.optimizer_steps import params_of
+from hookcb.processes.shards import is_in_memory
 
 N_FOLLOWED = 64  # steps
 MIN_TIMES = 3

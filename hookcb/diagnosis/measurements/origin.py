@@ -10,7 +10,6 @@ from torch import Tensor
 from hookcb.core import graph
 from hookcb.core.batch import parts
 from hookcb.core.optim import detached_scalar
-from hookcb.core.ranks import is_sharded
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.loss import Loss
@@ -24,6 +23,7 @@ from hookcb.nans.nonfinite import kinds, tensors_in
 from hookcb.nans.replay import Autocast, BatchStarts
 from hookcb.nans.report import BATCH, LOSS, MODEL, NanReport
 from hookcb.nans.search import search
+from hookcb.processes.groups import is_sharded
 
 LOOK = "Print the smallest and largest number of its inputs at that place"
 MAX_OUTPUT = 65_536  # elements of an output that is checked in each batch

@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from hookcb.core import graph
 from hookcb.core.batch import parts
 from hookcb.core.restore import OF_MODULE
-from hookcb.core.shards import is_shard
 from hookcb.core.torch_private import version_of
 from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.modules import named_modules
 from hookcb.hooks.optimizer_steps import params_of
 from hookcb.hooks.params import find_params
+from hookcb.processes.shards import is_shard
 
 MIN_STEPS = 20  # in which a parameter must not have changed
 MIN_GRAPHS = 3  # all of whose parameters must be new

@@ -4,13 +4,13 @@ from collections import Counter
 
 from torch import Tensor, nn
 
-from hookcb.core.shards import has_no_part
 from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.measurements.outside import OutsideParameters
 from hookcb.diagnosis.run import Run
 from hookcb.gradients.samples import named_sketches, unchanged
 from hookcb.gradients.stats import is_readable
 from hookcb.hooks.params import find_params
+from hookcb.processes.shards import has_no_part
 
 
 class Parameters(Measurement):

@@ -6,8 +6,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from hookcb.core.shards import is_dtensor, local_part
 from hookcb.gradients.samples import SKETCH, Gather, can_gather, works_on
+from hookcb.processes.shards import is_dtensor, local_part
 
 N_NARROW = 32  # elements of each matrix that are copied in every step
 WILD = 10.0  # times the largest element of the parameter; a written element that is larger is corrupt

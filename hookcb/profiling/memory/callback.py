@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hookcb.core.sampling import SamplingCallback
-from hookcb.core.shards import plain_class
+from hookcb.core.torch_private import plain_class
 from hookcb.hooks.coverage import Coverage, why_not_called
 from hookcb.hooks.modules import Where, find_modules, named_modules
 from hookcb.profiling.memory.allocator import AllocatorHistory, check_snapshot

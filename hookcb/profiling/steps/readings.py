@@ -4,9 +4,9 @@ from dataclasses import asdict
 from typing import Any
 
 from hookcb.core.arguments import check_number
+from hookcb.processes.stragglers import RankTimes, Straggler
 from hookcb.profiling.steps.clock import StepClock
 from hookcb.profiling.steps.store import StepStore
-from hookcb.profiling.steps.stragglers import RankTimes, Straggler
 from hookcb.profiling.steps.times import (
     DEVICE_PHASES,
     DEVICE_TOTAL,

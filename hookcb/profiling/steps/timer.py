@@ -8,11 +8,12 @@ from hookcb.core.batch import n_samples
 from hookcb.core.callback import Callback
 from hookcb.core.fetches import follow_starts, leave_starts
 from hookcb.hooks.modules import device_of
+from hookcb.processes.stragglers import WAITING, RankGather
 from hookcb.profiling.phases import PhaseMarker, track_phases, untrack_phases
-from hookcb.profiling.steps.clock import CudaStepClock, LoaderStarts, LoaderWaits, StepClock
+from hookcb.profiling.steps.clock import CudaStepClock, LoaderStarts, LoaderWaits, PhaseInside, StepClock
 from hookcb.profiling.steps.incidents import Incidents
 from hookcb.profiling.steps.readings import StepRecords
-from hookcb.profiling.steps.stragglers import RankGather
+from hookcb.profiling.steps.times import STEP_PHASES
 from hookcb.records.forward import forwarded, forwarded_property
 
 
@@ -99,7 +100,8 @@ class StepTimer(Callback):
         self._incidents = Incidents(self._note)
         self._incidents.open()
         if self.learn.ranks.world > 1:
-            self._gather = RankGather(self.learn.ranks, self.model, lambda: self._clock)
+            waits = PhaseInside(WAITING, lambda: self._clock)
+            self._gather = RankGather(self.learn.ranks, self.model, STEP_PHASES, waits)
             self.records.ranks = self._gather.times
             self.records.clocks["train"].listener = self._gather.add
         if self.learn.between_batches != "data":

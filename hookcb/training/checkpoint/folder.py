@@ -16,11 +16,11 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from hookcb.core.alone import Ranks
 from hookcb.core.files import read_saved, save_whole
-from hookcb.core.ranks import Ranks
-from hookcb.core.shards import is_dtensor
 from hookcb.core.text import join_names
 from hookcb.core.whole import SUFFIX, sync_folder, write_whole
+from hookcb.processes.shards import is_dtensor
 
 MARKER = "hookcb.json"  # written last; what it is, and sizes and checksums of the other files
 REPLACED = f".replaced{SUFFIX}"

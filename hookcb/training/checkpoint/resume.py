@@ -7,9 +7,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from hookcb.core.alone import ALONE, Ranks
 from hookcb.core.console import warn
 from hookcb.core.files import read_saved
-from hookcb.core.ranks import ALONE, Ranks
 from hookcb.core.state import TrainingState
 from hookcb.training.checkpoint.callback import Checkpoint
 from hookcb.training.checkpoint.folder import check_not_part, is_folder_of_ranks, read_folder

@@ -70,7 +70,7 @@ class StopSignals:
         """Number of the signal to obey."""
         if self._loop is None or self._loop.ranks.world == 1:
             return self._noted
-        return None if self._has_obeyed else self._loop.signal or None
+        return None if self._has_obeyed else self._loop.ranks.signal or None
 
     def obey(self) -> None:
         """Ends the fit as the signal would have, if one has come."""

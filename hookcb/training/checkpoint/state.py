@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from hookcb.core.console import warn
 from hookcb.core.files import PLAIN, read_saved, save_whole
 from hookcb.core.randomness import random_state, saves_itself, set_random_state, set_seed
-from hookcb.core.ranks import is_sharded, without_replicas
-from hookcb.core.shards import divided_like, is_dtensor, local_part
 from hookcb.core.state import TrainingState
 from hookcb.core.torch_private import buffers_of
 from hookcb.hooks.modules import unsaved_buffers
+from hookcb.processes.groups import is_sharded, without_replicas
+from hookcb.processes.shards import divided_like, is_dtensor, local_part
 from hookcb.training.checkpoint.folder import (
     MARKER,
     has_tensors,

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from hookcb.core.ranks import ALONE
+from hookcb.core.alone import ALONE
 from hookcb.training.checkpoint import folder as module
 from hookcb.training.checkpoint.folder import (
     copy_folder,

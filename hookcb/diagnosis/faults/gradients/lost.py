@@ -8,7 +8,6 @@ from torch import Tensor
 
 from hookcb.core.batch import n_samples, parts
 from hookcb.core.optim import detached_scalar
-from hookcb.core.shards import is_shard
 from hookcb.core.torch_private import norms_of
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.loss import Loss
@@ -17,6 +16,7 @@ from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.rules import median
 from hookcb.diagnosis.run import Run, Skipped
 from hookcb.gradients.samples import sketch_copy
+from hookcb.processes.shards import is_shard
 
 N_DENSE = 64  # steps in which each batch is looked at; later, inspected ones
 MIN_SEEN, MAX_SHARE = 10, 0.2  # batches, and share of them that may be zero: more of them are meant so

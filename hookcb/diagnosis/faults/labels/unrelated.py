@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookcb.core.ranks import is_sharded
 from hookcb.core.restore import preserve_attribute, preserve_random
 from hookcb.diagnosis.fault import FAULTS, Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.loss import Loss
@@ -17,6 +16,7 @@ from hookcb.diagnosis.rules import falls_slowly
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
 from hookcb.hooks.modules import is_compiled, total_params, unwrapped
+from hookcb.processes.groups import is_sharded
 
 MAX_STEPS, RATE = 60, 3e-3
 LEARNED = 0.5  # share of the loss at the beginning

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 
-from hookcb.core.ranks import name_own_rank
 from hookcb.core.text import join_names
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.measurements.validations import Validations
 from hookcb.diagnosis.run import Run, Skipped
+from hookcb.processes.groups import name_own_rank
 
 MAX_CLASSES, MIN_EACH = 1_000, 100  # classes, and labels for each of them, without which nothing is said
 MIN_LABELS, MIN_EXPECTED = 8, 30.0  # of a class in a validation; in the training, by its share there

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookcb.core.shards import is_shard
 from hookcb.core.text import join_names
 from hookcb.diagnosis.fault import Fault, Result, Site, Unknown, fault
 from hookcb.diagnosis.faults.model.checkpoints import NOTHING, UNSEEN, memory_of, place_of
@@ -16,6 +15,7 @@ from hookcb.diagnosis.measurements.state_dicts import is_initial, is_plain, stat
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Absent, Run
 from hookcb.gradients.samples import named_sketches, unchanged
+from hookcb.processes.shards import is_shard
 
 PARAMETERS = "named_parameters() is saved, which has no buffers, instead of state_dict()"
 MAX_HEAD = 0.1  # share of the trained weights; more may be of use by itself, as a decoder

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.core.precision import at_least_float32
-from hookcb.core.shards import is_shard
 from hookcb.core.text import as_layer, join_names
 from hookcb.core.torch_private import Convolution, parameters_of
 from hookcb.diagnosis.fault import EVERYTHING, Fault, Result, Site, fault
@@ -16,6 +15,7 @@ from hookcb.diagnosis.rules import LATEST, MIN_UNITS, has_learned
 from hookcb.diagnosis.run import Param, Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
 from hookcb.hooks.modules import named_modules
+from hookcb.processes.shards import is_shard
 
 MAX_ROWS, MAX_COLUMNS = 256, 64
 ALIKE = 0.99  # share of pairs of rows

@@ -6,11 +6,11 @@ from typing import Any
 from torch.utils.data import DistributedSampler
 
 from hookcb.core.randomness import parts_of
-from hookcb.core.ranks import name_ranks
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.batch_hashes import MIN_BATCHES, BatchHashes, Window, in_same_order
 from hookcb.diagnosis.measurements.replicas import alike, can_compare
 from hookcb.diagnosis.run import Absent, Passed, Run, Skipped
+from hookcb.processes.groups import name_ranks
 
 TOO_FEW = Skipped("fewer than two epochs of four batches were trained")
 

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookcb.core.ranks import Ranks, name_ranks
+from hookcb.core.alone import Ranks
 from hookcb.core.torch_private import BatchNorm, buffers_of, unsaved_buffer_names
 from hookcb.diagnosis.fault import Fault, Site, fault
 from hookcb.diagnosis.measurements.replicas import INTEGERS, can_compare, hash_bits
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.modules import named_modules, plain_name
+from hookcb.processes.groups import name_ranks
 
 MAX_APART = 0.5  # standard deviations of a channel
 COUNTER = "num_batches_tracked"

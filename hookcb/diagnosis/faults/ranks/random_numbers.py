@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from hookcb.core.ranks import name_ranks
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.replicas import alike, can_compare
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.hooks.modules import device_of
+from hookcb.processes.groups import name_ranks
 
 MIN_COMPARED, N_COMPARED = 4, 8  # inspected batches
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.run import Passed, Run, Skipped
-from hookcb.profiling.steps.stragglers import MAX_EXCESS, MIN_EXCESS, Straggler
+from hookcb.processes.stragglers import MAX_EXCESS, MIN_EXCESS, Straggler
 
 MIN_BLOCKS, MAX_CHANCE = 5, 0.05  # of steps; probability of ranks that take turns
 

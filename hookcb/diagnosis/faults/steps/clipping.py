@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 from hookcb.core.optim import detached_scalar
 from hookcb.core.precision import at_least_float32
-from hookcb.core.shards import local_part
 from hookcb.diagnosis import rules
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.curves import Curve
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import WINDOW, Passed, Run, Series, Skipped
 from hookcb.gradients.steps import is_unscaled, scale_of
+from hookcb.processes.shards import local_part
 
 UNCLIPPED, MAX_CLIPPED = 0.999, 0.95  # coefficient of a gradient that is not clipped; share of records
 MIN_CLIPPED_TO, MIN_CLIPPED_TO_ANYWAY = 0.01, 1e-4  # median coefficient; the same if the loss falls

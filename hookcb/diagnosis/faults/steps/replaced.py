@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookcb.core.shards import is_shard
 from hookcb.core.text import join_names
 from hookcb.diagnosis.fault import NOTES, Fault, Site, fault
 from hookcb.diagnosis.heard import heard
@@ -20,6 +19,7 @@ from hookcb.gradients.samples import named_sketches, unchanged
 from hookcb.gradients.stats import is_readable
 from hookcb.hooks.optimizer_steps import params_of
 from hookcb.hooks.params import Held, named_params
+from hookcb.processes.shards import is_shard
 
 MIN_BATCHES, MIN_GRADIENTS = 20, 2  # since a parameter is new; comparisons at which it had a gradient
 FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hookcb.core.ranks import ranks_of
 from hookcb.diagnosis.faults.ranks.copies import DivergedReplicas, OwnBuffers
 from hookcb.diagnosis.run import Run
+from hookcb.processes.ranks import ranks_of
 
 
 def replica():
@@ -31,7 +31,8 @@ def seen(kind, loop):
 
 def look(model, lr=0.1):
     ranks = ranks_of(model)
-    ranks.join("look")
+    if ranks.world > 1:
+        ranks.join("look")
     opt = torch.optim.SGD(model.parameters(), lr=lr)
     loop = SimpleNamespace(model=model, ranks=ranks, opt=opt, train_iter=7)
     return [(s.code, s.step, s.value, s.param, s.message) for s in seen(DivergedReplicas, loop)]

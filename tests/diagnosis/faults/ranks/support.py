@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hookcb.core.ranks import Ranks
+from hookcb.core.alone import Ranks
 from hookcb.diagnosis.dispatcher import Dispatcher
 from hookcb.diagnosis.ranks import of_all
 from hookcb.diagnosis.run import Run

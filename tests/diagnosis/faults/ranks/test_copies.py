@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from hookcb.core.ranks import ALONE
+from hookcb.core.alone import ALONE
 from hookcb.diagnosis.faults.ranks.copies import DivergedReplicas
 from hookcb.diagnosis.run import Run, Skipped
 from tests.diagnosis.faults.ranks.support import replicas

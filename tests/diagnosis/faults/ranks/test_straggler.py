@@ -4,7 +4,7 @@ import pytest
 
 from hookcb.diagnosis.faults.ranks.straggler import SlowRank
 from hookcb.diagnosis.run import Passed, Run, Skipped
-from hookcb.profiling.steps.stragglers import Straggler
+from hookcb.processes.stragglers import Straggler
 from tests.diagnosis.faults.time.support import only
 
 

@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
+from hookcb.core.alone import ELSEWHERE
 from hookcb.core.callback import Callback
 from hookcb.core.events import BATCH_EVENTS, LEVELS, CancelException, Event, outermost
-from hookcb.core.ranks import RankError, Ranks, name_ranks
+from hookcb.processes.exchange import Exchange, RankError
+from hookcb.processes.groups import name_ranks
 
 MAX_APART = 10.0  # seconds between ranks that cancel the same batch
 N_WARM, N_DENSE = 4, 16  # batches that are not timed, and batches that all are voted on
 PERIOD, MAX_DOUBLED = 0.025, 4  # seconds between votes, of which each takes up to half a millisecond
 INSIDE = ("batch", "backward", "step")  # levels inside a batch
-ELSEWHERE = "a callback of another rank"
 
 
 class Votes:
@@ -32,7 +33,7 @@ class Votes:
         ranks: the ranks of the fit.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Exchange) -> None:
         self._ranks = ranks
         self._asked: list[CancelException] = []  # by this rank, not voted on yet
         self._vote: tuple[Any, torch.Tensor] | None = None  # the vote that is running

@@ -10,7 +10,7 @@ from torch.optim import SGD
 
 from hookcb.core.callback import Callback
 from hookcb.core.restore import preserve_attribute
-from hookcb.distributed.process_group import n_processes
+from hookcb.processes.process_group import n_processes
 from hookcb.training.accumulate import GradientAccumulation
 from hookcb.training.amp import MixedPrecision
 

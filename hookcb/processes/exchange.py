@@ -1,4 +1,4 @@
-"""Ranks: the processes that train one model together, and the only place that lets them communicate."""
+"""Exchange: the only place that lets the ranks of a Learner communicate."""
 
 import math
 import pickle
@@ -8,24 +8,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, distributed, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
+from torch import Tensor, distributed
 
+from hookcb.core.alone import Ranks
 from hookcb.core.console import warn
 from hookcb.core.fetches import FetchListener
-from hookcb.core.shards import is_fully_sharded
-from hookcb.core.text import join_names
-from hookcb.core.torch_private import group_timeout, is_joining, make_store
+from hookcb.core.torch_private import group_timeout, make_store
+from hookcb.processes.groups import MAX_SHOWN, name_ranks
 
 T = TypeVar("T")
 
-MAX_SHOWN = 4  # ranks named in a message
 PATIENCE = 20.0  # seconds of waiting for a rank until it is told
 GRACE = 2.0  # seconds in which ranks that still run say so, after one was missed
 MAX_FAREWELL = 3.0  # seconds in which the others learn of a failure before rank 0 ends
@@ -42,67 +39,42 @@ class RankError(RuntimeError):
         self.add_note("see docs/guide/processes.md")
 
 
-class Ranks:
-    """The processes that train one model together: `learn.ranks`.
+class Exchange(Ranks):
+    """The communication of several ranks: by collectives, and by notes in the store of their group.
 
-    All communication of hookcb goes through here, and happens only at points that every rank reaches: never
-    in a hook, a signal handler or an error path, or behind an `if` on what one rank knows. It uses a group of
-    its own, on the CPU, with the timeout of the model's group, so that it never mixes with the training's.
-
-    A process that trains alone has rank 0 of 1; every method then returns what it was given, at no cost.
+    It uses a group of its own, on the CPU, with the timeout of the model's group, so that it never mixes with
+    the training's. Before `join`, every method returns what it was given, as that of a process alone.
 
     Args:
-        model: a model wrapped in DistributedDataParallel or FullyShardedDataParallel, or with sharded
-            parameters; any other is trained alone.
-        group: instead of a model, the process group.
+        group: the process group.
+        is_sharded: whether ranks have different parts of the parameters, so that a forward needs all.
 
     Attributes:
-        rank: index of this process, from 0.
-        world: number of processes.
-        group: their process group; None if alone.
-
-    >>> from hookcb import synth_learner
-    >>> ranks = synth_learner().ranks
-    >>> ranks.rank, ranks.world, ranks.is_main, ranks.sum([1.5])
-    (0, 1, True, [1.5])
+        failure: what is known of a rank that failed; "" if nothing is.
     """
 
-    def __init__(self, model: nn.Module | None = None, *, group: Any = None) -> None:
-        self.group = group if model is None else group_of(model)
-        self.rank, self.world = 0, 1
-        self.is_sharded = False  # whether a forward needs all ranks
-        self.failure = ""  # what is known of a rank that failed
-        self._control: _Control | None = None  # before `join`, and if alone
+    def __init__(self, group: Any = None, is_sharded: bool = False) -> None:
+        self.group, self.is_sharded = group, is_sharded
+        self.failure = ""
+        self._control: _Control | None = None  # before `join`
         self._run, self._n_met = 0, 0
         self._marks: dict[str, object] = {}  # at which this rank was
         self._wait_listeners: tuple[FetchListener, ...] = ()
-        if self.group is not None:
-            self.rank, self.world = distributed.get_rank(self.group), distributed.get_world_size(self.group)
-            self.is_sharded = model is not None and is_sharded(model)
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, the one that prints and writes."""
-        return self.rank == 0
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Ranks, ()  # a copy of a loop is alone until it trains
-
-    def __repr__(self) -> str:
-        return f"Ranks(rank={self.rank}, world={self.world})"
+        if group is not None:
+            self.rank, self.world = distributed.get_rank(group), distributed.get_world_size(group)
 
     # ---- collectives
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Sums over all ranks, element by element; all of them give as many."""
+        """See `Ranks`."""
         return self._reduced(values, distributed.ReduceOp.SUM)
 
     def max(self, values: Sequence[float]) -> list[float]:
-        """Maxima over all ranks, element by element; all of them give as many."""
+        """See `Ranks`."""
         return self._reduced(values, distributed.ReduceOp.MAX)
 
     def mean(self, value: float, n: float) -> float:
-        """Mean over all ranks of a value that is a mean over `n` samples on this one; NaN without samples."""
+        """See `Ranks`."""
         if self._control is None:
             return value
         total, n = self.sum([value * n if n else 0.0, n])
@@ -116,21 +88,13 @@ class Ranks:
         return list(x.tolist())
 
     def start(self, x: Tensor, op: Any = None) -> Any:
-        """Begins to replace `x`, on the CPU, by its reduction over all ranks, the maxima by default.
-
-        Returns:
-            What `wait` waits for.
-        """
+        """See `Ranks`."""
         self.check_failure()
         group = self._control.group if self._control else None
         return distributed.all_reduce(x, op or distributed.ReduceOp.MAX, group=group, async_op=True)
 
     def wait(self, work: Any) -> None:
-        """Waits for a collective that was begun.
-
-        Raises:
-            RankError: If a rank does not take part; the message names it.
-        """
+        """See `Ranks`."""
         self.check_failure()
         listeners = self._wait_listeners
         for listener in listeners:
@@ -146,12 +110,11 @@ class Ranks:
                 listener.end()
 
     def follow_waits(self, listener: FetchListener) -> None:
-        """Notifies `listener` when a wait for other ranks begins and ends; alone, there are none."""
-        if self.world > 1:
-            self._wait_listeners += (listener,)
+        """See `Ranks`."""
+        self._wait_listeners += (listener,)
 
     def leave_waits(self, listener: FetchListener) -> None:
-        """Undoes `follow_waits`; a second call does nothing."""
+        """See `Ranks`."""
         self._wait_listeners = tuple(x for x in self._wait_listeners if x is not listener)
 
     def _is_done(self, work: Any) -> bool:
@@ -168,7 +131,7 @@ class Ranks:
         return True
 
     def average(self, tensors: Iterable[Tensor]) -> None:
-        """Replaces tensors, on the model's device, by their means over all ranks."""
+        """See `Ranks`."""
         if self._control is not None:
             self.check_failure()
             for x in tensors:
@@ -176,7 +139,7 @@ class Ranks:
                 x /= self.world
 
     def share(self, sums: Tensor, maxs: Tensor) -> None:
-        """Replaces two tensors by their sums and maxima over all ranks; on a GPU, it waits for nothing."""
+        """See `Ranks`."""
         if self._control is not None:
             for x, op in ((sums, distributed.ReduceOp.SUM), (maxs, distributed.ReduceOp.MAX)):
                 if x.is_cpu:
@@ -186,7 +149,7 @@ class Ranks:
                     distributed.all_reduce(x, op, group=self.group)
 
     def gather(self, item: Any) -> list[Any]:
-        """The `item` of each rank, in the order of ranks; on its way it is pickled."""
+        """See `Ranks`."""
         if self._control is None:
             return [item]
         data = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
@@ -198,7 +161,7 @@ class Ranks:
         return [pickle.loads(part.numpy().tobytes()) for part in torch.split(parts, sizes)]
 
     def of_main(self, make: Callable[[], T]) -> T:
-        """Result of `make` on rank 0, for all ranks; on its way it is pickled."""
+        """See `Ranks`."""
         if self._control is None:
             return make()
         data = bytearray(pickle.dumps(make())) if self.is_main else bytearray()
@@ -210,11 +173,7 @@ class Ranks:
         return item
 
     def run(self, call: Callable[[Any], T]) -> T:
-        """Calls a function of torch that communicates by itself, in the group on the CPU; None if alone.
-
-        Raises:
-            RankError: If a rank does not take part; the message names it.
-        """
+        """See `Ranks`."""
         self.check_failure()
         try:
             return call(self._control.group if self._control else None)
@@ -224,12 +183,7 @@ class Ranks:
             raise RankError(self.failure or self.describe_loss()) from error
 
     def until_one_ends(self, items: Iterable[T], uneven: Callable[[], None] | None = None) -> Iterator[T]:
-        """Items until any rank has no more; ranks wait for each other before each of them.
-
-        Args:
-            items: those of this rank.
-            uneven: called if other ranks have more.
-        """
+        """See `Ranks`."""
         waiting = iter(items)
         while True:
             more = [item for item in islice(waiting, 1)]
@@ -241,7 +195,7 @@ class Ranks:
             yield more[0]
 
     def until_all_end(self, items: Iterable[T]) -> Iterator[T | None]:
-        """Items until no rank has more, then None; ranks wait for each other before each of them."""
+        """See `Ranks`."""
         waiting = iter(items)
         while True:
             more = [item for item in islice(waiting, 1)]
@@ -297,15 +251,7 @@ class Ranks:
         control.connect(anew=with_failure)
 
     def meet(self, name: str, place: str) -> None:
-        """Waits until all ranks are at the same point inside a fit, where not all ranks need to come.
-
-        Args:
-            name: what begins, for the message: "learn.validate".
-            place: where, for the message.
-
-        Raises:
-            RankError: If some do not come in time; the message names them.
-        """
+        """See `Ranks`."""
         if self._control is not None:
             self._n_met += 1
             self._meet(f"{name}, {self._n_met}", f"{name}{place}", MAX_WAIT)
@@ -328,15 +274,7 @@ class Ranks:
             time.sleep(self.pause)
 
     def check_alike(self, facts: Mapping[str, Any], hint: str = "") -> None:
-        """Checks that all ranks have the same facts.
-
-        Args:
-            facts: values by what they are, such as "callbacks".
-            hint: what to do if they differ, the end of the message.
-
-        Raises:
-            RankError: On all ranks; the message says which rank has what.
-        """
+        """See `Ranks`."""
         if self._control is None:
             return
         digest = float(zlib.crc32(repr(dict(facts)).encode()))
@@ -416,85 +354,6 @@ class Ranks:
                 self._control.store.compare_set(f"{self._run}/failure", "", text)
             time.sleep(GRACE / 2)
         return text
-
-
-ALONE = Ranks()
-
-
-def ranks_of(model: nn.Module) -> Ranks:
-    """The ranks that train a model; `ALONE` if this process trains it alone."""
-    return ALONE if group_of(model) is None else Ranks(model)
-
-
-def name_own_rank() -> str:
-    """Names this process among those of the open group, "rank 0"; "" if there is no other."""
-    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() < 2:
-        return ""
-    return name_ranks([distributed.get_rank()])
-
-
-def describe_alone(model: nn.Module, group: Any) -> str:
-    """Describes whose numbers this rank shows, where a group does not communicate; "" without a group."""
-    if group is None:
-        return ""
-    rank, world = distributed.get_rank(group), distributed.get_world_size(group)
-    what = "its batches and its shards of the parameters" if is_sharded(model) else "its batches"
-    return f"numbers are those of rank {rank} of {world}, from {what}; nothing is merged between ranks here"
-
-
-def group_of(model: nn.Module) -> Any:
-    """Process group in which a model is replicated or sharded, None if this process has it alone.
-
-    Inside of `with model.join():` there is none: ranks may end at different batches, and do not wait there.
-    """
-    if not distributed.is_available() or not distributed.is_initialized():
-        return None
-    replicas = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-    if any(is_joining(m) for m in replicas):
-        return None
-    group = next((m.process_group for m in replicas), None)
-    if group is None and is_sharded(model):
-        group = distributed.group.WORLD
-    return None if group is None or distributed.get_world_size(group) <= 1 else group
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether ranks have different parts of the parameters; checks names, as importing classes takes time."""
-    if any(map(is_fully_sharded, model.modules())):  # its parameters may be gathered now
-        return True
-    kinds = {type(m).__name__ for m in model.modules()} | {type(p).__name__ for p in model.parameters()}
-    return bool(kinds & {"DTensor", "FullyShardedDataParallel"})
-
-
-def send_from_main(model: nn.Module) -> None:
-    """Gives all ranks the parameters and buffers that rank 0 has, unless they have no values yet."""
-    for x in chain(model.parameters(), model.buffers()):
-        if not (is_lazy(x) or x.is_meta):
-            distributed.broadcast(x.data, 0)
-
-
-def without_replicas(model: nn.Module) -> nn.Module:
-    """The model of which a DistributedDataParallel keeps replicas; any other as it is."""
-    inside: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-    return inside
-
-
-def set_sync(model: nn.Module, is_on: bool) -> bool:
-    """Has a DistributedDataParallel reduce gradients in its next backwards, or not.
-
-    Returns:
-        Whether gradients stay on this rank.
-    """
-    replicas = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-    for m in replicas:
-        m.require_backward_grad_sync = is_on
-    return bool(replicas) and not is_on
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Names ranks: "rank 1", or "ranks 0, 2, 3"."""
-    names = join_names([str(rank) for rank in ranks], MAX_SHOWN)
-    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
 def _who_has_what(values: Sequence[Any]) -> str:

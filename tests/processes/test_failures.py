@@ -5,12 +5,13 @@ import pytest
 from torch import distributed
 
 from hookcb import CancelFitException
-from hookcb.core import failures
-from hookcb.core.failures import blame, shared_failures
-from hookcb.core.ranks import ALONE, RankError, Ranks
+from hookcb.core.alone import ALONE
+from hookcb.processes import failures
+from hookcb.processes.exchange import Exchange, RankError
+from hookcb.processes.failures import blame, shared_failures
 
 
-class TwoRanks(Ranks):
+class TwoRanks(Exchange):
     """Two ranks, of which the other may have failed."""
 
     def __init__(self, of_other=""):
@@ -37,8 +38,8 @@ def here():
 
 def test_alone_an_error_stays_as_it_is():
     error = ValueError("mine")
-    assert blame(ALONE, error, here()) is error
-    with pytest.raises(ValueError, match="mine"), shared_failures(ALONE, here):
+    assert ALONE.blame(error, here()) is error
+    with pytest.raises(ValueError, match="mine"), shared_failures(Exchange(), here):
         raise error
     assert not [thread for thread in threading.enumerate() if thread.name == "hookcb ranks"]
 

@@ -15,7 +15,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from hookcb.distributed.loaders import Share, divided, with_loaders
+from hookcb.processes.loaders import Share, divided, with_loaders
 from tests.ranks.support import data
 
 SECOND = Share(2, 1)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from hookcb import StepTimer
-from hookcb.core.ranks import ALONE
-from hookcb.profiling.steps.stragglers import BLOCK, RankTimes, waits_in_forward
+from hookcb.core.alone import ALONE
+from hookcb.processes.stragglers import BLOCK, RankTimes, waits_in_forward
 from hookcb.profiling.steps.times import STEP_PHASES
 from tests.profiling.support import facts_of_ranks
 from tests.support import fit, make_learner
@@ -22,7 +22,8 @@ def block(*ranks, n=100):
 
 def times(*blocks, waiting=("backward",), waits_for_main=False):
     n_ranks = len(blocks[0])
-    found = RankTimes(0, [f"host{rank}" for rank in range(n_ranks)], waiting, waits_for_main)
+    hosts = [f"host{rank}" for rank in range(n_ranks)]
+    found = RankTimes(0, hosts, STEP_PHASES, waiting, waits_for_main)
     for table in blocks:
         found.add(table)
     return found

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from torch import distributed
 
 from hookcb.core.events import CancelException
-from hookcb.core.ranks import RankError, Ranks
+from hookcb.processes.exchange import Exchange, RankError
 
 POLL = 0.5  # seconds between looks for a failure
 MAX_PLACE = 100  # length of a note about an error that is told to other ranks
@@ -18,14 +18,14 @@ GRACE = 10.0  # seconds in which a rank that knows of a failure may end by itsel
 
 
 @contextmanager
-def shared_failures(ranks: Ranks, where: Callable[[], str]) -> Iterator[None]:
+def shared_failures(ranks: Exchange, where: Callable[[], str]) -> Iterator[None]:
     """Reports an exception of the block to the other ranks; raises theirs if they failed first.
 
     A thread looks for failures, and tells others that this rank runs. A rank that still waits in a collective
     `GRACE` seconds after another one has failed cannot be freed; its process then says why and ends.
 
     Args:
-        ranks: the ranks; if alone, it does nothing.
+        ranks: the ranks; with one only, it does nothing.
         where: describes where this rank is, "in epoch 0, batch 5".
 
     Raises:
@@ -51,9 +51,9 @@ def shared_failures(ranks: Ranks, where: Callable[[], str]) -> Iterator[None]:
         ended.set()
 
 
-def blame(ranks: Ranks, error: BaseException, where: str) -> BaseException:
+def blame(ranks: Exchange, error: BaseException, where: str) -> BaseException:
     """The error that ends a rank: that of another rank if this one only notices it; else it is reported."""
-    if ranks.world == 1 or (isinstance(error, RankError) and ranks.failure):
+    if isinstance(error, RankError) and ranks.failure:
         return error
     if _is_from_others(error) and (failure := ranks.describe_loss()):
         ranks.failure = failure
@@ -82,7 +82,7 @@ def _is_from_others(error: BaseException) -> bool:
     )
 
 
-def _watch(ranks: Ranks, where: Callable[[], str], ended: threading.Event) -> None:
+def _watch(ranks: Exchange, where: Callable[[], str], ended: threading.Event) -> None:
     while not ended.wait(max(POLL, ranks.world * 5e-4)):  # at most 2,000 looks a second of all together
         try:
             if failure := ranks.answer_alarm():

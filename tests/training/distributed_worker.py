@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from hookcb import Callback, ChannelsLast, Distributed, Freeze, Learner, accuracy
-from hookcb.distributed import callback
+from hookcb.training import distributed as module
 from tests.ranks.support import answer, data, run_cases, small_model
 
 FOLDER, SHARDED = Path(), []
@@ -249,7 +249,7 @@ def fails_while_wrapping():
 
 
 def validate_on_main_only():
-    callback.MAX_WAIT = timedelta(seconds=2)
+    module.MAX_WAIT = timedelta(seconds=2)
     if distributed.get_rank() == 0:
         learner([Distributed()]).validate()
     else:
@@ -257,7 +257,7 @@ def validate_on_main_only():
 
 
 def summary_on_main_only():
-    callback.MAX_WAIT = timedelta(seconds=1)
+    module.MAX_WAIT = timedelta(seconds=1)
     if distributed.get_rank() == 0:
         SHARDED[0].summary()
 

@@ -15,15 +15,16 @@ from torch.optim import Optimizer
 from hookcb.core import orders
 from hookcb.core.callback import Callback
 from hookcb.core.console import warn
-from hookcb.core.failures import shared_failures
-from hookcb.core.ranks import MAX_SHOWN, MAX_WAIT, Ranks
 from hookcb.core.state import whole
 from hookcb.core.text import join_names
-from hookcb.distributed.engine import Engine
-from hookcb.distributed.loaders import Share, divided, with_loaders
-from hookcb.distributed.process_group import n_processes, open_group, own_device
-from hookcb.distributed.wrap import is_wrapped, layout, prepared, replicated, sharded
 from hookcb.hooks.modules import Where, device_of
+from hookcb.processes.exchange import MAX_WAIT, Exchange
+from hookcb.processes.failures import shared_failures
+from hookcb.processes.groups import MAX_SHOWN
+from hookcb.processes.loaders import Share, divided, with_loaders
+from hookcb.processes.process_group import n_processes, open_group, own_device
+from hookcb.processes.wrap import is_wrapped, layout, prepared, replicated, sharded
+from hookcb.training.engine import Engine
 
 MODES = ("ddp", "fsdp2")
 NOT_OPTIONS = ("self", "module", "mesh", "device_mesh", "device_ids", "output_device", "dim", "process_group")
@@ -154,7 +155,7 @@ class Distributed(Callback):
                     learn.model = self._replicated(model, learn.device)
                 else:
                     open_group(learn.device)
-                    ranks = Ranks(group=distributed.group.WORLD)
+                    ranks = Exchange(distributed.group.WORLD)
                     with shared_failures(ranks, lambda: "wrapping the model"):
                         ranks.join(name, MAX_WAIT)
                         learn.model = self._wrapped(model, learn.device)

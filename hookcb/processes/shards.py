@@ -2,13 +2,14 @@
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
 
-from hookcb.core.torch_private import is_flattened, place_in, reshard_flat
+from hookcb.core.torch_private import is_flattened, is_fully_sharded, place_in, reshard_flat
 
 
 def is_dtensor(x: Tensor) -> bool:
@@ -181,17 +182,13 @@ def drop_gathered(model: nn.Module) -> None:
         reshard_flat(model)
 
 
-def is_fully_sharded(m: nn.Module) -> bool:
-    """Whether `fully_shard` was called on a module."""
-    return hasattr(m, "set_reshard_after_forward")
-
-
-def plain_class(x: object) -> type:
-    """Class of an object; of a module, without the one that `fully_shard` makes, as FSDPLinear of Linear."""
-    kind = type(x)
-    if kind.__name__.startswith("FSDP") and isinstance(x, nn.Module) and is_fully_sharded(x):
-        kind = next(base for base in kind.__bases__ if issubclass(base, nn.Module))
-    return kind
+@contextmanager
+def resharded(model: nn.Module) -> Iterator[None]:
+    """Drops at the end of a `with` block what a sharded model has gathered in it; see `drop_gathered`."""
+    try:
+        yield
+    finally:
+        drop_gathered(model)
 
 
 def first_row(x: Tensor) -> int | None:

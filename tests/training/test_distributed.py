@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from hookcb import Distributed, watch
-from tests.distributed.distributed_worker import learner, quiet_fit, reference, rows, weights
 from tests.ranks.support import launched, shared
+from tests.training.distributed_worker import learner, quiet_fit, reference, rows, weights
 
 CASES = ["ddp", "ddp_in_fit", "fsdp2", "fsdp2_on_mesh", "tensor_parallel", "prepared_ddp"]
 CASES += ["seeds_that_differ", "shuffled", "frozen", "lr_find", "not_divided", "optimizer_object"]
@@ -14,7 +14,7 @@ CASES += ["prepared_wrongly", "batch_norm", "saved", "raises_in_fit", "thawed_in
 CASES += ["frozen_on_one"]
 # after which ranks have not come equally far
 LAST = ["fails_while_wrapping", "validate_on_main_only", "summary_on_main_only"]
-WORKER = "../distributed/distributed_worker.py"
+WORKER = "../training/distributed_worker.py"
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hookcb.distributed.process_group import n_processes, own_device
+from hookcb.processes.process_group import n_processes, own_device
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -4,7 +4,7 @@ import math
 import socket
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,11 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hookcb.core.alone import Ranks
 from hookcb.core.console import printable
-from hookcb.core.ranks import Ranks
+from hookcb.core.fetches import FetchListener
 from hookcb.core.text import duration
 from hookcb.hooks.modules import device_of
-from hookcb.profiling.steps.clock import PhaseInside, StepClock
-from hookcb.profiling.steps.times import STEP_PHASES
 from hookcb.records.printing import Printed
 from hookcb.records.tables import Column, fitted
 
@@ -82,6 +81,7 @@ class RankTimes(Printed):
     Args:
         rank: number of this rank.
         hosts: names of the machines of all ranks.
+        phases: all phases of a step.
         waiting: phases of the model in which ranks wait for each other.
         waits_for_main: whether the others wait for rank 0 when the forward begins.
         main_waits: whether rank 0 then waits for them, too.
@@ -97,22 +97,24 @@ class RankTimes(Printed):
         self,
         rank: int,
         hosts: Sequence[str],
+        phases: Sequence[str],
         waiting: Sequence[str],
         waits_for_main: bool,
         main_waits: bool = False,
     ) -> None:
         self.rank, self.hosts, self.waiting = rank, tuple(hosts), tuple(waiting)
+        self._all = list(phases)
         self._waits_for_main, self._main_waits = waits_for_main, main_waits
         self.n_blocks = self.n_steps = 0
         self.n_slowest = [0] * len(self.hosts)
         self.latest = deque[tuple[int, list[float]]](maxlen=MAX_LATEST)
-        self._sums = torch.zeros(len(self.hosts), len(STEP_PHASES), dtype=torch.float64, device="cpu")
+        self._sums = torch.zeros(len(self.hosts), len(self._all), dtype=torch.float64, device="cpu")
         self._whole = 0.0  # seconds of all steps, of a mean rank
 
     @property
     def phases(self) -> list[str]:
         """Phases that are compared."""
-        return [phase for phase in STEP_PHASES if phase not in (*self.waiting, WAITING)]
+        return [phase for phase in self._all if phase not in (*self.waiting, WAITING)]
 
     def add(self, table: Tensor) -> None:
         """Adds a block: for each rank the seconds in each phase, and the number of steps."""
@@ -122,8 +124,8 @@ class RankTimes(Printed):
         seconds = table[:, :-1] / n
         whole = seconds.sum(1).mean()
         if self._waits_for_main:
-            before = seconds[:, [STEP_PHASES.index(phase) for phase in BEFORE_FORWARD]].sum(1)
-            forward = seconds[:, STEP_PHASES.index("forward")]
+            before = seconds[:, [self._all.index(phase) for phase in BEFORE_FORWARD]].sum(1)
+            forward = seconds[:, self._all.index("forward")]
             # on a CPU, rank 0 waits for the others too, until they take its buffers
             late = before.max() if self._main_waits else before[0]
             forward -= torch.minimum((late - before).clamp_min(0.0), forward)
@@ -177,7 +179,7 @@ class RankTimes(Printed):
         return [str(found), waits]
 
     def _columns(self, phases: Sequence[str] = ()) -> list[int]:
-        return [STEP_PHASES.index(phase) for phase in phases or self.phases]
+        return [self._all.index(phase) for phase in phases or self.phases]
 
     def _compared(self, columns: Sequence[int]) -> tuple[int, float, float]:
         """The slowest rank, its seconds, and the median of those of the others."""
@@ -186,12 +188,12 @@ class RankTimes(Printed):
         return rank, seconds[rank], _median_of_others(seconds, rank)
 
     def _excess(self, phase: str, rank: int) -> float:
-        seconds = (self._sums[:, STEP_PHASES.index(phase)] / self.n_steps).tolist()
+        seconds = (self._sums[:, self._all.index(phase)] / self.n_steps).tolist()
         return float(seconds[rank] - _median_of_others(seconds, rank))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.n_blocks:
-            shown = [phase for phase in self.phases if float(self._sums[:, STEP_PHASES.index(phase)].max())]
+            shown = [phase for phase in self.phases if float(self._sums[:, self._all.index(phase)].max())]
             rows = {phase: self._compared(self._columns([phase])) for phase in shown}
             rows[OWN] = self._compared(self._columns())
             title = f"work of {len(self.hosts)} ranks without waiting, {self.n_steps:,} steps"
@@ -220,20 +222,21 @@ class RankGather:
     Args:
         ranks: the ranks; all of them make one of these at the same time.
         model: their model.
-        clock: returns the clock that is running, or None; waits for other ranks become its "other".
+        phases: phases of a step, in the order in which `add` gets them.
+        waits: notified when a wait for other ranks begins and ends, which is the phase `WAITING`.
     """
 
-    def __init__(self, ranks: Ranks, model: nn.Module, clock: Callable[[], StepClock | None]) -> None:
+    def __init__(self, ranks: Ranks, model: nn.Module, phases: Sequence[str], waits: FetchListener) -> None:
         self._ranks = ranks
         in_forward = waits_in_forward(ranks, model)
         waiting = ("forward", "backward") if in_forward == "all" else ("backward",)
         hosts = ranks.gather(socket.gethostname())
         on_cpu = device_of(model).type == "cpu"
-        self.times = RankTimes(ranks.rank, hosts, waiting, in_forward == "main", on_cpu)
-        self._sums = [0.0] * (len(STEP_PHASES) + 1)
+        self.times = RankTimes(ranks.rank, hosts, phases, waiting, in_forward == "main", on_cpu)
+        self._sums = [0.0] * (len(phases) + 1)
         self._n_batches = 0  # since the last block
         self._pending: tuple[Any, Tensor] | None = None
-        self._waits = PhaseInside(WAITING, clock)
+        self._waits = waits
         ranks.follow_waits(self._waits)
 
     def add(self, seconds: Sequence[float]) -> None:

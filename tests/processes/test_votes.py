@@ -10,17 +10,17 @@ from hookcb import (
     CancelValidException,
     Event,
 )
-from hookcb.core import votes as module
 from hookcb.core.callback import Callback
-from hookcb.core.ranks import RankError, Ranks
-from hookcb.core.votes import Votes
+from hookcb.processes import votes as module
+from hookcb.processes.exchange import Exchange, RankError
+from hookcb.processes.votes import Votes
 
 
 class MayCancel(Callback):
     may_cancel = frozenset({"batch"})
 
 
-class OtherRanks(Ranks):
+class OtherRanks(Exchange):
     """Ranks whose votes are those of this one, and what `others` gives, a list of numbers for each vote."""
 
     def __init__(self, others=(), missing=()):

@@ -7,8 +7,8 @@ from typing import Any
 from torch import distributed
 
 from hookcb.core.console import warn
-from hookcb.core.ranks import name_ranks
 from hookcb.core.torch_private import make_store
+from hookcb.processes.groups import name_ranks
 
 RANKS_PER_LOOK = 16  # with more ranks, each looks after every second, third … step only
 _runs = count()  # of this process; all ranks open their loops in the same order

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hookcb.core import shards
+from hookcb.processes import shards
 
 
 @pytest.fixture
@@ -82,9 +82,6 @@ def test_gathered_parameters_are_dropped(as_rank):
     model = fully_shard(nn.Linear(4, 4))
     with torch.no_grad():
         model(torch.ones(1, 4))
-    assert shards.is_fully_sharded(model)
-    assert type(model).__name__ == "FSDPLinear"
-    assert shards.plain_class(model) is shards.plain_class(nn.Linear(2, 2)) is nn.Linear
     assert not shards.is_dtensor(model.weight)
     shards.drop_gathered(model)
     assert shards.is_dtensor(model.weight)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hookcb.core.ranks import is_sharded, send_from_main
 from hookcb.hooks.modules import Where, find_modules
+from hookcb.processes.groups import is_sharded, send_from_main
 
 
 def is_wrapped(model: nn.Module) -> bool:

@@ -1,1 +1,0 @@
-"""`Distributed`: one training on several processes."""
