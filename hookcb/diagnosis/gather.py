@@ -13,6 +13,7 @@ from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.dispatcher import Dispatcher
 from hookcb.diagnosis.faults.ranks.straggler import SlowRank
 from hookcb.diagnosis.frame import Frame
+from hookcb.diagnosis.measurements.processes import Processes
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.validations import Validation, Validations
 from hookcb.diagnosis.reader import way_of
@@ -49,6 +50,7 @@ def gather(cbs: Iterable[Callback], frame: Frame, evidence: Run, dispatcher: Dis
     evidence.params, evidence.parts[Frame] = frame.params, frame
     for what, reason in frame.reasons.items():
         evidence.lack(reason, what)
+    evidence.measured(Processes).lack(evidence)
     if frame.n_optimizers:
         evidence.sources.add("optimizers")
     if stats := found.get(ActivationStats):
