@@ -506,7 +506,7 @@ def n_collectives() -> int | None:
 
     groups: list[Any] = list(distributed_c10d._world.pg_map)
     try:
-        return sum(group._get_sequence_number_for_group() for group in groups)
+        return sum(int(group._get_sequence_number_for_group()) for group in groups)
     except RuntimeError:
         return None
 

@@ -44,9 +44,9 @@ class Look:
     """
 
     step: int
-    weights: array[int] = field(default_factory=lambda: array("I"))
-    backward: array[int] = field(default_factory=lambda: array("I"))
-    given: array[int] = field(default_factory=lambda: array("I"))
+    weights: "array[int]" = field(default_factory=lambda: array("I"))
+    backward: "array[int]" = field(default_factory=lambda: array("I"))
+    given: "array[int]" = field(default_factory=lambda: array("I"))
     rates: tuple[float, ...] = ()
     n_collectives: int | None = None
     was_synced: bool = True
@@ -66,7 +66,7 @@ class OfRank:
     """
 
     structure: int
-    places: array[int]
+    places: "array[int]"
     looks: dict[int, Look]
     n_steps: int = 0
     has_loss: bool = True
@@ -195,7 +195,8 @@ def _place(p: Tensor) -> int:
     if not is_dtensor(p):
         return 0
     place = place_in(p.shape, p.device_mesh, p.placements)  # type: ignore[attr-defined]
-    return 1 + int(zlib.crc32(repr(place).encode()))
+    number: int = zlib.crc32(repr(place).encode())
+    return 1 + number
 
 
 def _can_hash(x: Tensor) -> bool:
@@ -237,7 +238,7 @@ def _layout(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tenso
     return owners.to(device, non_blocking=True), inside.to(device, non_blocking=True)
 
 
-def folded(raw: Raw, n: int) -> array[int]:
+def folded(raw: Raw, n: int) -> "array[int]":
     """Hashes of 32 bits for each of n tensors, 0 for those without one."""
     found = [0] * n
     for places, own in raw:
