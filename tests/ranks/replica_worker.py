@@ -1,4 +1,4 @@
-"""One of two ranks; trains plain loops that are watched, with faults of replicas: `replica_worker.py FOLDER`."""
+"""One of two ranks; watches plain loops with faults of replicas: `replica_worker.py FOLDER [CASES]`."""
 
 import contextlib
 import sys
@@ -25,10 +25,10 @@ def case(function):
     return function
 
 
-def net(seed=0, norm=False, wide=16):
+def net(seed=0, norm=False):
     torch.manual_seed(seed)
-    layers = [nn.Linear(4, wide), nn.BatchNorm1d(wide) if norm else nn.Identity(), nn.ReLU(), nn.Linear(wide, 2)]
-    return nn.Sequential(*layers)
+    inside = nn.BatchNorm1d(16) if norm else nn.Identity()
+    return nn.Sequential(nn.Linear(4, 16), inside, nn.ReLU(), nn.Linear(16, 2))
 
 
 def batch(i, rank=None, n=8):
@@ -53,15 +53,15 @@ def train(
     after_backward=lambda i, opt: None,
     after_step=lambda i, opt: None,
     accumulate=1,
-    n_own=None,
+    around=contextlib.nullcontext,
 ):
     """The verdict on a loop of one's own: its alarms with ranks, layer and text, and what was passed."""
     opt = opt or torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     diagnose = Diagnose(show=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with watch(watched or model, cbs=diagnose):
-            for i in range(n_own or n):
+        with watch(watched or model, cbs=diagnose), around():
+            for i in range(n):
                 with contextlib.ExitStack() as stack:
                     if accumulate > 1 and (i + 1) % accumulate:
                         stack.enter_context(model.no_sync())
@@ -111,8 +111,10 @@ def all_reduce_that_loses_data():
         whole = bucket.buffer() / WORLD
         if RANK == 1:
             bucket.gradients()[0].mul_(0.5)  # of rank 1, after its part was sent
-        return distributed.all_reduce(whole, async_op=True).get_future().then(
-            lambda future: future.value()[0] * (1.0 if RANK == 0 else 1.001)
+        return (
+            distributed.all_reduce(whole, async_op=True)
+            .get_future()
+            .then(lambda future: future.value()[0] * (1.0 if RANK == 0 else 1.001))
         )
 
     model.register_comm_hook(None, hook)
@@ -135,7 +137,7 @@ def no_init_sync():
 
 @case
 def hooks_lost():
-    model = DDP(net())
+    model = DDP(net(), find_unused_parameters=True)
     model.module[3].weight = nn.Parameter(model.module[3].weight.detach().clone())
     return train(model)
 
@@ -349,8 +351,7 @@ def power_sgd_hook():
 @case
 def joining():
     model = DDP(net())
-    with model.join():
-        return train(model, n_own=N - 10 * RANK)
+    return train(model, n=N - 10 * RANK, around=model.join)
 
 
 @case
@@ -369,12 +370,13 @@ def average_on_rank_0():
 def best_weights_on_rank_0():
     """The loop ends; then rank 0 loads its best weights, while it is still watched."""
     model = DDP(net())
-    first = {name: x.clone() for name, x in model.state_dict().items()}
+    best = {}
 
     def restore(i, opt):
+        if i == 20:
+            best.update({name: x.clone() for name, x in model.state_dict().items()})
         if i == N - 1 and RANK == 0:
-            opt.zero_grad()
-            model.load_state_dict(first)
+            model.load_state_dict(best)
 
     return train(model, after_step=restore)
 
@@ -404,7 +406,8 @@ def local_sgd_of_torch():
 @case
 def post_local_sgd_hook():
     model = DDP(net())
-    state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=10)
+    one, _ = distributed.new_subgroups(group_size=1)
+    state = post_localSGD_hook.PostLocalSGDState(None, one, start_localSGD_iter=10)
     model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
     return train(model, opt=PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=4, warmup_steps=10)))
@@ -436,7 +439,8 @@ def halves():
 @case
 def sweep():
     model = net()
-    return train(model, data=lambda i: batch(i, 0), opt=torch.optim.SGD(model.parameters(), lr=0.05 * (1 + RANK)))
+    opt = torch.optim.SGD(model.parameters(), lr=0.05 * (1 + RANK))
+    return train(model, data=lambda i: batch(i, 0), opt=opt)
 
 
 @case

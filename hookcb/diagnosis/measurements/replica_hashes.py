@@ -120,7 +120,8 @@ class ReplicaHashes(Measurement):
         if self._open is not None:
             self._add_gradients(self._open, "backward")
             ddp = run.measured(Processes).ddp
-            self.own.looks[self._open].was_synced = ddp is None or ddp.require_backward_grad_sync
+            # as it was in the forward, which decides
+            self.own.looks[self._open].was_synced = ddp is None or ddp.require_forward_param_sync
 
     def on_between(self, run: Run) -> None:
         if self._open is not None:
@@ -181,7 +182,7 @@ class ReplicaHashes(Measurement):
 
 def next_look(n: int) -> int:
     """The smallest power of two or ten above n."""
-    return min(1 << n.bit_length(), 10 ** len(str(n)))
+    return min(1 << n.bit_length(), int(10 ** len(str(n))))
 
 
 def _replicated(ddp: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -195,7 +196,7 @@ def _place(p: Tensor) -> int:
     if not is_dtensor(p):
         return 0
     place = place_in(p.shape, p.device_mesh, p.placements)  # type: ignore[attr-defined]
-    number: int = zlib.crc32(repr(place).encode())
+    number = int(zlib.crc32(repr(place).encode()))
     return 1 + number
 
 

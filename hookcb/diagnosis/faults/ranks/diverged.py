@@ -7,7 +7,7 @@ from hookcb.core.ranks import name_ranks
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.processes import Processes, Role
 from hookcb.diagnosis.measurements.replica_hashes import SET_BY_OTHERS, Look, OfRank, ReplicaHashes
-from hookcb.diagnosis.run import Passed, Run, Skipped
+from hookcb.diagnosis.run import Absent, Passed, Run, Skipped
 
 MIN_APART = 2  # looks in turn, if no single step shows the difference
 Member = tuple[Role, OfRank]
@@ -77,23 +77,26 @@ class DivergedReplicas(Fault):
             yield Skipped("the parameters of all ranks were not compared")
             return
         members = list(zip(roles, found.of_ranks, strict=True))
-        groups, n_compared = list(groups_of(members)), 0
+        groups = list(groups_of(members))
         for group in groups:
-            n_compared += any(len(own.looks) > 1 for _, own in group)
             is_ddp = len(group[0][0].replicas) > 1
             parting = first_apart(group) if is_ddp else first_parting(group)
             if parting is not None:
                 yield self._found(parting, found.names, is_ddp)
                 return
-        if not n_compared:
-            yield Skipped("no two ranks have weights that are to be compared at the same step")
-        else:
+        if any(map(is_comparable, groups)):
             yield Passed(self.passed)
+        elif all(role.is_sharded for role in roles):
+            yield Absent("ranks have different parts of the parameters")
+        elif all(role.is_periodic for role in roles):
+            yield Absent("ranks average their weights from time to time")
+        else:
+            yield Skipped("no two ranks have weights that must be equal")
 
     def _found(self, parting: Parting, names: Sequence[str], is_ddp: bool) -> Result:
         name, apart, members = names[parting.place], parting.apart, parting.members
         others = "most ranks" if members[0][0].rank in apart else f"rank {members[0][0].rank}"
-        since = "before the first step" if not parting.first else f"after {parting.first} steps"
+        since = "before the first step" if not parting.first else f"after {_steps(parting.first)}"
         if parting.first and parting.before is not None:
             since += (
                 f", and was equal after {parting.before}" if parting.before else ", and was equal at first"
@@ -120,6 +123,19 @@ def groups_of(members: Sequence[Member]) -> Iterator[list[Member]]:
             replicas = role.replicas if len(role.replicas) > 1 else ()
             groups.setdefault((replicas, own.structure), []).append((role, own))
     yield from (group for group in groups.values() if len(group) > 1)
+
+
+def _steps(n: int) -> str:
+    return f"{n} step{'s' * (n > 1)}"
+
+
+def is_comparable(group: Sequence[Member]) -> bool:
+    """Whether ranks have a parameter that must be equal, or that they have trained alike."""
+    looks = common_looks(group)
+    parts = [(i, part) for i in range(len(group[0][1].places)) for part in with_same_part(group, i)]
+    if len(group[0][0].replicas) > 1:
+        return bool(parts and looks)
+    return any(True for i, part in parts for n in looks for _ in _trained_alike(part, i, n))
 
 
 def common_looks(group: Sequence[Member]) -> list[int]:
@@ -259,7 +275,7 @@ def _not_synced(parting: Parting, n: int, is_ddp: bool) -> Cause:
         )
     if n_replaced := max(role.n_replaced for role in roles):
         return (
-            f"{what}, and {n_replaced} of the model are not those that DistributedDataParallel was given",
+            f"{what}, and DistributedDataParallel does not know {n_replaced} of the trained parameters",
             "parameters that were replaced after the model was wrapped, so its hooks are lost",
             "Change, move and load the model first, and wrap it then",
         )
