@@ -52,7 +52,7 @@ class DuplicatedRandomNumbers(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         n = len(self.of_ranks[0]) if self.of_ranks else 0
-        same = run.measured(Processes).ranks_alike(self.of_ranks)
+        same = run.measured(Processes).ranks_alike(self.of_ranks) if self.of_ranks else ()
         if n < MIN_COMPARED:
             unseen = "too little was seen of the random numbers of all ranks"
             yield Skipped("no random numbers were drawn in the forward" if self.of_ranks else unseen)
