@@ -23,7 +23,7 @@ NO_OTHERS = Absent("there is no other process")
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a process trains.
+    """The part of a process in the training.
 
     Attributes:
         rank: number of the process.

@@ -4,7 +4,7 @@ import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +24,8 @@ from hookcb.gradients.stats import is_readable
 from hookcb.hooks.modules import ModelGoneError
 from hookcb.hooks.params import find_params
 
-MAX_BYTES = 1 << 18  # of the hashes that a rank sends
+MAX_BYTES, MAX_OF_ALL = 1 << 18, 1 << 26  # of the hashes that a rank sends, and that all ranks send
+MIN_LOOKS = 8  # if so many cannot be sent by parameter, their hashes are sent as one
 SET_BY_OTHERS = -1  # place of a parameter that no other rank has to have alike
 Raw = list[tuple[list[int], Tensor]]  # places of tensors, and their hashes, on a device
 
@@ -51,10 +52,16 @@ class Look:
     n_collectives: int | None = None
     was_synced: bool = True
 
+    def as_one(self) -> "Look":
+        """With one hash for all parameters."""
+        every = (self.weights, self.backward, self.given)
+        weights, backward, given = (array("I", [zlib.crc32(x)] if x else []) for x in every)
+        return replace(self, weights=weights, backward=backward, given=given)
+
 
 @dataclass(slots=True)
 class OfRank:
-    """What a rank has looked at.
+    """All looks of a rank.
 
     Attributes:
         structure: hash of names and shapes of the parameters; only ranks with the same are compared.
@@ -166,12 +173,15 @@ class ReplicaHashes(Measurement):
         self.own.n_written = len(run.measured(HeldWeights).writes)
 
     def state(self, run: Run) -> OfRank:
-        own, n = self.own, max(4, MAX_BYTES // (12 * max(1, len(self.names))))
+        most = min(MAX_BYTES, MAX_OF_ALL // run.measured(Processes).world)
+        own, n = self.own, most // (12 * max(1, len(self.names)))
+        own = replace(own, has_loss=own.has_loss or len(run.loss) > 0)
+        if n < MIN_LOOKS:
+            looks = {step: look.as_one() for step, look in own.looks.items()}
+            return replace(own, places=array("q", [zlib.crc32(own.places)]), looks=looks)
         steps = sorted(own.looks)
         kept = steps if len(steps) <= n else [*steps[: n // 2], *steps[-(n // 2) :]]
-        looks = {step: own.looks[step] for step in kept}
-        own.has_loss = own.has_loss or len(run.loss) > 0
-        return OfRank(own.structure, own.places, looks, own.n_steps, own.has_loss, own.n_written)
+        return replace(own, looks={step: own.looks[step] for step in kept})
 
     def merge(self, run: Run, of_ranks: Sequence[OfRank], rank: int) -> None:
         self.of_ranks = list(of_ranks)

@@ -7,7 +7,15 @@ import torch
 from torch import nn
 
 from hookcb.diagnosis.measurements.processes import Processes, ddp_of
-from hookcb.diagnosis.measurements.replica_hashes import MAX_BYTES, ReplicaHashes, folded, hashes, next_look
+from hookcb.diagnosis.measurements.replica_hashes import (
+    MAX_BYTES,
+    MAX_OF_ALL,
+    MIN_LOOKS,
+    ReplicaHashes,
+    folded,
+    hashes,
+    next_look,
+)
 from hookcb.diagnosis.run import Run
 
 
@@ -105,9 +113,19 @@ def test_watching_changes_nothing():
 
 def test_of_many_parameters_fewer_looks_are_sent():
     part, _ = trained(40)
-    assert len(part.state(Run()).looks) == len(part.own.looks)
-    part.names = ["x"] * (MAX_BYTES // 60)
-    assert list(part.state(Run()).looks) == [0, 1, 32, 33]
+    assert len(part.state(Run()).looks) == len(part.own.looks) == 14
+    part.names = ["x"] * (MAX_BYTES // (12 * MIN_LOOKS))
+    assert list(part.state(Run()).looks) == [0, 1, 2, 3, 16, 17, 32, 33]
+
+
+def test_of_many_parameters_on_many_ranks_one_hash_is_sent():
+    (part, _), run = trained(12), Run()
+    run.measured(Processes).world = MAX_OF_ALL // (12 * 4 * (MIN_LOOKS - 1))
+    sent = part.state(run)
+    assert list(sent.looks) == list(part.own.looks)
+    assert {len(look.weights) for look in sent.looks.values()} == {1} == {len(sent.places)}
+    assert len({look.weights[0] for look in sent.looks.values()}) == len(sent.looks)
+    assert [len(sent.looks[n].given) for n in (2, 3)] == [1, 0]
 
 
 def test_a_frozen_part_holds_no_tensor():

@@ -94,16 +94,19 @@ class DivergedReplicas(Fault):
             yield Skipped("no two ranks have weights that must be equal")
 
     def _found(self, parting: Parting, names: Sequence[str], is_ddp: bool) -> Result:
-        name, apart, members = names[parting.place], parting.apart, parting.members
+        apart, members = parting.apart, parting.members
+        # of many parameters on many ranks, one hash is sent
+        name = names[parting.place] if len(members[0][1].places) == len(names) else ""
         others = "most ranks" if members[0][0].rank in apart else f"rank {members[0][0].rank}"
         since = "before the first step" if not parting.first else f"after {_steps(parting.first)}"
         if parting.first and parting.before is not None:
             since += (
                 f", and was equal after {parting.before}" if parting.before else ", and was equal at first"
             )
-        what, cause, advice = cause_of(parting, is_ddp)
+        what = f"Parameter {name}" if name else "A parameter"
+        why, cause, advice = cause_of(parting, is_ddp)
         return self.finding(
-            f"Parameter {name} differs on {name_ranks(apart)} from that of {others} {since}; {what}.",
+            f"{what} differs on {name_ranks(apart)} from that of {others} {since}; {why}.",
             "error" if is_ddp or is_certain(parting) else "warning",
             at=name.rpartition(".")[0],
             param=name,
@@ -229,7 +232,7 @@ def is_certain(parting: Parting) -> bool:
 
 
 def cause_of(parting: Parting, is_ddp: bool) -> Cause:
-    """What the gradients say of the cause: at the step before the weights differ, or else at a later one."""
+    """The cause, as gradients show it: in the step before the weights differ, or else in a later one."""
     if not parting.first and is_ddp:
         return (
             "they were not equal at the start, though DistributedDataParallel sends those of rank 0 to all",
