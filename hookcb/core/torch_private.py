@@ -505,6 +505,33 @@ def store_client(timeout: timedelta) -> Any:
     return None if address is None else c10d.TCPStore(*address, wait_for_workers=False, timeout=timeout)
 
 
+def n_collectives() -> int | None:
+    """Number of collectives that this process has begun in all open groups; None if that is unknown."""
+    from torch.distributed import distributed_c10d
+
+    groups: list[Any] = list(distributed_c10d._world.pg_map)
+    try:
+        return sum(int(group._get_sequence_number_for_group()) for group in groups)
+    except RuntimeError:
+        return None
+
+
+def calling_replica() -> nn.Module | None:
+    """The DistributedDataParallel whose forward runs now; None if there is none."""
+    found: nn.Module | None = nn.parallel.DistributedDataParallel._active_ddp_module
+    return found
+
+
+def replicated_parameters(model: Any) -> list[Tensor]:
+    """The parameters whose gradients a DistributedDataParallel averages: those it was made with."""
+    return list(model._module_parameters)
+
+
+def communication_hooks(model: Any) -> list[str]:
+    """Names of the communication hooks of a DistributedDataParallel."""
+    return [getattr(hook, "__name__", type(hook).__name__) for hook, _ in model._comm_hooks]
+
+
 def group_timeout(group: Any) -> timedelta:
     """Timeout of the collectives of a process group; torch's default if its backend does not tell."""
     from torch.distributed import distributed_c10d

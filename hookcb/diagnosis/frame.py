@@ -102,11 +102,6 @@ def _absent(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple
         is_hidden = subject in AS_FUNCTIONS and not is_all_of_torch
         if not is_hidden and not any(isinstance(m, kinds) for m in modules):
             yield subject, f"there is no {name}"
-    if not isinstance(model, nn.parallel.DistributedDataParallel):
-        yield "replicas", "there are no replicas of the model"
-        yield "buffers", "there are no replicas of the model"
-    elif model.broadcast_buffers:
-        yield "buffers", "rank 0 sends its buffers to all replicas"
     if not any(p.dtype in LOW_PRECISION and p.ndim > 1 for p in model.parameters()):
         yield "low precision", "there are no weights in low precision"
     if len(optimizers) < 2:

@@ -13,6 +13,7 @@ from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.dispatcher import Dispatcher
 from hookcb.diagnosis.faults.ranks.straggler import SlowRank
 from hookcb.diagnosis.frame import Frame
+from hookcb.diagnosis.measurements.processes import Processes
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.validations import Validation, Validations
 from hookcb.diagnosis.reader import way_of
@@ -49,6 +50,7 @@ def gather(cbs: Iterable[Callback], frame: Frame, evidence: Run, dispatcher: Dis
     evidence.params, evidence.parts[Frame] = frame.params, frame
     for what, reason in frame.reasons.items():
         evidence.lack(reason, what)
+    evidence.measured(Processes).lack(evidence)
     if frame.n_optimizers:
         evidence.sources.add("optimizers")
     if stats := found.get(ActivationStats):
@@ -90,9 +92,7 @@ def note_unseen(evidence: Run, loop: Any) -> None:
     """Adds what was not seen of a loop that hookcb does not run."""
     for event, why in loop.coverage.missing.items():
         evidence.lack(Skipped(why), event)
-    evidence.reader = way_of(loop.way)
-    if (facts := loop.facts).of_rank:
-        evidence.note(facts.of_rank)
+    evidence.reader, facts = way_of(loop.way), loop.facts
     if facts.n_losses_of_others and not (facts.n_losses_found or facts.n_losses_reported):
         evidence.lack(Absent(OF_OTHERS), "loss", "graph", "targets")
 

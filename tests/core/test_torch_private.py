@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import distributed, nn
 from torch.autograd import Function
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -1030,6 +1031,48 @@ def test_store_client(tmp_path, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(host.port))
     assert torch_private.store_client(limit).get("key") == b"x"
+
+
+def test_n_collectives(monkeypatch):
+    def fails():
+        raise RuntimeError("no backend counts")
+
+    assert torch_private.n_collectives() == 0
+    with group_of_one():
+        before = torch_private.n_collectives()
+        distributed.all_reduce(torch.ones(2))
+        distributed.barrier()
+        assert torch_private.n_collectives() == before + 2
+        c10d, silent = distributed.distributed_c10d, SimpleNamespace(_get_sequence_number_for_group=fails)
+        monkeypatch.setattr(c10d, "_world", SimpleNamespace(pg_map=[silent]))
+        assert torch_private.n_collectives() is None
+        monkeypatch.undo()
+
+
+def test_calling_replica():
+    with group_of_one():
+        inside = nn.Linear(2, 2)
+        model, seen = nn.parallel.DistributedDataParallel(inside), []
+        inside.register_forward_hook(lambda *args: seen.append(torch_private.calling_replica()))
+        model(torch.ones(1, 2))
+        inside(torch.ones(1, 2))
+        assert seen == [model, None]
+
+
+def test_replicated_parameters():
+    with group_of_one():
+        inside = nn.Linear(2, 2)
+        model = nn.parallel.DistributedDataParallel(inside)
+        weight, inside.weight = inside.weight, nn.Parameter(torch.ones(2, 2))
+        assert [id(p) for p in torch_private.replicated_parameters(model)] == [id(weight), id(inside.bias)]
+
+
+def test_communication_hooks():
+    with group_of_one():
+        model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        assert torch_private.communication_hooks(model) == []
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        assert torch_private.communication_hooks(model) == ["fp16_compress_hook"]
 
 
 def test_group_timeout():

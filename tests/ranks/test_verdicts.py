@@ -77,7 +77,7 @@ def test_ranks_with_the_same_batches_are_told(two):
 
 
 def test_a_parameter_that_moves_on_one_rank_is_named(two):
-    assert verdict(two, "replicas_that_diverge")["findings"] == [["replica.diverged", "2.bias", [1], ""]]
+    assert verdict(two, "replicas_that_diverge")["findings"] == [["replica.diverged", "2", [1], ""]]
 
 
 def test_a_function_is_called_with_the_verdict_on_main_alone(two):

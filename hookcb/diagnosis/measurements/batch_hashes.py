@@ -10,7 +10,8 @@ from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.heard import heard
 from hookcb.diagnosis.measurements.drawing import Around, Seeding, States, drawn, random_states
 from hookcb.diagnosis.measurements.loading import Loading, Pass
-from hookcb.diagnosis.measurements.replicas import can_compare, hash_of
+from hookcb.diagnosis.measurements.processes import Processes
+from hookcb.diagnosis.measurements.replicas import hash_of
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run
 
@@ -55,7 +56,7 @@ class BatchHashes(Measurement):
     """
 
     cadence = EVERY
-    uses = (Steps,)
+    uses = (Steps, Processes)
     hears = (Loading, Seeding)
 
     def __init__(self) -> None:
@@ -67,9 +68,7 @@ class BatchHashes(Measurement):
         self.windows: list[Window] = []
         # of each rank: hashes of the inputs of its first batches, and how many of an epoch have come before
         self.inputs: list[list[int]] = []
-        self.n_repeated: list[int] = []
-        self.rank = 0
-        self.is_of_ranks = False
+        self.repeated: list[tuple[int, int]] = []  # and the number of batches of the longest epoch
         self.why_not_compared = "too little was seen of the batches of all ranks"
 
     @property
@@ -78,7 +77,6 @@ class BatchHashes(Measurement):
         return [window.hashes for window in self.windows if window.is_epoch][:N_EPOCHS]
 
     def on_model(self, run: Run) -> None:
-        self.is_of_ranks = can_compare(run.loop)
         heard(Seeding).follow_numpy()
 
     def on_batch(self, run: Run) -> None:
@@ -127,15 +125,15 @@ class BatchHashes(Measurement):
             for window, hashes in zip(self._live, self._hashes, strict=True)
         ]
 
-    def state(self, run: Run) -> tuple[list[int], int]:
+    def state(self, run: Run) -> tuple[list[int], tuple[int, int]]:
         inputs = [x for epoch in self.epochs for x, _ in epoch if x is not None]
         n_repeated = max((len(epoch) - len(set(map(tuple, epoch))) for epoch in self.epochs), default=0)
-        return inputs[:N_COMPARED], n_repeated
+        return inputs[:N_COMPARED], (n_repeated, max(map(len, self.epochs), default=0))
 
-    def merge(self, run: Run, of_ranks: Sequence[tuple[list[int], int]], rank: int) -> None:
+    def merge(self, run: Run, of_ranks: Sequence[tuple[list[int], tuple[int, int]]], rank: int) -> None:
         n = min(len(inputs) for inputs, _ in of_ranks)
-        self.inputs, self.rank = [inputs[:n] for inputs, _ in of_ranks], rank
-        self.n_repeated = [n_repeated for _, n_repeated in of_ranks]
+        self.inputs = [inputs[:n] for inputs, _ in of_ranks]
+        self.repeated = [repeated for _, repeated in of_ranks]
         self.why_not_compared = "" if n >= MIN_COMPARED else "the batches of ranks were not compared"
 
     def freeze(self) -> None:

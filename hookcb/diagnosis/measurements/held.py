@@ -182,6 +182,12 @@ class HeldWeights(Measurement):
     def on_model(self, run: Run) -> None:
         self._names = {id(p): (ref(p), name) for name, p, _ in find_params(run.loop.model)}
 
+    @property
+    def are_as_stepped(self) -> bool:
+        """Whether no version has changed since the last step of each optimizer."""
+        every = [(held, opt) for held in self._held.values() if (opt := held.opt()) is not None]
+        return bool(every) and all(held_versions(opt) == held.versions for held, opt in every)
+
     # ---- around a step
 
     def on_step(self, run: Run) -> None:

@@ -1,10 +1,9 @@
 """Hashes of tensors, by which it is seen whether ranks or batches have the same."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hookcb.activations.stats import has_stats
 from hookcb.core.batch import parts
@@ -16,23 +15,22 @@ FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that each bit changes the pro
 SHIFT = 29  # brings the upper bits, which depend on most of an element, to the lower ones
 
 
-def can_compare(loop: Any) -> bool:
-    """Whether the model has replicas on ranks that meet at the end of an epoch."""
-    return bool(loop.ranks.world > 1 and isinstance(loop.model, nn.parallel.DistributedDataParallel))
-
-
 def hash_bits(x: Tensor) -> Tensor:
     """Sum of numbers that each depend on the bits of an element and on its place; it wraps around."""
     bits = x.contiguous().view(INTEGERS[x.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for begin in range(0, len(bits), CHUNK):
         part = bits[begin : begin + CHUNK].long() + 1
-        places = torch.arange(begin + 1, begin + len(part) + 1, device=x.device)
-        part ^= places * FACTOR
-        part *= FACTOR
-        part ^= part >> SHIFT  # else small numbers in another order would often have the same sum
-        total += (part * FACTOR).sum()
+        total += mix(part, torch.arange(begin + 1, begin + len(part) + 1, device=x.device)).sum()
     return total
+
+
+def mix(part: Tensor, places: Tensor) -> Tensor:
+    """Numbers that each depend on one of a `part`, int64, which is overwritten, and on its place."""
+    part ^= places * FACTOR
+    part *= FACTOR
+    part ^= part >> SHIFT  # else small numbers in another order would often have the same sum
+    return part * FACTOR
 
 
 def hash_of(item: Any) -> Tensor | None:
@@ -45,8 +43,3 @@ def hash_of(item: Any) -> Tensor | None:
             own = hash_bits(flat[:: max(1, -(-len(flat) // N_ELEMENTS))])
             total = own if total is None else total * 31 + own
     return total
-
-
-def alike(by_rank: Sequence[Any]) -> tuple[int, ...]:
-    """Ranks that have what another one has, too."""
-    return tuple(rank for rank, x in enumerate(by_rank) if by_rank.count(x) > 1)

@@ -8,7 +8,7 @@ from torch.utils.data import DistributedSampler
 from hookcb.core.randomness import parts_of
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.batch_hashes import MIN_BATCHES, BatchHashes, Window, in_same_order
-from hookcb.diagnosis.measurements.replicas import alike, can_compare
+from hookcb.diagnosis.measurements.processes import Processes
 from hookcb.diagnosis.run import Absent, Passed, Run, Skipped
 from hookcb.processes.groups import name_ranks
 
@@ -25,14 +25,14 @@ class DuplicatedBatches(Fault):
     """
 
     headline = "Ranks train on the same batches"
-    uses = (BatchHashes,)
+    uses = (BatchHashes, Processes)
     severity = "warning"
 
     def findings(self, run: Run) -> Iterator[Result]:
         hashes = run.measured(BatchHashes)
         if hashes.why_not_compared:
             yield Skipped(hashes.why_not_compared)
-        elif same := alike(hashes.inputs):
+        elif same := run.measured(Processes).ranks_alike(hashes.inputs):
             yield self.finding(
                 f"The inputs of {name_ranks(same)} are the same in each of the first {len(hashes.inputs[0])} "
                 "batches: they train on the same samples, and see no more than one.",
@@ -55,22 +55,24 @@ class RepeatedBatches(Fault):
     """
 
     headline = "A rank repeats its batches"
-    uses = (BatchHashes,)
+    uses = (BatchHashes, Processes)
     severity = "warning"
 
     def findings(self, run: Run) -> Iterator[Result]:
         hashes = run.measured(BatchHashes)
-        repeated, rank, n = hashes.n_repeated, hashes.rank, max(map(len, hashes.epochs), default=0)
         if hashes.why_not_compared:
             yield Skipped(hashes.why_not_compared)
-        elif 2 * repeated[rank] < n or all(2 * x >= n for x in repeated):  # as in overfitting a batch
+            return
+        numbers = run.measured(Processes).numbers(len(hashes.repeated))
+        found = [(rank, x, n) for rank, (x, n) in zip(numbers, hashes.repeated, strict=True) if 2 * x >= n]
+        if not found or len(found) == len(numbers):  # as in overfitting a batch
             yield Passed("a rank whose batches repeat")
-        else:
+        for rank, x, n in found if len(found) < len(numbers) else ():
             yield self.finding(
-                f"{repeated[rank]} of the first {n} batches of an epoch have come before in it, on rank "
-                f"{rank} of {len(repeated)}; those of other ranks do not repeat.",
+                f"{x} of the first {n} batches of an epoch have come before in it, on rank {rank} of "
+                f"{len(numbers)}; those of other ranks do not repeat.",
                 when=0,
-                value=float(repeated[rank]),
+                value=float(x),
                 causes=(
                     "a shard with few samples that is read again and again",
                     "a reader that does not advance",
@@ -94,7 +96,7 @@ class SameOrder(Fault):
     """
 
     headline = "Each epoch has the same order"
-    uses = (BatchHashes,)
+    uses = (BatchHashes, Processes)
     severity = "warning"
     passed = "epochs in the same order"
 
@@ -102,10 +104,11 @@ class SameOrder(Fault):
         super().__init__()
         self._loader: Any = None  # of the last epoch that has ended
         self.stays: int | None = None  # epoch of a sampler that shuffles
+        self.is_of_ranks = False  # whether replicas are trained by a loop whose epochs and loader are known
 
     def on_epoch(self, run: Run) -> None:
-        if can_compare(run.loop):
-            self._loader = run.loop.dl
+        if run.measured(Processes).has_replicas:
+            self._loader, self.is_of_ranks = run.loop.dl, not run.loop.is_external
 
     def tell(self, run: Run) -> None:
         samplers = (x for x in parts_of(self._loader) if isinstance(x, DistributedSampler) and x.shuffle)
@@ -116,7 +119,7 @@ class SameOrder(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         found = run.measured(BatchHashes)
-        return self._of_ranks(found) if found.is_of_ranks else self._of_one(run, found)
+        return self._of_ranks(found) if self.is_of_ranks else self._of_one(run, found)
 
     def _of_one(self, run: Run, found: BatchHashes) -> Iterator[Result]:
         """Compares epochs of one process, where an order that is not shuffled may be meant."""
@@ -126,17 +129,22 @@ class SameOrder(Fault):
             is_known = len({x.n_pass for x in shuffled if len(x.hashes) >= MIN_BATCHES}) > 1
             why = unseen if shuffled else Absent("no DataLoader that shuffles was heard of")
             return self.told(run, (), "" if is_known else why)
-        n = min(len(x.hashes) for x in pair)
+        n, is_sharded = min(len(x.hashes) for x in pair), run.measured(Processes).has_replicas
         finding = self.finding(
             f"The DataLoader shuffles, but the {n} batches from {pair[1].step} on are those from "
             f"{pair[0].step} on, in the same order: both epochs were drawn from the same random state.",
             when=pair[1].step,
             value=float(n),
             causes=(
+                *(("a DistributedSampler whose set_epoch is not called",) if is_sharded else ()),
                 "a seed that is set again in the training, as in each epoch or before a validation",
                 "a generator with a fixed seed that is made anew for each epoch",
             ),
-            next_steps=("Set seeds once, before the training, or add the number of the epoch to them",),
+            next_steps=(
+                "Call sampler.set_epoch(epoch) before each epoch"
+                if is_sharded
+                else "Set seeds once, before the training, or add the number of the epoch to them",
+            ),
         )
         return self.told(run, [finding])
 

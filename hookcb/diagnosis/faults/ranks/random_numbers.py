@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
-from hookcb.diagnosis.measurements.replicas import alike, can_compare
+from hookcb.diagnosis.measurements.processes import Processes
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.hooks.modules import device_of
 from hookcb.processes.groups import name_ranks
@@ -25,6 +25,7 @@ class DuplicatedRandomNumbers(Fault):
     """
 
     headline = "Ranks draw the same random numbers"
+    uses = (Processes,)
     severity = "info"
 
     def __init__(self) -> None:
@@ -32,10 +33,8 @@ class DuplicatedRandomNumbers(Fault):
         self._around: list[list[int]] = []  # hashes of the state around the forward and loss of batches
         self.of_ranks: Sequence[list[int]] = ()  # hashes of the states from which numbers were drawn
 
-    def on_model(self, run: Run) -> None:
-        self.done = not can_compare(run.loop)
-
     def on_batch(self, run: Run) -> None:
+        self.done = not run.measured(Processes).has_replicas
         if len(self._around) < N_COMPARED:
             self._around.append([_state(device_of(run.loop.model))])
 
@@ -52,7 +51,8 @@ class DuplicatedRandomNumbers(Fault):
         self.of_ranks = [states[:n] for states in of_ranks]
 
     def findings(self, run: Run) -> Iterator[Result]:
-        n, same = len(self.of_ranks[0]) if self.of_ranks else 0, alike(self.of_ranks)
+        n = len(self.of_ranks[0]) if self.of_ranks else 0
+        same = run.measured(Processes).ranks_alike(self.of_ranks) if self.of_ranks else ()
         if n < MIN_COMPARED:
             unseen = "too little was seen of the random numbers of all ranks"
             yield Skipped("no random numbers were drawn in the forward" if self.of_ranks else unseen)

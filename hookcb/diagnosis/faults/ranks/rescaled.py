@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from hookcb.core.optim import detached_scalar
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.curves import Curve
-from hookcb.diagnosis.measurements.replicas import can_compare
+from hookcb.diagnosis.measurements.processes import Processes
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.rules import ratio
 from hookcb.diagnosis.run import Passed, Run, Series, Skipped
@@ -38,7 +38,7 @@ class RescaledGradients(Fault):
     """
 
     headline = "Gradients are averaged over ranks twice"
-    uses = (Steps,)
+    uses = (Steps, Processes)
     severity = "warning"
 
     def __init__(self) -> None:
@@ -46,8 +46,9 @@ class RescaledGradients(Fault):
         self._norms, self.norms = Curve(), Series()  # of a gradient after the backward
         self.name, self.world = "", 1  # of its parameter; number of ranks
 
-    def on_model(self, run: Run) -> None:
-        self.done, self.world = not can_compare(run.loop), run.loop.ranks.world
+    def on_batch(self, run: Run) -> None:
+        replicas = run.measured(Processes).own.replicas
+        self.done, self.world = len(replicas) < 2, len(replicas)
 
     def on_gradients(self, run: Run) -> None:
         loop, param = run.loop, run.measured(Steps).first_param

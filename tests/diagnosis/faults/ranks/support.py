@@ -1,30 +1,13 @@
-"""What two processes have seen of their replicas; and ranks that are threads."""
+"""Ranks that are threads."""
 
-import json
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from hookcb.core.alone import Ranks
 from hookcb.diagnosis.dispatcher import Dispatcher
-from hookcb.diagnosis.ranks import of_all
+from hookcb.diagnosis.ranks import Together, of_all, states_of
 from hookcb.diagnosis.run import Run
-from tests.ranks.support import shared
-from tests.support import run_ranks
-
-
-def replicas(tmp_path_factory):
-    """What each of two ranks has observed, by case; for all tests of a session."""
-
-    def make(folder):
-        folder.mkdir()
-        files = run_ranks(Path(__file__).with_name("replica_worker.py"), folder)
-        return [json.loads(file.read_text()) for file in files]
-
-    results = shared(tmp_path_factory, "replicas", make)
-    assert not [result["error"] for result in results if "error" in result]
-    return results
 
 
 class Meeting:
@@ -73,4 +56,10 @@ def on_ranks(function, items):
 
 def merged(*runs):
     """The run of all ranks, on each of them, of runs that each has."""
-    return on_ranks(lambda run, ranks: of_all(run, ranks, Dispatcher(Run(), (), 0.0)), runs)[0]
+    return on_ranks(run_of_all, runs)[0]
+
+
+def run_of_all(run, ranks):
+    """The run of all ranks, on one of them."""
+    together, dispatcher = Together(ranks), Dispatcher(Run(), (), 0.0)
+    return of_all(run, together.states(states_of(run, dispatcher)), together, dispatcher)

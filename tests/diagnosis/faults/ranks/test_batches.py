@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from hookcb import Finding
 from hookcb.diagnosis.faults.ranks.batches import DuplicatedBatches, RepeatedBatches, SameOrder
 from hookcb.diagnosis.measurements.batch_hashes import N_BATCHES, N_EPOCHS, N_WINDOWS, BatchHashes, Window
+from hookcb.diagnosis.measurements.processes import Processes, Role
 from hookcb.diagnosis.measurements.replicas import N_ELEMENTS
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from tests.diagnosis.faults.ranks.support import merged
@@ -76,20 +76,21 @@ def test_a_rank_alone_compares_nothing():
     assert results(hashed(1, 2, 3, 4)) == results(Run()) == [alone] * 2
 
 
-def test_ranks_that_share_a_model_may_share_batches():
-    run = Run(loop=SimpleNamespace(model=nn.Linear(2, 2), ranks=SimpleNamespace(world=2)))
-    hashes = run.measured(BatchHashes)
-    hashes.on_model(run)
-    assert not hashes.is_of_ranks
+def test_only_replicas_are_compared():
+    runs = [hashed(1, 2, 3, 4) for _ in range(4)]
+    for rank, run in enumerate(runs):  # two replicas, each on two ranks that share its batches
+        run.measured(Processes).own = Role(rank, (rank % 2, rank % 2 + 2))
+    assert compared(*runs[:2]) == [[], []]
+    assert {ranks for of_rank in compared(*runs) for _, _, ranks in of_rank} == {(0, 2, 1, 3)}
 
 
 def test_inputs_without_tensors_are_unknown():
     assert compared(*(hashed(*[None] * 4) for _ in range(2))) == [[], []]
 
 
-def test_a_rank_whose_batches_repeat_finds_it_itself():
+def test_all_ranks_find_one_whose_batches_repeat():
     one, other = compared(hashed(1, 2, 3, 4), hashed(5, 6, 5, 6, targets=(0, 1, 0, 1)))
-    assert one == []
+    assert one == other
     ((code, text, ranks),) = other
     assert (code, ranks) == ("data.repeated", (1,))
     assert "2 of the first 4 batches of an epoch have come before in it, on rank 1 of 2" in text
@@ -119,7 +120,7 @@ class Around:
 def order(*epochs, loader=None):
     """Severity and text of the finding, or else why there is none."""
     fault, run, hashes = SameOrder(), Run(), epochs_of(*epochs)
-    run.parts, hashes.is_of_ranks = {BatchHashes: hashes, SameOrder: fault}, True
+    run.parts, fault.is_of_ranks = {BatchHashes: hashes, SameOrder: fault}, True
     fault._loader = loader
     for part in run.parts.values():
         part.tell(run)

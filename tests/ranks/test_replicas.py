@@ -1,0 +1,112 @@
+"""Plain loops of two ranks that are watched: faults of replicas are named with their cause, right uses are not."""
+
+import pytest
+
+from tests.ranks.support import launched, shared
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return shared(
+        tmp_path_factory, "replicas", lambda folder: launched("replica_worker.py", folder, timeout=240), 300
+    )
+
+
+def of_both(ranks, name):
+    """The verdict on a case, which must be the same on both ranks."""
+    assert all(name in rank for rank in ranks), [rank.get("log", "")[-2000:] for rank in ranks]
+    one, other = (rank[name] for rank in ranks)
+    assert "result" in one, one
+    assert one["result"] == other["result"]
+    return one["result"]
+
+
+SYNC = "gradients differ after the backward"
+FAULTS = {  # severity, parameter, ranks, step, and words of the message and the cause
+    "clip_on_one_rank": ("error", "0.weight", [1], 1, "equal after the backward, but not as", "clipped"),
+    "all_reduce_that_loses_data": ("error", "0.weight", [1], 1, SYNC, "the communication hook hook"),
+    "broadcast_that_loses_data": ("error", "3.weight", [1], 0, "before the first step", "a broadcast that"),
+    "no_init_sync": ("error", "0.weight", [1], 0, "before the first step", "init_sync=False"),
+    "hooks_lost": ("error", "3.weight", [1], 1, SYNC, "its hooks are lost"),
+    "raw_module_every_second_step": (
+        "error",
+        "0.weight",
+        [1],
+        1,
+        "19 forwards did not go",
+        "model.module(x)",
+    ),
+    "raw_module_watched_inside": ("error", "0.weight", [1], 1, "20 forwards did not go", "model.module(x)"),
+    "raw_module_always": ("error", "0.weight", [1], 1, "40 forwards did not go", "model.module(x)"),
+    "rate_of_one_rank": ("error", "0.weight", [1], 11, "learning rates differ", "a schedule that"),
+    "step_in_no_sync": ("error", "0.weight", [1], 1, "inside of no_sync()", "no_sync()"),
+    "all_reduce_by_hand_that_stops": ("warning", "0.weight", [1], 16, SYNC, "an all-reduce that"),
+    "clip_of_halves_on_one_rank": ("error", "bias", [1], 1, "but not as the optimizer got them", "clipped"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_replicas_that_part_are_told_with_rank_parameter_step_and_cause(ranks, name):
+    severity, param, of, step, words, cause = FAULTS[name]
+    alarms = of_both(ranks, name)["alarms"]
+    assert [x[0] for x in alarms] == ["replica.diverged"], alarms
+    assert alarms[0][1:2] + alarms[0][3:6] == [severity, param, of, step]
+    assert words in alarms[0][6]
+    assert cause in alarms[0][7][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("alone", "no collective was begun"),
+        ("alone_with_logging", "neither gradients nor weights were averaged"),
+        ("alone_on_the_same_batches", "no collective was begun"),
+    ],
+)
+def test_processes_that_train_alone_are_a_warning(ranks, name, words):
+    ((code, severity, *_, text, _),) = of_both(ranks, name)["alarms"]
+    assert (code, severity) == ("replica.alone", "warning")
+    assert f"in 40 steps {words}" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "of"),
+    [
+        ("inputs_of_one_rank", "input.scale", [1]),
+        ("the_same_batches", "data.duplicated", []),
+        ("the_same_batches_watched_inside", "data.duplicated", []),
+        ("a_buffer_of_one_rank", "replica.buffers", [1]),
+    ],
+)
+def test_what_a_learner_sees_of_ranks_is_seen_in_a_plain_loop(ranks, name, code, of):
+    assert [[x[0], x[4]] for x in of_both(ranks, name)["alarms"]] == [[code, of]]
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("the_same_dropout", "random.duplicated"),
+        ("own_statistics", "replica.buffers"),
+        ("sweep", "replica.alone"),
+        ("ensemble", "replica.alone"),
+    ],
+)
+def test_what_may_be_meant_is_a_note(ranks, name, code):
+    verdict = of_both(ranks, name)
+    assert verdict["alarms"] == []
+    assert code in [note[0] for note in verdict["notes"]]
+
+
+RIGHT = (
+    *("healthy", "clipped_on_all", "wrapped_later", "accumulating", "zero_optimizer", "unused_parameters"),
+    *("half_precision_hook", "power_sgd_hook", "joining", "average_on_rank_0", "best_weights_on_rank_0"),
+    *("reduced_by_hand", "local_sgd_by_hand", "local_sgd_of_torch", "post_local_sgd_hook", "diloco"),
+    *("halves", "stages", "experts", "fully_sharded", "tensor_parallel"),
+)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_uses_are_healthy(ranks, name):
+    verdict = of_both(ranks, name)
+    assert (verdict["status"], verdict["alarms"]) == ("healthy", [])
+    assert not [note for note in verdict["notes"] if note[0].startswith("replica")]
