@@ -33,6 +33,7 @@ from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import Finding, Status, Verdict
 from hookcb.gradients.callback import GradientHealth
 from hookcb.hooks.modules import ModelGoneError, has_params, named_modules
+from hookcb.processes.hangs import Lookout, Terminated, follow
 from hookcb.profiling.steps.timer import StepTimer
 from hookcb.training.progress import Progress
 
@@ -118,6 +119,7 @@ class Diagnose(Callback):
         self._final: Run | None = None  # of the last fit that ended
         self._dispatcher: Dispatcher | None = None  # while a fit runs
         self._led: list[Led] = []  # likewise
+        self._lookout: Lookout | None = None  # likewise, on several processes
 
     # ---- events
 
@@ -172,6 +174,8 @@ class Diagnose(Callback):
             self._n_eval += 1
             return self._show_eval("on_eval_batch")
         run, schedule = dispatcher.run, dispatcher.schedule
+        if not run.n_batches and self._lookout is None:
+            self._lookout = dispatcher.guarded("events", follow, self.learn, self._names, self._end_by_signal)
         if self._is_new_step or not run.n_steps:  # decided once for all batches of a step
             self._is_new_step, self.is_wanted = False, schedule.is_due()
             run.noting = schedule.is_noted() or self.is_wanted
@@ -256,7 +260,9 @@ class Diagnose(Callback):
     def after_fit(self) -> None:
         if (dispatcher := self._dispatcher) is None:
             return
-        error = self.learn.fit_error
+        error, lookout = self.learn.fit_error, self._lookout
+        if lookout is not None:
+            dispatcher.run.hang = dispatcher.guarded("events", lookout.end, self.learn, error) or ""
         if error is not None and is_failure(error):
             dispatcher.guarded("events", note_end, dispatcher.run, error)
             dispatcher.emit("on_error", error)
@@ -278,7 +284,15 @@ class Diagnose(Callback):
                 attempt(partial(cb.take_verdict, verdict))
         if self.show and not self._is_quiet():
             show(verdict)
-        self._dispatcher = None
+        self._dispatcher = self._lookout = None
+        if lookout is not None:
+            lookout.leave(self.learn)
+
+    def _end_by_signal(self) -> None:
+        """Ends a loop that hookcb does not run, and tells the verdict, as SIGTERM ends the process."""
+        loop: Any = self.learn
+        if loop.is_external:
+            loop.close(Terminated("SIGTERM"))
 
     def _end(self, run: Run) -> None:
         """Removes all hooks at the end of the fit; what was recorded stays as plain values in `run`."""
@@ -401,7 +415,7 @@ class Diagnose(Callback):
         """Does nothing."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_dispatcher": None, "_led": []}
+        return super().__getstate__() | {"_dispatcher": None, "_led": [], "_lookout": None}
 
     def _call(self, on_sick: Callable[[Verdict], object], verdict: Verdict) -> None:
         try:

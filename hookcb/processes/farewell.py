@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from weakref import WeakSet
 
 from hookcb.core.threads import in_each_fork
 
@@ -57,9 +56,9 @@ class Farewell:
         self.is_due |= has_come and self._ends
         return has_come
 
-    def hold(self) -> None:
-        """Tells that the main thread is having the say, until `close`."""
-        self._is_held = True
+    def hold(self, is_held: bool = True) -> None:
+        """Tells that the main thread is having the say, which then ends by `close`."""
+        self._is_held = is_held
 
     def speak(self, say: Callable[[], object]) -> None:
         """Calls `say`, unless the main thread is having its say, and ends the process, also if that hangs."""
@@ -80,16 +79,23 @@ class Farewell:
 
     def close(self) -> None:
         """Gives SIGTERM back; one that has come meanwhile acts now. A second call does nothing."""
-        self._said.set()
         if self not in _open:
             return
-        if not _in_main():  # which cannot give it back: the handler passes it on
-            return self.ring()
+        if self.is_due:
+            sys.stdout.flush()
+        self._said.set()
+        if not _in_main():  # which cannot give it back; the handler passes it on
+            return
         _open.discard(self)
         self._give_back()
-        self.ring()
         if self.is_due:
             signal.raise_signal(SIGTERM)
+
+    def dispose(self) -> None:
+        """Closes the bell, unless signals may still be written to it."""
+        if self not in _open:
+            self.bell.close()
+            self._rope.close()
 
     def _give_back(self) -> None:
         if signal.getsignal(SIGTERM) == self._come:
@@ -100,8 +106,7 @@ class Farewell:
 
     def _come(self, number: int, frame: FrameType | None) -> None:
         """Handles SIGTERM in the main thread, which goes no further while another thread has its say."""
-        if not self._has_bell:
-            self.ring(number)
+        self.ring(number)  # other code may have taken the wakeups meanwhile
         if callable(self._before):
             self._before(number, frame)
             return
@@ -130,7 +135,7 @@ def _leave_wakeups(fd: int) -> None:
         signal.set_wakeup_fd(now)
 
 
-_open: WeakSet[Farewell] = WeakSet()
+_open: set[Farewell] = set()
 
 
 def _forget() -> None:

@@ -8,11 +8,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import TimeoutError as NotInTime
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import distributed
 
 from hookcb.core.console import show_error
@@ -28,9 +30,11 @@ SHARE = 0.8  # of the group's timeout, after which a rank that makes no step han
 LOOKS = 16  # looks in that time
 MIN_PAUSE, MAX_PAUSE = 0.25, 5.0  # seconds between looks
 STILL = 0.25  # share of that time, after which the line in progress is noted
-WHERE = "where"  # the notes
+NOTE = "where"  # name of the notes
 PATIENCE = 1.0  # seconds in which ranks learn where the others are
-MAX_TEXT = 200  # characters of an error
+POLL = 0.1  # seconds between looks for what others have not posted yet
+MANY = 64  # ranks, from which on only rank 0 reads where all of them are
+MAX_TEXT = 100  # characters of an error
 
 
 class Terminated(Exception):
@@ -58,88 +62,105 @@ class Followed:
 
 
 class Lookout:
-    """A thread that notes where this rank is, and tells once it makes no step any more; see `follow`.
+    """A thread that notes where this rank is, and tells once it trains no batch any more; see `follow`.
 
-    The clock runs from the second batch on. It starts again with each batch, and while the training validates,
-    compiles, reads or writes a checkpoint, is being debugged or was suspended. What the thread reads it only
-    reads: the loop does nothing for it.
+    The clock runs from the second batch on. It starts again with each batch, and while the training
+    validates, compiles, reads or writes a checkpoint, is being debugged or was suspended. The loop does nothing
+    for it, as the thread only reads.
 
     Args:
         rank, world: number of this process, and of all.
-        limit: gives the seconds without a batch that are a hang; None if nothing is.
+        limit: gives the seconds without a batch that are a hang; None if none are.
     """
 
     def __init__(self, rank: int, world: int, limit: Callable[[], float | None]) -> None:
         self.rank, self.world, self._limit = rank, world, limit
         self.process = os.getpid()
-        self._board = Board("hangs", rank, world)
-        self._farewell = Farewell()
+        # one of many reads only what it needs, as all ask at once
+        self._asked = range(world) if rank == 0 or world <= MANY else (0, rank)
+        self._board, self._farewell = Board("hangs", rank, world), Farewell()
         self._followed: list[Followed] = []
         self._batches: list[int] = []
         self._last: Followed | None = None  # the loop that began a batch last
-        self._moved = self._since = self._looked = time.monotonic()
+        self._moved = self._since = time.monotonic()
         self._report = ""  # where the ranks are, while they get no further
-        self._is_closed = False
+        self.is_closed = self._is_leaving = self._has_failed = False
+        self._post(Position())  # connects it to the store while that is there
         threading.Thread(target=self._run, daemon=True, name="hookcb lookout").start()
 
     def add(self, followed: Followed) -> None:
         """Follows a loop, too."""
         self._followed = [x for x in self._followed if x.loop() is not None] + [followed]
         self._last = followed
+        self.hold(False)
+
+    def hold(self, is_held: bool = True) -> None:
+        """Lets SIGTERM wait for a moment, as a verdict is being told."""
+        self._farewell.hold(is_held)
 
     # ---- the end of a loop
 
     def end(self, loop: Any, error: BaseException | None) -> str:
-        """Notes the end of a loop, and why; where the ranks are if they have got no further, else ""."""
-        self._farewell.hold()  # as a verdict is made now
-        own = next((x for x in self._followed if x.loop() is loop), None)
-        if isinstance(error, Terminated):
+        """Notes the end of a loop; where the ranks are if they have got no further, else "".
+
+        Waits for notes of other ranks, not for long, if the error says that one of them is missing.
+        """
+        self.hold()
+        if self._is_leaving:
             return self._report
+        self._has_failed = error is not None
         if error is None:
             self._post(Position(batch=loop.train_iter, end="has ended its training"))
             return ""
-        names = own.names if own is not None else {}
-        position = position_in([x for x, _ in traceback.walk_tb(error.__traceback__)][::-1], names)
-        text = f"{type(error).__name__}: {error}".strip().split("\n")[0]
-        short = text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
-        is_alone = not is_from_others(error) or position.doing == LOADING
-        how = f"raised {short}" if is_alone else "waited in vain"
-        self._post(replace(position, batch=loop.train_iter, end=how))
-        if is_alone and not self._report:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+        position = position_in(frames, self._names(loop))
+        is_own = not is_from_others(error) or position.doing == LOADING
+        end = f"raised {_text_of(error)}" if is_own else "has waited in vain"
+        self._post(replace(position, batch=loop.train_iter, end=end))
+        if is_own and not self._report:
             self._board.flush(PATIENCE)
             return ""
-        return self._told(f"{short}; ")
+        return self._where_all_are()
 
     def leave(self, loop: Any) -> None:
         """Follows a loop no more, whose verdict was told."""
         self._followed = [x for x in self._followed if x.loop() not in (None, loop)]
-        if not self._followed and not _kept:
+        if self._is_leaving:
+            return
+        if self._followed or _enders:
+            self.hold(self._has_failed)
+        else:
             self.close()
 
     def close(self) -> None:
         """Ends the thread."""
-        self._is_closed = True
+        self.is_closed = True
         self._board.flush(PATIENCE)
         self._farewell.close()
+        self._farewell.ring()
+
+    def _names(self, loop: Any) -> Mapping[int, str]:
+        return next((x.names for x in self._followed if x.loop() is loop), {})
 
     # ---- the thread
 
     def _run(self) -> None:
         try:
-            while not self._is_closed:
-                pause = self._pause
-                self._looked = time.monotonic()
+            while not self.is_closed:
+                pause, began = self._pause(), time.monotonic()
                 select.select([self._farewell.bell], [], [], pause)
-                if self._farewell.heard():
+                if self._farewell.heard() and self._farewell.is_due:
                     self._take_leave()
-                elif not self._is_closed:
-                    self._look(is_late=time.monotonic() > self._looked + 2 * pause + 1)
+                elif not self.is_closed:
+                    self._look(is_late=time.monotonic() > began + 2 * pause + 1)
         except Exception as error:  # nobody else sees it in a thread
             show_error(f"hookcb: rank {self.rank} looks for hangs no more: {error!r}")
+        finally:
+            self._farewell.dispose()
 
-    @property
     def _pause(self) -> float:
-        return min(MAX_PAUSE, max(MIN_PAUSE, (self._limit() or MAX_PAUSE * LOOKS) / LOOKS))
+        limit = self._limit()
+        return MAX_PAUSE if limit is None else min(MAX_PAUSE, max(MIN_PAUSE, limit / LOOKS))
 
     def _look(self, is_late: bool) -> None:
         now, limit = time.monotonic(), self._limit()
@@ -147,7 +168,9 @@ class Lookout:
             if self._report:
                 show_error(f"hookcb: rank {self.rank} goes on, in batch {self._batch}")
             self._report, self._moved, self._since = "", now, now
-        position = self._position(is_still=now > self._moved + STILL * (limit or MAX_PAUSE))
+        position = self._position(
+            is_still=now > self._moved + (MAX_PAUSE if limit is None else STILL * limit)
+        )
         if is_late or position.excuse or not self._batch:
             self._since = now
         self._post(position)
@@ -155,69 +178,130 @@ class Lookout:
             self._alarm(position)
 
     def _has_moved(self) -> bool:
-        batches = [x.batch for x in self._followed]
-        changed = [x for x, n in zip(self._followed, self._batches, strict=False) if x.batch != n]
-        self._last = changed[-1] if changed else self._last
-        has_moved, self._batches = batches != self._batches, batches
-        return has_moved
+        before, self._batches = self._batches, [x.batch for x in self._followed]
+        if len(before) == len(self._batches):
+            moved = [x for x, old in zip(self._followed, before, strict=True) if x.batch != old]
+            self._last = moved[-1] if moved else self._last
+        return before != self._batches
 
     @property
     def _batch(self) -> int:
         return 0 if self._last is None else self._last.batch
 
     def _position(self, is_still: bool) -> Position:
-        """Position of the loop that moved last; with the line if it is still."""
-        followed = self._last
+        """Position of the loop that has moved last; with its line if it is still."""
+        position, followed = Position(), self._last
         loop = None if followed is None else followed.loop()
-        position = Position()
         if followed is not None and loop is not None and is_still:
             with garbage_kept():
                 frame = sys._current_frames().get(known_to_python(loop._thread))
-                position = position_in(list(frames_of(frame, bool)), followed.names)
+                position = position_in(list(frames_of(frame, lambda file: True)), followed.names)
         excuse = position.excuse or ("" if loop is None or loop.training else VALIDATES)
         return replace(position, batch=self._batch, excuse=excuse)
 
+    # ---- notes
+
     def _post(self, position: Position) -> None:
-        idle = time.monotonic() - self._moved
-        self._board.post(WHERE, replace(position, rank=self.rank, host=socket.gethostname(), idle=idle))
-
-    # ---- what it tells
-
-    def _alarm(self, own: Position) -> None:
-        """Tells that this rank makes no step, unless another one may take long, or tells it."""
-        idle = time.monotonic() - self._moved
-        if self.rank and (first := self._board.wait(WHERE, [0], PATIENCE).get(0)) is not None:
-            if first.place and not (first.excuse or first.end):  # then rank 0 tells it
-                self._report = describe([first, replace(own, rank=self.rank)], self.world)
-                return
-        found = self._read()
-        if any(x.excuse and x.place for x in found.values()):
-            self._since = time.monotonic()
-            return
-        self._report = describe(found.values(), self.world)
-        show_error(f"hookcb: no training batch for {idle:.0f} s: {self._report}")
+        self._board.post(NOTE, replace(position, rank=self.rank, host=socket.gethostname()))
 
     def _read(self) -> dict[int, Position]:
-        """Where the ranks are; rank 0 asks for all, the others too if they do not hear of rank 0."""
-        self._board.flush(PATIENCE)
-        return self._board.wait(WHERE, range(self.world), 0)
+        try:
+            return self._board.read(NOTE, self._asked).result(PATIENCE)
+        except NotInTime:
+            return {}
 
-    def _told(self, why: str) -> str:
-        """Where the ranks are, once all of them have noted it, or time is up."""
+    def _where_all_are(self) -> str:
+        """Where the ranks are, once each of them has told, or in a moment."""
         until = time.monotonic() + PATIENCE
-        while True:
-            found = self._read()
-            is_known = len(found) == self.world and all(x.end or x.place for x in found.values())
-            if is_known or time.monotonic() > until or self._board.failure:
+        found = self._read()
+        while time.monotonic() < until and not self._board.failure:
+            if len(found) == len(self._asked) and all(x.end or x.place for x in found.values()):
                 break
-            time.sleep(0.1)
-        where = describe(found.values(), self.world)
+            time.sleep(POLL)
+            found = self._read()
+        where = describe(found.values(), self._asked)
         return f"{where} ({self._board.failure})" if self._board.failure else where
 
-    def _take_leave(self) -> None:
-        """Notes that SIGTERM ends this rank; rank 0 tells where all are, and what is known of the training."""
-        ...
+    # ---- what is told
 
+    def _alarm(self, own: Position) -> None:
+        """Tells that this rank trains no batch, unless that may take long, or rank 0 tells it."""
+        found = self._read()
+        first = found.get(0)
+        if any(x.excuse and x.place for x in found.values()) or not (
+            any(x.waits for x in found.values()) or torch.cuda.is_initialized()  # any code waits for a device
+        ):
+            self._since = time.monotonic()
+            return
+        self._report = describe(found.values(), self._asked)
+        is_told = self.rank > 0 and first is not None and first.place and not first.end
+        if not is_told:
+            idle = time.monotonic() - self._moved
+            show_error(f"hookcb: no training batch for {idle:.0f} s: {self._report}")
+
+    def _take_leave(self) -> None:
+        """Notes that SIGTERM ends this rank, has its say, and lets it end."""
+        self._is_leaving = True
+        self._post(replace(self._position(is_still=True), end="was ended by SIGTERM"))
+        self._farewell.speak(self._say_why)
+
+    def _say_why(self) -> None:
+        """Tells where the ranks are, on rank 0 in the verdict, on others if rank 0 does not."""
+        self._report = self._where_all_are()
+        if self.rank == 0:
+            for end in _enders[:1] or [x.end for x in self._followed]:
+                end()
+        elif (first := self._read().get(0)) is None or not first.end:
+            show_error(f"hookcb: SIGTERM ends rank {self.rank}: {self._report}")
+
+
+def _text_of(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}".removesuffix(": ").split("\n")[0]
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
+
+
+# ---- the lookout of this process
 
 _own: Lookout | None = None
-_kept: list[Callable[[], object]] = []
+_enders: list[Callable[[], object]] = []
+
+
+def follow(loop: Any, names: Mapping[int, str], end: Callable[[], object]) -> Lookout | None:
+    """Has the lookout of this process follow a loop; returns it, None if the process trains alone.
+
+    Args:
+        loop: the loop, which it does not keep alive.
+        names: names of the modules of its model, by id.
+        end: ends the loop and tells its verdict, when SIGTERM ends the process.
+    """
+    global _own
+    if loop.world == 1:
+        return None
+    if _own is None or _own.is_closed or _own.process != os.getpid():
+        _own = Lookout(loop.rank, loop.world, limit_of_group)
+    _own.add(Followed(ref(loop), names, end))
+    return _own
+
+
+@contextmanager
+def lookout_kept(end: Callable[[], object]) -> Iterator[None]:
+    """Keeps the lookout, once there is one, until the block ends; SIGTERM calls `end` instead of theirs."""
+    _enders.append(end)
+    try:
+        yield
+    finally:
+        _enders.remove(end)
+        if _own is not None and not _enders:
+            _own.close()
+
+
+def hold_farewell() -> None:
+    """Lets SIGTERM wait for a moment, as verdicts are being told."""
+    if _own is not None:
+        _own.hold()
+
+
+def limit_of_group() -> float | None:
+    """Seconds without a batch that are a hang: a share of the default group's timeout; None without one."""
+    group = distributed.group.WORLD if distributed.is_initialized() else None  # type: ignore[no-untyped-call]
+    return None if group is None else SHARE * group_timeout(group).total_seconds()

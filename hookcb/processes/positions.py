@@ -61,9 +61,8 @@ class Position:
     Attributes:
         rank, host: number of the rank, and name of its machine.
         batch: number of the training batch that it began last.
-        idle: seconds since it began that one.
-        place, code: file and line of the innermost code of the user, "train.py:31", and what is written there;
-            "" as long as the rank moves.
+        place, code: line of the innermost code of the user, "train.py:31", and what is written there; "" as
+            long as the rank moves.
         call: the function of torch.distributed that is called there, "all_reduce", "" if none is.
         doing: stage of the training, "in the backward", "" if unknown.
         module: name of the module whose forward is in progress, "" if none is.
@@ -74,7 +73,6 @@ class Position:
     rank: int = 0
     host: str = ""
     batch: int = 0
-    idle: float = 0.0
     place: str = ""
     code: str = ""
     call: str = ""
@@ -90,16 +88,15 @@ class Position:
 
     def __str__(self) -> str:
         where = f"{self.place}, `{self.code}`" if self.code else self.place
-        of = f" of batch {self.batch}" if self.doing.startswith(("in the b", "in the f")) else ""
-        doing = f"{self.doing}{of}" if self.doing else f"in batch {self.batch}"
-        inside = f" of {as_layer(self.module)}" if self.module and not of else ""
-        through = f", in {as_layer(self.module)}" if self.module and of else ""
+        doing = f"{self.doing} of batch {self.batch}" if self.doing else f"after {self.batch} batches"
+        doing += f", in {as_layer(self.module)}" if self.module else ""
+        doing += f" ({self.excuse})" if self.excuse else ""
         if self.end:
-            return f"{self.end}{f', at {where}' if where else ''}, {doing}{through}"
+            return f"{self.end}{f' at {where}' if where else ''}, {doing}"
         if not self.place:
-            return f"was last seen in batch {self.batch}"
+            return f"was last seen {doing}"
         is_in = f"waits in {self.call} at" if self.call else "waits at" if self.waits else "is at"
-        return f"{is_in} {where}, {doing}{inside}{through}{f' ({self.excuse})' if self.excuse else ''}"
+        return f"{is_in} {where}, {doing}"
 
 
 def doing_of(calls: Iterable[Call]) -> str:
@@ -154,8 +151,13 @@ def position_in(frames: Sequence[FrameType], names: Mapping[int, str]) -> Positi
     )
 
 
-def describe(positions: Iterable[Position], world: int) -> str:
-    """A sentence on where the ranks are: first those that differ from most, and those that wait for nobody."""
+def describe(positions: Iterable[Position], asked: Iterable[int]) -> str:
+    """A sentence on where ranks are: first those that differ from most, and those that wait for nobody.
+
+    Args:
+        positions: what is known.
+        asked: numbers of the ranks that it is about.
+    """
     alike: dict[tuple[str, ...], list[Position]] = {}
     for x in sorted(positions, key=lambda x: x.rank):
         alike.setdefault((x.end, x.place, x.call, x.doing, x.module, x.excuse), []).append(x)
@@ -163,7 +165,7 @@ def describe(positions: Iterable[Position], world: int) -> str:
     hosts = {x.host for group in groups for x in group}
     told = [f"{_who(group, hosts)} {group[0]}" for group in groups[:MAX_GROUPS]]
     known = {x.rank for group in groups for x in group}
-    if unknown := [rank for rank in range(world) if rank not in known]:
+    if unknown := [rank for rank in asked if rank not in known]:
         told.insert(0, f"nothing is known of {name_ranks(unknown)}")
     if len(groups) > MAX_GROUPS:
         others = sum(map(len, groups[MAX_GROUPS:]))
