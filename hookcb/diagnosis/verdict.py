@@ -246,7 +246,9 @@ class Verdict(Printed):
             noted = [f for f in self.findings if f.code != UNFINISHED][:1]
             notes = [line for finding in noted for line in finding.lines(width=width)]
             absent = f"Looked for and not found: {', '.join(self.ruled_out)}." if self.ruled_out else ""
-            body = [*_filled(self.headline, width, 6 if self.hang else 3, indent=""), *notes][: MAX_LINES - len(end)]
+            body = [*_filled(self.headline, width, 6 if self.hang else 3, indent=""), *notes][
+                : MAX_LINES - len(end)
+            ]
             return [*body, *_filled(absent, width, min(5, MAX_LINES - len(body) - len(end))), *end]
         lines = _filled(self.headline, width, 1 + bool(self.remarks), indent="")
         lines += self.primary.lines(self.ruled_out[:3], width)

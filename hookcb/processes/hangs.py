@@ -15,7 +15,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 from hookcb.core.console import show_error
 from hookcb.core.failures import is_from_others
@@ -46,12 +46,13 @@ class Followed:
     """A loop that is followed.
 
     Attributes:
-        loop: the loop, None once it is gone.
+        loop, model: the loop and its model, None once they are gone.
         names: names of the modules of its model, by id.
         end: ends it, and tells its verdict.
     """
 
     loop: Callable[[], Any]
+    model: Callable[[], nn.Module | None]
     names: Mapping[int, str]
     end: Callable[[], object]
 
@@ -59,6 +60,13 @@ class Followed:
     def batch(self) -> int:
         """Number of its training batch; 0 if it is gone."""
         return getattr(self.loop(), "train_iter", 0)
+
+    @property
+    def validates(self) -> bool:
+        """Whether it is in a validation, or its model is in eval mode, maybe without its wrapper."""
+        loop, model = self.loop(), self.model()
+        parts = [] if model is None else list(model.modules())
+        return (loop is not None and not loop.training) or not any(x.training for x in parts[1:] or parts)
 
 
 class Lookout:
@@ -90,8 +98,8 @@ class Lookout:
 
     def add(self, followed: Followed) -> None:
         """Follows a loop, too."""
-        self._followed = [x for x in self._followed if x.loop() is not None] + [followed]
-        self._last = followed
+        self._drop(None)
+        self._followed, self._last = [*self._followed, followed], followed
         self.hold(False)
 
     def hold(self, is_held: bool = True) -> None:
@@ -108,23 +116,24 @@ class Lookout:
         self.hold()
         if self._is_leaving:
             return self._report
+        names = next((x.names for x in self._followed if x.loop() is loop), {})
+        self._drop(loop)
         self._has_failed = error is not None
         if error is None:
             self._post(Position(batch=loop.train_iter, end="has ended its training"))
             return ""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
-        position = position_in(frames, self._names(loop))
+        position = position_in(frames, names)
         is_own = not is_from_others(error) or position.doing == LOADING
         end = f"raised {_text_of(error)}" if is_own else "has waited in vain"
         self._post(replace(position, batch=loop.train_iter, end=end))
         if is_own and not self._report:
             self._board.flush(PATIENCE)
             return ""
-        return self._where_all_are()
+        return self._described(self._read_all())
 
     def leave(self, loop: Any) -> None:
         """Follows a loop no more, whose verdict was told."""
-        self._followed = [x for x in self._followed if x.loop() not in (None, loop)]
         if self._is_leaving:
             return
         if self._followed or _enders:
@@ -139,8 +148,8 @@ class Lookout:
         self._farewell.close()
         self._farewell.ring()
 
-    def _names(self, loop: Any) -> Mapping[int, str]:
-        return next((x.names for x in self._followed if x.loop() is loop), {})
+    def _drop(self, loop: Any) -> None:
+        self._followed = [x for x in self._followed if x.loop() not in (None, loop)]
 
     # ---- the thread
 
@@ -164,6 +173,8 @@ class Lookout:
 
     def _look(self, is_late: bool) -> None:
         now, limit = time.monotonic(), self._limit()
+        if not self._followed:  # the store may be gone, which torch would complain about
+            return
         if self._has_moved():
             if self._report:
                 show_error(f"hookcb: rank {self.rank} goes on, in batch {self._batch}")
@@ -190,13 +201,14 @@ class Lookout:
 
     def _position(self, is_still: bool) -> Position:
         """Position of the loop that has moved last; with its line if it is still."""
-        position, followed = Position(), self._last
+        position, followed = Position(batch=self._batch), self._last
         loop = None if followed is None else followed.loop()
-        if followed is not None and loop is not None and is_still:
-            with garbage_kept():
-                frame = sys._current_frames().get(known_to_python(loop._thread))
-                position = position_in(list(frames_of(frame, lambda file: True)), followed.names)
-        excuse = position.excuse or ("" if loop is None or loop.training else VALIDATES)
+        if followed is None or loop is None or not is_still:
+            return position
+        with garbage_kept():
+            frame = sys._current_frames().get(known_to_python(loop._thread))
+            position = position_in(list(frames_of(frame, lambda file: True)), followed.names)
+        excuse = position.excuse or (VALIDATES if followed.validates else "")
         return replace(position, batch=self._batch, excuse=excuse)
 
     # ---- notes
@@ -210,7 +222,7 @@ class Lookout:
         except NotInTime:
             return {}
 
-    def _where_all_are(self) -> str:
+    def _read_all(self) -> dict[int, Position]:
         """Where the ranks are, once each of them has told, or in a moment."""
         until = time.monotonic() + PATIENCE
         found = self._read()
@@ -218,7 +230,10 @@ class Lookout:
             if len(found) == len(self._asked) and all(x.end or x.place for x in found.values()):
                 break
             time.sleep(POLL)
-            found = self._read()
+            found = self._read() or found
+        return found
+
+    def _described(self, found: Mapping[int, Position]) -> str:
         where = describe(found.values(), self._asked)
         return f"{where} ({self._board.failure})" if self._board.failure else where
 
@@ -233,7 +248,7 @@ class Lookout:
         ):
             self._since = time.monotonic()
             return
-        self._report = describe(found.values(), self._asked)
+        self._report = self._described(found)
         is_told = self.rank > 0 and first is not None and first.place and not first.end
         if not is_told:
             idle = time.monotonic() - self._moved
@@ -246,12 +261,13 @@ class Lookout:
         self._farewell.speak(self._say_why)
 
     def _say_why(self) -> None:
-        """Tells where the ranks are, on rank 0 in the verdict, on others if rank 0 does not."""
-        self._report = self._where_all_are()
+        """Tells where the ranks are: rank 0 in its verdict, the others if rank 0 lives on."""
+        found = self._read_all()
+        self._report = self._described(found)
         if self.rank == 0:
             for end in _enders[:1] or [x.end for x in self._followed]:
                 end()
-        elif (first := self._read().get(0)) is None or not first.end:
+        elif 0 in found and not found[0].end:
             show_error(f"hookcb: SIGTERM ends rank {self.rank}: {self._report}")
 
 
@@ -279,7 +295,7 @@ def follow(loop: Any, names: Mapping[int, str], end: Callable[[], object]) -> Lo
         return None
     if _own is None or _own.is_closed or _own.process != os.getpid():
         _own = Lookout(loop.rank, loop.world, limit_of_group)
-    _own.add(Followed(ref(loop), names, end))
+    _own.add(Followed(ref(loop), ref(loop.model), names, end))
     return _own
 
 

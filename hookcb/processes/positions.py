@@ -92,7 +92,8 @@ class Position:
         doing += f", in {as_layer(self.module)}" if self.module else ""
         doing += f" ({self.excuse})" if self.excuse else ""
         if self.end:
-            return f"{self.end}{f' at {where}' if where else ''}, {doing}"
+            inside = f" in {self.call}" if self.call else ""
+            return f"{self.end}{inside}{f' at {where}' if where else ''}, {doing}"
         if not self.place:
             return f"was last seen {doing}"
         is_in = f"waits in {self.call} at" if self.call else "waits at" if self.waits else "is at"
