@@ -73,8 +73,8 @@ class Lookout:
     """A thread that notes where this rank is, and tells once it trains no batch any more; see `follow`.
 
     The clock runs from the second batch on. It starts again with each batch, and while the training
-    validates, compiles, reads or writes a checkpoint, is being debugged or was suspended. The loop does nothing
-    for it, as the thread only reads.
+    validates, compiles, reads or writes a checkpoint, is being debugged or was suspended. The loop does
+    nothing for it, as the thread only reads.
 
     Args:
         rank, world: number of this process, and of all.
@@ -241,13 +241,13 @@ class Lookout:
 
     def _alarm(self, own: Position) -> None:
         """Tells that this rank trains no batch, unless that may take long, or rank 0 tells it."""
-        found = self._read()
-        first = found.get(0)
-        if any(x.excuse and x.place for x in found.values()) or not (
-            any(x.waits for x in found.values()) or torch.cuda.is_initialized()  # any code waits for a device
-        ):
+        found = {self.rank: replace(own, rank=self.rank)} | self._read()
+        may_last = any(x.excuse for x in found.values())
+        on_device = torch.cuda.is_initialized()  # whose work any code may be waiting for
+        if may_last or not (on_device or any(x.waits for x in found.values())):
             self._since = time.monotonic()
             return
+        first = found.get(0)
         self._report = self._described(found)
         is_told = self.rank > 0 and first is not None and first.place and not first.end
         if not is_told:
@@ -319,5 +319,6 @@ def hold_farewell() -> None:
 
 def limit_of_group() -> float | None:
     """Seconds without a batch that are a hang: a share of the default group's timeout; None without one."""
-    group = distributed.group.WORLD if distributed.is_initialized() else None  # type: ignore[no-untyped-call]
+    is_open = distributed.is_initialized()
+    group = distributed.group.WORLD if is_open else None
     return None if group is None else SHARE * group_timeout(group).total_seconds()
