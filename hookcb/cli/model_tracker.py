@@ -28,6 +28,7 @@ from hookcb.cli.ownership import (
     wrapping,
     wraps_part,
 )
+from hookcb.cli.ranks import Exit
 from hookcb.cli.tracked_model import ScriptWatch, TrackedModel, kind_of, say_sick
 from hookcb.cli.unseen import WITHOUT_GRAD, how_called, why_unseen
 from hookcb.core.call_hook import CallHook, Observer
@@ -65,6 +66,7 @@ class ModelTracker:
 
     Attributes:
         limit: the limit of the script.
+        exit: agrees with other processes on the exit code.
         notes: sentences for the user about what could not be watched, and why.
         unseen: what an optimizer trains and why it was not seen, by its name; "" if a model was seen.
         n_losses_of_none: number of backwards of losses while no model was watched.
@@ -75,6 +77,7 @@ class ModelTracker:
     ) -> None:
         self._makes_pages = makes_pages
         self.limit, self._ignored = limit or Limit(), tuple(ignored)
+        self.exit = Exit()
         self.notes: list[str] = []
         self._all: list[TrackedModel] = []
         self._open: list[TrackedModel] = []  # being watched, the most recently called one last
@@ -382,6 +385,7 @@ class ModelTracker:
     def _add(self, model: TrackedModel) -> None:
         """Adds a model; models of one class are told apart by their variables, or numbered."""
         self._all.append(model)
+        self.exit.begin()
         for kind in {m.kind for m in self._all}:
             alike = [m for m in self._all if m.kind == kind]
             names = [m.name for m in alike]

@@ -1,4 +1,4 @@
-"""Runs the command line on several processes, and shows their one result."""
+"""Several processes: runs the command line on them, and shows their one result."""
 
 import os
 import re
@@ -10,16 +10,62 @@ from collections.abc import Sequence
 from hookcb.cli import INTERRUPTED
 from hookcb.core.console import show_error
 from hookcb.distributed.process_group import n_processes
+from hookcb.processes.board import Board
+from hookcb.processes.patience import PATIENCE
 
 MAX_LINES = 20  # of what failed processes have written
 PREFIX = "hookcb "  # of our own messages
 OF_TORCHRUN = re.compile(r"[EWI]\d{4} ")  # beginning of its messages: the level and the date
-PATIENCE = 20.0  # seconds in which processes end after Ctrl-C
+GRACE = 20.0  # seconds in which processes end after Ctrl-C
 
 
 def own_rank() -> int:
     """Number of this process among those that torchrun has started; 0 if it is alone."""
     return int(os.environ.get("RANK", 0)) if n_processes() > 1 else 0
+
+
+class Exit:
+    """Agrees on the exit code of all processes under torchrun, which ends the others at the first but 0.
+
+    So no process exits with another code before rank 0 has printed, if that comes in time.
+    """
+
+    def __init__(self) -> None:
+        self._board: Board | None = None
+
+    def begin(self) -> None:
+        """Says that this process is there; once the script has left its group, it might not be heard."""
+        if self._board is None and n_processes() > 1:
+            self._board = Board("exit", own_rank(), n_processes())
+            self._board.post("here", True)
+
+    def others(self) -> dict[int, int]:
+        """Exit codes of the other processes, for rank 0; of those that are there and come in time."""
+        if self._board is None:
+            return {}
+        with PATIENCE.waiting(2 / 3) as seconds:
+            there = self._board.there("here", range(1, self._board.world), seconds)
+            return self._board.wait("code", there, seconds)
+
+    def settle(self, code: int, otherwise: int = 0) -> int:
+        """The exit code of all: what rank 0 gives, once it has printed.
+
+        Args:
+            code: that of rank 0 for all, or that of another rank for rank 0.
+            otherwise: what another rank exits with if rank 0 does not come.
+        """
+        if self._board is None:
+            return otherwise if own_rank() else code
+        board, is_main = self._board, not own_rank()
+        board.post("code", code)
+        with PATIENCE.waiting() as seconds:
+            if is_main:  # which may host the store
+                board.wait("read", board.there("code", range(1, board.world), seconds), seconds)
+                return code
+            settled: int = board.wait("code", [0], seconds).get(0, otherwise)
+            board.post("read", True)
+            board.flush(seconds)
+        return settled
 
 
 def run_on_ranks(n: int, argv: Sequence[str]) -> int:
@@ -54,7 +100,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.terminate()
         try:
-            process.wait(PATIENCE)
+            process.wait(GRACE)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -84,8 +84,9 @@ def run_script(path: str | Path, args: Sequence[str] = (), options: Options = NO
         Exit code: 0 if all models are healthy, or only slow; 1 if one is suspect or sick, if one has an
         optimizer but no training of it was seen, if nothing was trained, or if the script raised; the
         script's own if that is not 0; 130 after Ctrl-C. Once a limit has ended the script, only the verdicts
-        decide. Under torchrun, the verdicts of rank 0 decide: the others show theirs if they are their own
-        and not healthy, and exit with the code of the script.
+        decide. Under torchrun it is that of the worst of all processes, once rank 0 has shown the verdicts
+        on all of them; a process that rank 0 does not hear of in time shows its own if that is not healthy,
+        and exits with the code of the script.
     """
     start, makes_pages = Path.cwd(), options.html is not None and not own_rank()
     tracker = ModelTracker(makes_pages, Limit(options.steps, options.minutes), options.ignored)
@@ -137,24 +138,44 @@ def _end_by_signal(tracker: ModelTracker, stack: ExitStack, tell: Callable[[int,
 
 
 def _tell(tracker: ModelTracker, code: int, has_failed: bool, path: str | Path, options: Options) -> int:
-    """Prints the verdicts; returns the exit code."""
+    """Prints the verdicts; returns the exit code, which is the same for all processes under torchrun."""
     shown = tracker.verdicts()
+    if own_rank():
+        return _tell_alone(shown, tracker, code, has_failed, options)
+    for rank, other in tracker.exit.others().items():
+        if other and not code:
+            tracker.notes.append(f"rank {rank} ends with exit code {other}")
+        code = code or other
     if options.json:
-        return _write_json(shown, tracker, code, path, options, has_failed)
+        return tracker.exit.settle(_write_json(shown, tracker, code, path, options, has_failed))
+    _show(shown, has_failed, options)
+    for note in _notes(shown, tracker, path, options.html, has_failed):
+        show(f"hookcb diagnose: {note}", soft_wrap=True, highlight=False, markup=False)
+    safe_console().file.flush()
+    return tracker.exit.settle(_exit_code(code, shown, options.strict))
+
+
+def _tell_alone(shown: Shown, tracker: ModelTracker, code: int, has_failed: bool, options: Options) -> int:
+    """Prints the verdicts that rank 0 does not have, but no healthy one; returns the exit code of all."""
+    own = [(title, verdict, counts) for title, verdict, counts in shown if _is_own(verdict)]
+    if not options.json:
+        _show([x for x in own if not x[1]], has_failed, options)
+        safe_console().file.flush()
+    return tracker.exit.settle(_exit_code(code, own, options.strict) if own else code, otherwise=code)
+
+
+def _is_own(verdict: Verdict) -> bool:
+    """Whether a verdict is of this rank only."""
+    return n_processes() > 1 and verdict.of_rank == f"rank {own_rank()}"
+
+
+def _show(shown: Shown, has_failed: bool, options: Options) -> None:
     for title, verdict, _ in shown:
-        is_shared = f"{n_processes()} ranks" in verdict.looked
-        if own_rank() and (is_shared or verdict):
-            continue  # rank 0 shows the same, or is healthy too
-        of = f", on rank {own_rank()} of {n_processes()}" if n_processes() > 1 and not is_shared else ""
+        of = f", on rank {own_rank()} of {n_processes()}" if _is_own(verdict) else ""
         until = ", until the script failed" if has_failed else ""
         heading = Text(f"\n{title}{of}{until}", style="bold")
         coverage = [Text("\n".join(verdict.coverage))] if options.coverage else []
         show(heading, verdict, *coverage, soft_wrap=True)  # at once, as ranks write to one terminal
-    if own_rank():
-        return code  # if it were not 0, torchrun would end rank 0 before that has shown its verdicts
-    for note in _notes(shown, tracker, path, options.html, has_failed):
-        show(f"hookcb diagnose: {note}", soft_wrap=True, highlight=False, markup=False)
-    return _exit_code(code, shown, options.strict)
 
 
 def _from(folder: Path, file: Path | None) -> Path | None:
@@ -188,9 +209,7 @@ def _notes(
 def _write_json(
     shown: Shown, tracker: ModelTracker, code: int, path: str | Path, options: Options, has_failed: bool
 ) -> int:
-    """Writes the verdicts of rank 0 to stdout as JSON; returns the exit code."""
-    if own_rank():
-        return code
+    """Writes the verdicts to stdout as JSON; returns the exit code."""
     notes = _notes(shown, tracker, path, options.html, has_failed)
     exit_code = _exit_code(code, shown, options.strict)
     models = [
@@ -199,6 +218,7 @@ def _write_json(
     state = {"schema": 1, "exit_code": exit_code, "models": models, "notes": notes}
     state |= {"steps": tracker.limit.ended_after, "ignored": list(options.ignored)}
     sys.stdout.write(json.dumps(state, ensure_ascii=False, allow_nan=False) + "\n")
+    safe_console().file.flush()
     return exit_code
 
 

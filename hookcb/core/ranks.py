@@ -439,7 +439,7 @@ def describe_alone(model: nn.Module, group: Any) -> str:
         return ""
     rank, world = distributed.get_rank(group), distributed.get_world_size(group)
     what = "its batches and its shards of the parameters" if is_sharded(model) else "its batches"
-    return f"numbers are those of rank {rank} of {world}, from {what}; nothing is merged between ranks here"
+    return f"numbers are those of rank {rank} of {world}, from {what}; only Diagnose joins those of all ranks"
 
 
 def group_of(model: nn.Module) -> Any:

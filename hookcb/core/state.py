@@ -179,6 +179,7 @@ class TrainingState:
         fit: Callable[..., None]
         coverage: Any  # only a loop hookcb does not run has these
         facts: Any
+        board: Any
 
         def get(self, kind: type[C], name: str | None = None) -> C: ...  # noqa: D102
         def add_cbs(self, cbs: Any) -> Self: ...  # noqa: D102

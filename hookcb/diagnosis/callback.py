@@ -15,24 +15,24 @@ from hookcb.core.callback import Callback
 from hookcb.core.callback_list import is_among
 from hookcb.core.console import attempt, show, warn
 from hookcb.core.events import CancelFitException, Event
-from hookcb.core.ranks import ALONE, Ranks, name_own_rank
+from hookcb.core.ranks import name_own_rank, name_ranks
 from hookcb.diagnosis.dispatcher import Dispatcher
 from hookcb.diagnosis.failures import describe_failure, is_failure, note_end
 from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.faults.gradients.compiled import CompiledGradients
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.gather import gather, note_unseen, recorded
-from hookcb.diagnosis.judge import judge
+from hookcb.diagnosis.judge import ALONE, judge
 from hookcb.diagnosis.led import Led, LedHealth, LedStats, LedTimer
 from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.outside import OutsideParameters
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.preflight import add_preflight
-from hookcb.diagnosis.ranks import of_all
+from hookcb.diagnosis.ranks import Note, Posted, Together, of_all, states_of
 from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import Finding, Status, Verdict
 from hookcb.gradients.callback import GradientHealth
-from hookcb.hooks.modules import ModelGoneError, has_params, named_modules
+from hookcb.hooks.modules import ModelGoneError, has_params, named_modules, without_wrappers
 from hookcb.processes.hangs import Lookout, Terminated, follow
 from hookcb.profiling.steps.timer import StepTimer
 from hookcb.training.progress import Progress
@@ -119,6 +119,9 @@ class Diagnose(Callback):
         self._final: Run | None = None  # of the last fit that ended
         self._dispatcher: Dispatcher | None = None  # while a fit runs
         self._led: list[Led] = []  # likewise
+        self._posted: Posted | None = (
+            None  # likewise, from the first batch of a watched loop on several ranks
+        )
         self._lookout: Lookout | None = None  # likewise, on several processes
 
     # ---- events
@@ -134,7 +137,7 @@ class Diagnose(Callback):
         self._is_new_step, self.is_wanted, self._n_eval = True, False, 0
         self._dispatcher = dispatcher = Dispatcher(Run(loop=self.learn), FAULTS.values(), self.budget)
         dispatcher.run.measured(CompiledGradients).is_wanted = self.compare_compiled
-        self._of_rank = name_own_rank()  # the group may be gone at the end
+        self._of_rank, self._posted = name_own_rank(), None  # the group may be gone at the end
         self._frame = dispatcher.guarded("frame", Frame.of, self.model, []) or Frame()
         self._names = {id(m): name or type(m).__name__ for name, m in named_modules(self.model).items()}
         self._led = list(self._to_lead())
@@ -174,13 +177,21 @@ class Diagnose(Callback):
             self._n_eval += 1
             return self._show_eval("on_eval_batch")
         run, schedule = dispatcher.run, dispatcher.schedule
-        if not run.n_batches and self._lookout is None:
-            self._lookout = dispatcher.guarded("events", follow, self.learn, self._names, self._end_by_signal)
+        if not run.n_batches:
+            self._meet_others()
         if self._is_new_step or not run.n_steps:  # decided once for all batches of a step
             self._is_new_step, self.is_wanted = False, schedule.is_due()
             run.noting = schedule.is_noted() or self.is_wanted
         run.looking = self.is_wanted
         dispatcher.emit("on_batch")
+
+    def _meet_others(self) -> None:
+        """Begins to note where this rank is, and to leave notes for the others of a loop we do not run."""
+        if self._lookout is None:
+            self._lookout = follow(self.learn, self._names, self._end_by_signal)
+        if self._posted is None and self.learn.is_external and (board := self.learn.board) is not None:
+            kind = type(without_wrappers(self.model)).__name__
+            self._posted, self._of_rank = Posted(board, kind), name_ranks([board.rank])
 
     def _show_eval(self, event: str) -> None:
         """Shows a batch of the validation, if it is one of the first."""
@@ -251,11 +262,13 @@ class Diagnose(Callback):
         dispatcher.end_batch()
         run = dispatcher.run
         is_alarmed, dispatcher.is_alarmed = self.learn.agree_on_alarm(dispatcher.is_alarmed), False
-        if run.n_batches >= self._next_check:
+        is_check = run.n_batches >= self._next_check
+        if is_check:
             self._next_check *= CHECK_GROWTH
-            is_alarmed = True
-        if is_alarmed:
-            self.react()
+        if is_check or is_alarmed:
+            self.react(is_check)
+        elif self._posted is not None and self._posted.asks and self._posted.has_news():
+            self._tell_of_others(self._posted)
 
     def after_fit(self) -> None:
         if (dispatcher := self._dispatcher) is None:
@@ -267,24 +280,31 @@ class Diagnose(Callback):
             dispatcher.guarded("events", note_end, dispatcher.run, error)
             dispatcher.emit("on_error", error)
         dispatcher.emit("on_end")
-        ranks = self.learn.ranks if error is None else ALONE  # after an error, others may not come
+        # after an error, others may not come
+        ranks = Together(self.learn.ranks) if error is None else ALONE
         run = Run()
         try:
             own = run = self.evidence()
             verdict, run = self._judge(own, ranks)
-            if error is None and any(ranks.max([dispatcher.doubt(own, verdict.findings)])):
-                verdict, run = self._judge(self.evidence(), ranks)
+            doubt = error is None and dispatcher.doubt(own, verdict.findings)
+            if error is None and any(self.learn.ranks.max([doubt])):
+                own = self.evidence()
+                verdict, run = self._judge(own, ranks)
+            if self._posted is not None:
+                ended = "" if error is None else f"{type(error).__name__}: {str(error)[:80]}".rstrip(": ")
+                self._posted.end(self._note(own, verdict, ended))
+                verdict, run = self._judge(own, self._posted)
         finally:
             self._end(run)
-        if run.add_failures(dispatcher.run):  # of what has just failed
+        if run.add_failures(dispatcher.run) and self._posted is None:  # of what has just failed
             verdict, _ = self._judge(run, ALONE)
         self.verdict = verdict
         for cb in self.learn.cbs:
             if isinstance(cb, TakesVerdict):
                 attempt(partial(cb.take_verdict, verdict))
-        if self.show and not self._is_quiet():
+        if self.show and not self._is_quiet() and self._is_to_show(verdict):
             show(verdict)
-        self._dispatcher = self._lookout = None
+        self._dispatcher = self._posted = self._lookout = None
         if lookout is not None:
             lookout.leave(self.learn)
 
@@ -293,6 +313,10 @@ class Diagnose(Callback):
         loop: Any = self.learn
         if loop.is_external:
             loop.close(Terminated("SIGTERM"))
+
+    def _is_to_show(self, verdict: Verdict) -> bool:
+        """Whether this rank shows the verdict: not one that rank 0 shows for all."""
+        return self._posted is None or not self._posted.rank or verdict.of_rank == self._of_rank
 
     def _end(self, run: Run) -> None:
         """Removes all hooks at the end of the fit; what was recorded stays as plain values in `run`."""
@@ -330,19 +354,29 @@ class Diagnose(Callback):
         with suppress(ModelGoneError):  # a watched model may have been freed
             self._frame = Frame.of(self.model, run.measured(Steps).optimizers.values())
 
-    def _judge(self, run: Run, ranks: Ranks) -> tuple[Verdict, Run]:
+    def _judge(self, run: Run, ranks: Together) -> tuple[Verdict, Run]:
         """Verdict on what was recorded, and the run of all ranks, which call this together."""
         told, dispatcher = tuple(self._told.values()), self._dispatcher
-        if ranks.world == 1 or dispatcher is None:
-            try:
+        try:
+            if ranks.world == 1 or dispatcher is None:
                 return replace(judge(run, told=told), of_rank=self._of_rank), run
-            except Exception as error:  # a verdict that says why there is none is better than none
-                run.note(describe_failure("a part of Diagnose", error))
-                return self._no_verdict(run), run
-        # a rank with labels of its own kind may learn nothing, though all together do
-        own = [finding for finding in judge(run).findings if finding.code == "loss.trivial"]
-        merged = of_all(run, ranks, dispatcher)
-        return judge(merged, ranks, own, told), merged
+            # a rank with labels of its own kind may learn nothing, though all together do
+            own = [finding for finding in judge(run).findings if finding.code == "loss.trivial"]
+            merged = of_all(run, ranks.states(states_of(run, dispatcher)), ranks, dispatcher)
+            return judge(merged, ranks, own, told), merged
+        except Exception as error:  # a verdict that says why there is none is better than none
+            if self.learn.ranks.world > 1 and ranks.world > 1:  # others may wait in a collective
+                raise
+            run.note(describe_failure("a part of Diagnose", error))
+            return self._no_verdict(run), run
+
+    def _note(self, run: Run, verdict: Verdict, ended: str | None = None) -> Note:
+        """What the other ranks of a watched loop get of this one."""
+        assert self._dispatcher is not None
+        assert self._posted is not None
+        states, told = states_of(run, self._dispatcher), tuple(self._told.values())
+        kind = self._posted.kind
+        return Note(kind, run.n_batches, states, verdict.findings, verdict.gaps, told, ended)
 
     def _no_verdict(self, run: Run) -> Verdict:
         """Verdict if none can be made: what was told, and why there is no more."""
@@ -382,16 +416,45 @@ class Diagnose(Callback):
         """Verdict on the evidence so far in this fit, or of the last one."""
         return self._judge(self.evidence(), ALONE)[0] if self.verdict is None else self.verdict
 
-    def react(self) -> None:
-        """Acts on a sick training as `on_sick` says; warns or calls the function once per fit."""
-        if self.on_sick == "ignore" or (self._has_reacted and self.on_sick != "stop"):
+    def react(self, is_check: bool = True) -> None:
+        """Acts on a sick training as `on_sick` says; warns or calls the function once per fit.
+
+        Args:
+            is_check: whether other ranks of a watched loop get to know what this one knows in any case.
+        """
+        may_tell = self._may_tell()
+        if not may_tell and (self._posted is None or not is_check):
             return
-        verdict, _ = self._judge(self.evidence(), self.learn.ranks)
-        if verdict.status != "sick" or verdict.primary is None:
-            return
-        is_first, self._has_reacted = not self._has_reacted, True
+        run = self.evidence()
+        verdict, _ = self._judge(run, Together(self.learn.ranks))
+        is_told = may_tell and self._keep_told(verdict)
+        if self._posted is not None:
+            self._posted.post(self._note(run, verdict))
+        if is_told:
+            self._tell(verdict)
+
+    def _may_tell(self) -> bool:
+        return self.on_sick != "ignore" and (not self._has_reacted or self.on_sick == "stop")
+
+    def _keep_told(self, verdict: Verdict) -> bool:
+        """Keeps the errors that are to be told, for the last word; False if there are none."""
         told = [f for f in verdict.findings if f.severity == "error" and not (f.consequence_of or f.is_slow)]
-        self._told = {f.code: f for f in told} | self._told
+        is_sick = verdict.status == "sick" and verdict.primary is not None
+        self._told = {f.code: f for f in told} | self._told if is_sick else self._told
+        return is_sick
+
+    def _tell_of_others(self, posted: Posted) -> None:
+        """Tells what rank 0 learns from the notes of others, unless one of them has told it."""
+        if not self._may_tell():
+            return
+        verdict, _ = self._judge(self.evidence(), posted)
+        known = {finding.code for note in posted.notes.values() for finding in note.told}
+        if verdict.primary is not None and verdict.primary.code not in known and self._keep_told(verdict):
+            self._tell(verdict)
+
+    def _tell(self, verdict: Verdict) -> None:
+        assert verdict.primary is not None
+        is_first, self._has_reacted = not self._has_reacted, True
         try:
             if callable(self.on_sick):
                 if self.learn.ranks.is_main:
@@ -415,7 +478,7 @@ class Diagnose(Callback):
         """Does nothing."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_dispatcher": None, "_led": [], "_lookout": None}
+        return super().__getstate__() | {"_dispatcher": None, "_led": [], "_posted": None, "_lookout": None}
 
     def _call(self, on_sick: Callable[[Verdict], object], verdict: Verdict) -> None:
         try:
@@ -452,6 +515,7 @@ def diagnose_loop(loop: Any) -> Verdict:
     run = recorded(cbs, loop) if records else Run()
     if loop.is_external and records:
         note_unseen(run, loop)
+        run.notes += filter(None, [loop.facts.of_rank])
     elif loop.is_external:
         what = "watch a Diagnose(), cbs=Diagnose()" if loop.way == "watch" else "HookcbCallback a Diagnose()"
         raise RuntimeError(f"nothing is recorded in this loop; give {what}")

@@ -90,9 +90,7 @@ def note_unseen(evidence: Run, loop: Any) -> None:
     """Adds what was not seen of a loop that hookcb does not run."""
     for event, why in loop.coverage.missing.items():
         evidence.lack(Skipped(why), event)
-    evidence.reader = way_of(loop.way)
-    if (facts := loop.facts).of_rank:
-        evidence.note(facts.of_rank)
+    evidence.reader, facts = way_of(loop.way), loop.facts
     if facts.n_losses_of_others and not (facts.n_losses_found or facts.n_losses_reported):
         evidence.lack(Absent(OF_OTHERS), "loss", "graph", "targets")
 

@@ -6,22 +6,22 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import hookcb.diagnosis.faults  # noqa: F401  # likewise
-from hookcb.core.ranks import ALONE, Ranks
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.fault import FAULTS, Fault, Result, Site, key_of, parts_for
-from hookcb.diagnosis.ranks import findings_of_all
+from hookcb.diagnosis.ranks import Together, findings_of_all
 from hookcb.diagnosis.reader import why_unseen
 from hookcb.diagnosis.run import Absent, Partial, Passed, Run, Skipped
 from hookcb.diagnosis.schedule import Schedule
 from hookcb.diagnosis.verdict import UNFINISHED, Finding, Gap, Status, Verdict
 
 RANK = {"error": 0, "warning": 1, "info": 2}
+ALONE = Together()
 OUTCOMES = ("loss.trivial", "valid.")  # of a training as a whole, which any exact cause explains
 LAST = (*OUTCOMES, "loss.flat")  # what all others can have led to, whatever their steps
 
 
 def judge(
-    evidence: Run, ranks: Ranks = ALONE, own: Sequence[Finding] = (), told: Sequence[Finding] = ()
+    evidence: Run, ranks: Together = ALONE, own: Sequence[Finding] = (), told: Sequence[Finding] = ()
 ) -> Verdict:
     """Runs all checks; the earliest cause becomes the primary finding, the others name what they follow from.
 
@@ -29,7 +29,8 @@ def judge(
 
     Args:
         evidence: what this rank has recorded.
-        ranks: ranks that all call this; each gets the verdict of rank 0 on what any of them has found.
+        ranks: ranks that all call this; each gets the verdict of rank 0 on what any of them has found, if
+            it comes.
         own: further findings of this rank.
         told: errors that were told during the training; those that are over by now are among the findings.
     """
@@ -43,10 +44,10 @@ def judge(
             skipped.setdefault(result.reason, []).append(check.code)
     gaps = [Gap(tuple(dict.fromkeys(codes)), why) for why, codes in skipped.items()]
     if ranks.world > 1:
-        found, gaps = findings_of_all([*found, *own], gaps, ranks)
+        found, gaps = findings_of_all(ranks.results([*found, *own], gaps), ranks.world)
         unsure = {finding.code for finding in found} | {code for gap in gaps for code in gap.codes}
         passed = [(check, result) for check, result in passed if check.code not in unsure]
-    found = _with_past(found, told, evidence)
+    found = _with_past(found, ranks.told(told), evidence)
     reason = evidence.why_nothing_seen()
     if reason:
         passed = []  # nothing is ruled out by a training that was not seen
@@ -65,7 +66,7 @@ def judge(
         more=evidence.advise("coverage"),
         hang=evidence.hang,
     )
-    return ranks.of_main(lambda: verdict)
+    return ranks.verdict(verdict)
 
 
 def _with_past(found: Sequence[Finding], told: Sequence[Finding], evidence: Run) -> list[Finding]:

@@ -70,15 +70,21 @@ class Board:
 
         return self._do(found)
 
+    def there(self, key: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
+        """Notes of ranks that have posted, by rank; waits for the store only, at most so long."""
+        if threading.current_thread() is self._thread:  # a collection of garbage there ends a loop
+            return {}
+        try:
+            return self.read(key, ranks).result(seconds)
+        except NotInTime:
+            return {}
+
     def wait(self, key: str, ranks: Iterable[int], seconds: float) -> dict[int, Any]:
         """Notes of ranks by rank; waits for those that have not posted yet, at most so long."""
         found: dict[int, Any] = {}
         missing, until = set(ranks), time.monotonic() + seconds
         while missing and not self.failure:
-            try:
-                found |= self.read(key, sorted(missing)).result(max(0.0, until - time.monotonic()))
-            except NotInTime:
-                break
+            found |= self.there(key, sorted(missing), max(0.0, until - time.monotonic()))
             missing -= found.keys()
             if not missing or time.monotonic() > until:
                 break
@@ -107,7 +113,11 @@ class Board:
         self._jobs.put((job, done))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="hookcb board")
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # the interpreter ends
+                self.failure = f"no note was posted: {error}"
+                done.set_result({})
         return done
 
     def _run(self) -> None:

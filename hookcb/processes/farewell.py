@@ -12,7 +12,7 @@ from types import FrameType
 
 from hookcb.core.threads import in_each_fork
 
-MAX_DELAY = 3.0  # seconds by which SIGTERM is delayed at most
+MAX_DELAY = 10.0  # seconds by which SIGTERM is delayed at most, if what is said hangs
 SIGTERM = int(signal.SIGTERM)
 
 

@@ -24,6 +24,7 @@ from hookcb.core.torch_private import group_timeout
 from hookcb.core.whose import frames_of, garbage_kept
 from hookcb.processes.board import Board
 from hookcb.processes.farewell import Farewell
+from hookcb.processes.patience import PATIENCE
 from hookcb.processes.positions import LOADING, VALIDATES, Position, describe, position_in
 
 SHARE = 0.8  # of the group's timeout, after which a rank that makes no step hangs
@@ -31,7 +32,7 @@ LOOKS = 16  # looks in that time
 MIN_PAUSE, MAX_PAUSE = 0.25, 5.0  # seconds between looks
 STILL = 0.25  # share of that time, after which the line in progress is noted
 NOTE = "where"  # name of the notes
-PATIENCE = 1.0  # seconds in which ranks learn where the others are
+ANSWER = 1.0  # seconds in which the store is to answer
 POLL = 0.1  # seconds between looks for what others have not posted yet
 MANY = 64  # ranks, from which on only rank 0 reads where all of them are
 MAX_TEXT = 100  # characters of an error
@@ -128,7 +129,7 @@ class Lookout:
         end = f"raised {_text_of(error)}" if is_own else "has waited in vain"
         self._post(replace(position, batch=loop.train_iter, end=end))
         if is_own and not self._report:
-            self._board.flush(PATIENCE)
+            self._board.flush(ANSWER)
             return ""
         return self._described(self._read_all())
 
@@ -144,7 +145,7 @@ class Lookout:
     def close(self) -> None:
         """Ends the thread."""
         self.is_closed = True
-        self._board.flush(PATIENCE)
+        self._board.flush(ANSWER)
         self._farewell.close()
         self._farewell.ring()
 
@@ -218,19 +219,20 @@ class Lookout:
 
     def _read(self) -> dict[int, Position]:
         try:
-            return self._board.read(NOTE, self._asked).result(PATIENCE)
+            return self._board.read(NOTE, self._asked).result(ANSWER)
         except NotInTime:
             return {}
 
     def _read_all(self) -> dict[int, Position]:
         """Where the ranks are, once each of them has told, or in a moment."""
-        until = time.monotonic() + PATIENCE
-        found = self._read()
-        while time.monotonic() < until and not self._board.failure:
-            if len(found) == len(self._asked) and all(x.end or x.place for x in found.values()):
-                break
-            time.sleep(POLL)
-            found = self._read() or found
+        with PATIENCE.waiting(1 / 3) as seconds:
+            until = time.monotonic() + seconds
+            found = self._read()
+            while time.monotonic() < until and not self._board.failure:
+                if len(found) == len(self._asked) and all(x.end or x.place for x in found.values()):
+                    break
+                time.sleep(POLL)
+                found = self._read() or found
         return found
 
     def _described(self, found: Mapping[int, Position]) -> str:
@@ -243,7 +245,7 @@ class Lookout:
         """Tells that this rank trains no batch, unless that may take long, or rank 0 tells it."""
         found = {self.rank: replace(own, rank=self.rank)} | self._read()
         may_last = any(x.excuse for x in found.values())
-        on_device = torch.cuda.is_initialized()  # whose work any code may be waiting for
+        on_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # any code may wait
         if may_last or not (on_device or any(x.waits for x in found.values())):
             self._since = time.monotonic()
             return
@@ -261,14 +263,10 @@ class Lookout:
         self._farewell.speak(self._say_why)
 
     def _say_why(self) -> None:
-        """Tells where the ranks are: rank 0 in its verdict, the others if rank 0 lives on."""
-        found = self._read_all()
-        self._report = self._described(found)
-        if self.rank == 0:
-            for end in _enders[:1] or [x.end for x in self._followed]:
-                end()
-        elif 0 in found and not found[0].end:
-            show_error(f"hookcb: SIGTERM ends rank {self.rank}: {self._report}")
+        """Ends all loops, or what is kept, and so tells where the ranks are in the verdict."""
+        self._report = self._described(self._read_all())
+        for end in _enders[:1] or [x.end for x in self._followed]:
+            end()
 
 
 def _text_of(error: BaseException) -> str:

@@ -5,18 +5,16 @@ import math
 import pytest
 
 from hookcb import Finding
-from hookcb.core.ranks import ALONE
-from hookcb.diagnosis.dispatcher import Dispatcher
 from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.origin import Found, Origin
-from hookcb.diagnosis.ranks import findings_of_all, of_all
+from hookcb.diagnosis.ranks import Together, findings_of_all
 from hookcb.diagnosis.run import Run, Series
 from hookcb.diagnosis.verdict import Gap
-from tests.diagnosis.faults.ranks.support import merged, on_ranks
+from tests.diagnosis.faults.ranks.support import merged, on_ranks, run_of_all
 
 
 def losses(*values, of_optimizers=None, guess=math.nan, **more):
@@ -93,7 +91,7 @@ def test_a_part_that_fails_on_a_rank_is_not_merged_and_does_not_keep_others_wait
 
     def run_of(run, ranks):
         run.measured(Weak)
-        return of_all(run, ranks, Dispatcher(Run(), (), 0.0))
+        return run_of_all(run, ranks)
 
     (one, other), n = on_ranks(run_of, [losses(1.0), Run()])
     assert n == 1
@@ -125,7 +123,8 @@ def test_inputs_that_are_unknown_are_not_compared():
 
 def found(*findings, gaps=()):
     def function(own, ranks):
-        return findings_of_all(own, gaps[ranks.rank] if gaps else [], ranks)
+        of_ranks = Together(ranks).results(own, gaps[ranks.rank] if gaps else [])
+        return findings_of_all(of_ranks, ranks.world)
 
     results, n = on_ranks(function, findings)
     assert all(result == results[0] for result in results)
@@ -176,10 +175,14 @@ def evidence(**origin):
     return run
 
 
+def judged(run, ranks):
+    return judge(run, Together(ranks))
+
+
 def test_the_verdict_is_the_same_on_all_ranks_and_orders_causes_of_different_ranks():
     late = evidence(found=Found("The loss is nan.", "head"), step=5, is_sought=True)
     early = evidence(found=Found(n_inputs=1), step=5, is_sought=True)
-    verdicts, _ = on_ranks(judge, [late, early])
+    verdicts, _ = on_ranks(judged, [late, early])
     assert verdicts[0] == verdicts[1]
     assert [(f.code, f.ranks, f.consequence_of) for f in verdicts[0].findings] == [
         ("input.nonfinite", (1,), ""),
@@ -193,6 +196,6 @@ def test_nothing_that_a_rank_has_found_is_ruled_out():
     faulty, clean = evidence(found=Found(n_inputs=1), step=5, is_sought=True), evidence()
     for run in (faulty, clean):
         run.measured(Inputs).nonfinite = Series([0], [0.0])
-    assert "NaN in the inputs" in judge(clean, ALONE).ruled_out
-    verdicts, _ = on_ranks(judge, [clean, faulty])
+    assert "NaN in the inputs" in judge(clean).ruled_out
+    verdicts, _ = on_ranks(judged, [clean, faulty])
     assert "NaN in the inputs" not in verdicts[0].ruled_out

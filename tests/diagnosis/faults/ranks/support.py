@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hookcb.core.ranks import Ranks
 from hookcb.diagnosis.dispatcher import Dispatcher
-from hookcb.diagnosis.ranks import of_all
+from hookcb.diagnosis.ranks import Together, of_all, states_of
 from hookcb.diagnosis.run import Run
 from tests.ranks.support import shared
 from tests.support import run_ranks
@@ -73,4 +73,10 @@ def on_ranks(function, items):
 
 def merged(*runs):
     """The run of all ranks, on each of them, of runs that each has."""
-    return on_ranks(lambda run, ranks: of_all(run, ranks, Dispatcher(Run(), (), 0.0)), runs)[0]
+    return on_ranks(run_of_all, runs)[0]
+
+
+def run_of_all(run, ranks):
+    """The run of all ranks, on one of them."""
+    together, dispatcher = Together(ranks), Dispatcher(Run(), (), 0.0)
+    return of_all(run, together.states(states_of(run, dispatcher)), together, dispatcher)
