@@ -44,6 +44,7 @@ EXCUSES = {
     ),
     "it is being debugged": ("/bdb.py", "/pdb.py", "/pydevd/", "/debugpy/"),
 }
+PLURAL = {"is": "are", "was": "were", "has": "have", "waits": "wait"}
 VALIDATES, ASKS = "it validates", "it waits for an input"
 
 
@@ -164,7 +165,7 @@ def describe(positions: Iterable[Position], asked: Iterable[int]) -> str:
         alike.setdefault((x.end, x.place, x.call, x.doing, x.module, x.excuse), []).append(x)
     groups = sorted(alike.values(), key=lambda group: (len(group), group[0].waits, group[0].rank))
     hosts = {x.host for group in groups for x in group}
-    told = [f"{_who(group, hosts)} {group[0]}" for group in groups[:MAX_GROUPS]]
+    told = [_told(group, hosts) for group in groups[:MAX_GROUPS]]
     known = {x.rank for group in groups for x in group}
     if unknown := [rank for rank in asked if rank not in known]:
         told.insert(0, f"nothing is known of {name_ranks(unknown)}")
@@ -174,10 +175,13 @@ def describe(positions: Iterable[Position], asked: Iterable[int]) -> str:
     return "; ".join(told)
 
 
-def _who(group: Sequence[Position], hosts: set[str]) -> str:
-    ranks = name_ranks([x.rank for x in group])
+def _told(group: Sequence[Position], hosts: set[str]) -> str:
+    """Where ranks are that are at the same place, with their machines if there are several."""
     on = sorted({x.host for x in group}) if len(hosts) > 1 else []
-    return f"{ranks} ({', '.join(on[:3])}{' …' if len(on) > 3 else ''})" if on else ranks
+    machines = f" ({', '.join(on[:3])}{' …' if len(on) > 3 else ''})" if on else ""
+    verb, _, rest = str(group[0]).partition(" ")
+    verb = PLURAL.get(verb, verb) if len(group) > 1 else verb
+    return f"{name_ranks([x.rank for x in group])}{machines} {verb} {rest}"
 
 
 def _module_in(frames: Sequence[FrameType], names: Mapping[int, str]) -> str:
