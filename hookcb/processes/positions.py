@@ -89,7 +89,8 @@ class Position:
 
     def __str__(self) -> str:
         where = f"{self.place}, `{self.code}`" if self.code else self.place
-        doing = f"{self.doing} of batch {self.batch}" if self.doing else f"after {self.batch} batches"
+        after = "after 1 batch" if self.batch == 1 else f"after {self.batch} batches"
+        doing = f"{self.doing} of batch {self.batch}" if self.doing else after
         doing += f", in {as_layer(self.module)}" if self.module else ""
         doing += f" ({self.excuse})" if self.excuse else ""
         if self.end:

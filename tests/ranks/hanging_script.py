@@ -1,8 +1,10 @@
 """A plain training on several ranks that goes wrong, or does not: `hanging_script.py CASE SECONDS [watch]`."""
 
 import io
+import os
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
@@ -35,6 +37,7 @@ class Slow:
 
 
 def sleep(seconds):
+    print("stuck", flush=True)
     time.sleep(seconds)  # here it hangs
 
 
@@ -74,8 +77,12 @@ def in_batch(i, case, rank, seconds, model):
 
 def main(case, seconds, wrap=None):
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", timeout=timedelta(seconds=seconds))
-    rank, n = distributed.get_rank(), 0
+    rank, world, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 0
+    group = {"timeout": timedelta(seconds=seconds)}
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # so that slow starts are no timeout
+        port = int(os.environ["MASTER_PORT"])
+        group["store"] = distributed.TCPStore("127.0.0.1", port, world, rank == 0, timedelta(seconds=60))
+    distributed.init_process_group("gloo", rank=rank, world_size=world, **group)
     torch.manual_seed(0)
 
     def act():
@@ -85,15 +92,13 @@ def main(case, seconds, wrap=None):
     net = nn.Sequential(nn.Linear(4, 8), nn.Sequential(Gate(act), nn.ReLU()), nn.Linear(8, 2))
     model = DistributedDataParallel(net)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    loop = wrap(model, opt) if wrap else None
-    for n in range(6 if case == "ends early" and rank else 12):
-        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(2 * n + rank))
-        cross_entropy(model(x), (x.sum(1) > 0).long()).backward()
-        opt.step()
-        opt.zero_grad()
-        in_batch(n, case, rank, seconds, model)
-    if loop is not None:
-        loop.close()
+    with wrap(model, opt) if wrap else nullcontext():
+        for n in range(6 if case == "ends early" and rank else 12):
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(2 * n + rank))
+            cross_entropy(model(x), (x.sum(1) > 0).long()).backward()
+            opt.step()
+            opt.zero_grad()
+            in_batch(n, case, rank, seconds, model)
 
 
 if __name__ == "__main__":
