@@ -25,7 +25,7 @@ from hookcb.core.whose import frames_of, garbage_kept
 from hookcb.processes.board import Board
 from hookcb.processes.farewell import Farewell
 from hookcb.processes.patience import PATIENCE
-from hookcb.processes.positions import LOADING, VALIDATES, Position, describe, position_in
+from hookcb.processes.positions import IN_VAIN, LOADING, VALIDATES, Position, describe, position_in
 
 SHARE = 0.8  # of the group's timeout, after which a rank that makes no step hangs
 LOOKS = 16  # looks in that time
@@ -126,7 +126,7 @@ class Lookout:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
         position = position_in(frames, names)
         is_own = not is_from_others(error) or position.doing == LOADING
-        end = f"raised {_text_of(error)}" if is_own else "has waited in vain"
+        end = f"raised {_text_of(error)}" if is_own else IN_VAIN
         self._post(replace(position, batch=loop.train_iter, end=end))
         if is_own and not self._report:
             self._board.flush(ANSWER)

@@ -23,6 +23,8 @@ DOING = {
     "in the optimizer's step": ("optim/optimizer.py", "wrapper"),
 }
 LOADING = "in the loader"
+IN_VAIN = "has waited in vain"  # how a training ends whose collective has failed
+REPLICAS = TORCH + os.path.join("nn", "parallel", "distributed.py")
 COLLECTIVES = TORCH + os.path.join("distributed", "distributed_c10d.py")
 # what may take long while nothing is wrong, by parts of the files whose code does it
 EXCUSES = {
@@ -85,7 +87,7 @@ class Position:
     @property
     def waits(self) -> bool:
         """Whether it may be waiting for other ranks."""
-        return bool(self.call) or self.doing == "in the backward"
+        return bool(self.call) or self.doing == "in the backward" or self.end == IN_VAIN
 
     def __str__(self) -> str:
         where = f"{self.place}, `{self.code}`" if self.code else self.place
@@ -111,6 +113,9 @@ def doing_of(calls: Iterable[Call]) -> str:
 
 def collective_in(calls: Iterable[Call]) -> str:
     """The function of torch.distributed that the user's code has called, from calls inside it; "" if none."""
+    calls = list(calls)
+    if calls and calls[0].file == REPLICAS:  # whose collectives are not in Python
+        return "DistributedDataParallel"
     called = [name for file, name in calls if file == COLLECTIVES and not name.startswith("_")]
     return called[-1] if called else ""
 

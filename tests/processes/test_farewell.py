@@ -62,7 +62,7 @@ def ended(*words):
 
 
 @pytest.mark.parametrize(
-    "words, code, said",
+    ("words", "code", "said"),
     [
         (["sleeps"], -signal.SIGTERM, ["said"]),
         (["blocked"], -signal.SIGTERM, ["said"]),

@@ -34,7 +34,7 @@ LOADER = call("utils/data/dataloader.py", "__next__")
 
 
 @pytest.mark.parametrize(
-    "calls, doing",
+    ("calls", "doing"),
     [
         ([USER], ""),
         ([BACKWARD, USER], "in the backward"),
@@ -52,10 +52,13 @@ def test_the_stage_is_told_by_the_calls_in_progress(calls, doing):
 
 
 @pytest.mark.parametrize(
-    "calls, name",
+    ("calls", "name"),
     [
         ([], ""),
-        ([call("distributed/distributed_c10d.py", "all_reduce"), call("distributed/c10d_logger.py")], "all_reduce"),
+        (
+            [call("distributed/distributed_c10d.py", "all_reduce"), call("distributed/c10d_logger.py")],
+            "all_reduce",
+        ),
         (
             [
                 call("distributed/distributed_c10d.py", "all_gather"),
@@ -65,6 +68,8 @@ def test_the_stage_is_told_by_the_calls_in_progress(calls, doing):
         ),
         ([call("distributed/distributed_c10d.py", "_new_group_with_tag")], ""),
         ([call("distributed/fsdp/api.py", "all_reduce")], ""),
+        ([call("nn/parallel/distributed.py", "_pre_forward")], "DistributedDataParallel"),
+        ([USER, call("nn/parallel/distributed.py", "_run_ddp_forward")], ""),
     ],
 )
 def test_a_collective_is_the_one_that_the_user_has_called(calls, name):
@@ -72,7 +77,7 @@ def test_a_collective_is_the_one_that_the_user_has_called(calls, name):
 
 
 @pytest.mark.parametrize(
-    "calls, excuse",
+    ("calls", "excuse"),
     [
         ([USER], ""),
         ([call("_dynamo/convert_frame.py"), USER], "it compiles"),
@@ -81,7 +86,10 @@ def test_a_collective_is_the_one_that_the_user_has_called(calls, name):
         ([call("utils/cpp_extension.py"), USER], "it compiles"),
         ([call("serialization.py", "save"), USER], "it reads or writes a checkpoint"),
         ([call("distributed/checkpoint/state_dict_saver.py"), USER], "it reads or writes a checkpoint"),
-        ([Call("/usr/lib/python3/site-packages/safetensors/torch.py", "save"), USER], "it reads or writes a checkpoint"),
+        (
+            [Call("/usr/lib/python3/site-packages/safetensors/torch.py", "save"), USER],
+            "it reads or writes a checkpoint",
+        ),
         ([call("distributed/distributed_c10d.py", "barrier"), USER], ""),
         ([Call("/usr/lib/python3/pdb.py", "interaction"), USER], "it is being debugged"),
         ([BACKWARD, USER], ""),
@@ -144,7 +152,7 @@ A = {"place": "train.py:3", "code": "loss.backward()", "doing": "in the backward
 
 
 @pytest.mark.parametrize(
-    "positions, text",
+    ("positions", "text"),
     [
         (
             [Position(0, batch=3, **A), Position(1, batch=3, place="train.py:9", code="wait()")],
@@ -152,7 +160,8 @@ A = {"place": "train.py:3", "code": "loss.backward()", "doing": "in the backward
             "rank 0 waits at train.py:3, `loss.backward()`, in the backward of batch 3",
         ),
         (
-            [Position(r, batch=3, **A) for r in (0, 2)] + [Position(1, batch=3, place="a.py:1", call="barrier")],
+            [Position(r, batch=3, **A) for r in (0, 2)]
+            + [Position(1, batch=3, place="a.py:1", call="barrier")],
             "rank 1 waits in barrier at a.py:1, after 3 batches; "
             "ranks 0, 2 wait at train.py:3, `loss.backward()`, in the backward of batch 3",
         ),
@@ -162,12 +171,18 @@ A = {"place": "train.py:3", "code": "loss.backward()", "doing": "in the backward
             "rank 0 waits at train.py:3, `loss.backward()`, in the backward of batch 3",
         ),
         (
-            [Position(0, batch=5), Position(1, end="raised ValueError: x", batch=5, place="a.py:1", module="0.1")],
+            [
+                Position(0, batch=5),
+                Position(1, end="raised ValueError: x", batch=5, place="a.py:1", module="0.1"),
+            ],
             "rank 0 was last seen after 5 batches; rank 1 raised ValueError: x at a.py:1, after 5 batches, "
             "in layer 0.1",
         ),
         (
-            [Position(0, "a", place="a.py:1", excuse="it compiles"), Position(1, "b", end="has ended its training")],
+            [
+                Position(0, "a", place="a.py:1", excuse="it compiles"),
+                Position(1, "b", end="has ended its training"),
+            ],
             "rank 0 (a) is at a.py:1, after 0 batches (it compiles); "
             "rank 1 (b) has ended its training, after 0 batches",
         ),

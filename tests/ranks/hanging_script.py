@@ -1,4 +1,4 @@
-"""A plain training on several ranks that goes wrong, or does not: `hanging_script.py CASE SECONDS [watch]`."""
+"""A plain training on several ranks that goes wrong, or does not: `hanging_script.py CASE SECONDS`."""
 
 import io
 import os
@@ -37,7 +37,7 @@ class Slow:
 
 
 def sleep(seconds):
-    print("stuck", flush=True)
+    print("stuck", flush=True)  # noqa: T201  # for the test that waits for it
     time.sleep(seconds)  # here it hangs
 
 

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other: it is told where each is, the verdict is unknown, and nothing else is told."""
+"""Ranks that wait for each other: where each of them is is told, and the verdict is unknown."""
 
 import os
 import signal
@@ -71,7 +71,7 @@ def test_a_hang_after_one_batch_is_not_healthy(tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_has_ended_its_training_is_named(tmp_path):
-    first, second = run(tmp_path / "x", "ends early")
+    first, _ = run(tmp_path / "x", "ends early")
     assert "rank 1 has ended its training, after 6 batches; rank 0 has waited in vain" in told(first)[1]
     assert first["exit"] == 1
 
@@ -86,7 +86,7 @@ def test_the_error_of_the_other_rank_explains_a_lost_connection(by, tmp_path):
     text = text_of(first)
     assert "UNKNOWN" in text
     assert "rank 1 raised ValueError: planted at tests/ranks/hanging_script.py:" in text
-    assert "`raise ValueError(\"planted\")`, after 4 batches" in text
+    assert '`raise ValueError("planted")`, after 4 batches' in text
     assert first["exit"] == 1
 
 
@@ -94,8 +94,8 @@ def test_the_error_of_the_other_rank_explains_a_lost_connection(by, tmp_path):
 @pytest.mark.parametrize("how", ["command", "watch"])
 def test_sigterm_in_a_collective_gives_the_verdict_so_far(how, tmp_path):
     processes = begin("hang_worker.py", tmp_path / "x", "waits for both", 60, how)
-    until = time.monotonic() + 60
-    while time.monotonic() < until and "stuck" not in (tmp_path / "x" / "1.log").read_text():
+    until, log = time.monotonic() + 60, tmp_path / "x" / "1.log"
+    while time.monotonic() < until and not (log.exists() and "stuck" in log.read_text()):
         time.sleep(0.2)
     time.sleep(1)
     for process in processes:
@@ -103,7 +103,10 @@ def test_sigterm_in_a_collective_gives_the_verdict_so_far(how, tmp_path):
     first, second = end(processes, tmp_path / "x", 30)
     assert (first["exit"], second["exit"]) == (-signal.SIGTERM, -signal.SIGTERM)
     _, verdict = told(first)
-    assert f"rank 1 was ended by SIGTERM at tests/ranks/hanging_script.py:41, {SLEEPS}, after 3 batches" in verdict
+    assert (
+        f"rank 1 was ended by SIGTERM at tests/ranks/hanging_script.py:41, {SLEEPS}, after 3 batches"
+        in verdict
+    )
     assert "rank 0 was ended by SIGTERM in all_reduce at" in verdict
 
 
