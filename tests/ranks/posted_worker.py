@@ -1,0 +1,211 @@
+"""One of several ranks that watch a loop of their own: what the verdict of all of them says.
+
+Run by test_posted.py: `posted_worker.py FOLDER [CASE]`; by default all cases but those that end the process.
+"""
+
+import gc
+import io
+import os
+import signal
+import sys
+import time
+import warnings
+from contextlib import nullcontext, redirect_stdout
+from unittest import mock
+
+import torch
+from torch import distributed, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from hookcb import Diagnose, watch
+from hookcb.processes.patience import Patience
+from tests.ranks.support import answer, digest, join_group, run_cases, small_model
+from tests.ranks.trace_worker import Trace
+
+RANK, WORLD = 0, 1
+
+
+def labels_of_one_class(i, x, y):
+    return x, torch.zeros_like(y)
+
+
+def scaled(i, x, y):
+    return x * 255, y
+
+
+def nan(i, x, y):
+    return torch.where(torch.tensor(i == 30), torch.nan, x), y
+
+
+def fails(i, x, y):
+    if i == 30:
+        raise ValueError("mine")
+    return x, y
+
+
+def killed(i, x, y):
+    if i == 30:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x, y
+
+
+def training(fault=None, lr=0.1):
+    """A model, its optimizer, and a function that trains them; rank 1 has the fault."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(small_model())
+    opt = torch.optim.SGD(model.parameters(), lr=lr)
+
+    def train(w=None):
+        for i in range(60):
+            x = torch.randn(16, 4, generator=torch.Generator().manual_seed(2 * i + RANK))
+            y = (x.sum(1) > 0).long()
+            if fault is not None and RANK == 1:
+                x, y = fault(i, x, y)
+            cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+            if w is not None and w.stop_requested:
+                break
+        return i + 1
+
+    return model, opt, train
+
+
+def watched(fault=None, cbs=None, before_close=lambda: None, is_here=True, lr=0.1):
+    """What the watch of a training shows and says, and how long it takes to close."""
+    distributed.barrier()
+    model, opt, train = training(fault, lr)
+    out, patience, ended = io.StringIO(), Patience(), ""
+    diagnose = Diagnose() if cbs is None else cbs
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        redirect_stdout(out),
+        mock.patch("hookcb.diagnosis.ranks.PATIENCE", patience),
+    ):
+        warnings.simplefilter("always")
+        w = watch(model, opt, cbs=diagnose) if is_here else nullcontext()
+        n, began = 0, time.monotonic()
+        try:
+            with w as loop:
+                n = train(loop)
+                before_close()
+                began = time.monotonic()
+        except (ValueError, RuntimeError) as error:
+            ended = type(error).__name__
+        seconds = time.monotonic() - began
+    told = [str(x.message) for x in caught if "ERROR" in str(x.message)]
+    return described(diagnose) | {
+        "shown": out.getvalue(),
+        "seconds": seconds,
+        "told": told,
+        "n": n,
+        "digest": digest(model),
+        "ended": ended,
+    }
+
+
+def described(diagnose):
+    if (verdict := diagnose.verdict) is None:
+        return {}
+    found = [[f.code, list(f.ranks)] for f in verdict.findings]
+    return {"head": verdict.headline, "looked": verdict.looked, "found": found, "of": verdict.of_rank}
+
+
+def sleeps(rank):
+    return lambda: time.sleep(4.0 * (rank == RANK))
+
+
+def freed():
+    """The model is freed, and nobody has closed the watch."""
+    distributed.barrier()
+    model, opt, train = training()
+    with redirect_stdout(io.StringIO()):
+        diagnose = Diagnose()
+        w = watch(model, opt, cbs=diagnose)
+        train()
+        del model, opt, train
+        gc.collect()
+    return described(diagnose) | {"fitting": w.fitting}
+
+
+class Other(nn.Sequential):
+    """A model of another class."""
+
+
+def another_model():
+    distributed.barrier()
+    torch.manual_seed(0)
+    model = (Other if RANK else nn.Sequential)(nn.Linear(4, 2))
+    opt, diagnose = torch.optim.SGD(model.parameters(), lr=0.1), Diagnose(show=False)
+    with watch(model, opt, cbs=diagnose), mock.patch("hookcb.diagnosis.ranks.PATIENCE", Patience(1.5)):
+        for _ in range(30):
+            x = torch.randn(16, 4)
+            cross_entropy(model(x), (x.sum(1) > 0).long()).backward()
+            opt.step()
+            opt.zero_grad()
+    return described(diagnose)
+
+
+def traced(fault):
+    """The collectives of a loop alone, and of the same one that is watched."""
+
+    def case():
+        found = []
+        for is_here in (False, True):
+            with Trace() as trace:
+                result = watched(fault, is_here=is_here)
+            found.append([trace.ops, result["digest"]])
+        return found
+
+    return case
+
+
+def left_group():
+    """The group is left before the watch ends, and with it the store of rank 0."""
+    return watched(before_close=distributed.destroy_process_group)
+
+
+def absent():
+    return watched(is_here=not RANK)
+
+
+def live():
+    """Rank 1 alone sees its inputs, and tells nothing itself; steps are too small to be noticed."""
+    return watched(scaled, Diagnose("ignore" if RANK else "warn"), lr=1e-3)
+
+
+CASES = {
+    "healthy": watched,
+    "class": lambda: watched(labels_of_one_class),
+    "nan": lambda: watched(nan),
+    "scale": lambda: watched(scaled),
+    "live": live,
+    "stop": lambda: watched(scaled, Diagnose("stop")),
+    "rank 1 is late": lambda: watched(before_close=sleeps(1)),
+    "rank 0 is late": lambda: watched(before_close=sleeps(0)),
+    "freed": freed,
+    "another model": another_model,
+    **{f"trace, {x.__name__ if x else None}": traced(x) for x in (None, scaled, nan)},
+    "absent": absent,
+}
+ENDING = {
+    "left": left_group,
+    "killed": lambda: watched(killed),
+    "fails": lambda: watched(fails),
+}
+
+
+def main():
+    global RANK, WORLD
+    RANK, WORLD = join_group()
+    if len(sys.argv) == 2:
+        run_cases(CASES, sys.argv[1])
+        return distributed.barrier()
+    result = ENDING[sys.argv[2]]()
+    with mock.patch.object(distributed, "get_rank", return_value=RANK):  # the group may be left
+        return answer(sys.argv[1], result)
+
+
+if __name__ == "__main__":
+    main()
