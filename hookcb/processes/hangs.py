@@ -39,7 +39,7 @@ MAX_TEXT = 100  # characters of an error
 
 
 class Terminated(Exception):
-    """What has ended a training that SIGTERM ends."""
+    """The end of a training that SIGTERM ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Lookout:
     # ---- the end of a loop
 
     def end(self, loop: Any, error: BaseException | None) -> str:
-        """Notes the end of a loop; where the ranks are if they have got no further, else "".
+        """Notes the end of a loop; returns where the ranks are if they have got no further, else "".
 
         Waits for notes of other ranks, not for long, if the error says that one of them is missing.
         """
@@ -224,7 +224,7 @@ class Lookout:
             return {}
 
     def _read_all(self) -> dict[int, Position]:
-        """Where the ranks are, once each of them has told, or in a moment."""
+        """Positions of ranks, once each of them has told its own, or in a moment."""
         with PATIENCE.waiting(1 / 3) as seconds:
             until = time.monotonic() + seconds
             found = self._read()

@@ -59,7 +59,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank is.
+    """The place of a rank in its training.
 
     Attributes:
         rank, host: number of the rank, and name of its machine.
@@ -182,7 +182,7 @@ def describe(positions: Iterable[Position], asked: Iterable[int]) -> str:
 
 
 def _told(group: Sequence[Position], hosts: set[str]) -> str:
-    """Where ranks are that are at the same place, with their machines if there are several."""
+    """A sentence on ranks that are at the same place, with their machines if there are several."""
     on = sorted({x.host for x in group}) if len(hosts) > 1 else []
     machines = f" ({', '.join(on[:3])}{' …' if len(on) > 3 else ''})" if on else ""
     verb, _, rest = str(group[0]).partition(" ")

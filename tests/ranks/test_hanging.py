@@ -12,7 +12,7 @@ TIMEOUT = 6.0  # seconds of the group; the report comes after 4.8
 
 
 def run(folder, case, how="command", seconds=TIMEOUT, **options):
-    return end(begin("hang_worker.py", folder, case, seconds, how), folder, **options)
+    return end(begin("hangs_worker.py", folder, case, seconds, how), folder, **options)
 
 
 def text_of(rank):
@@ -37,7 +37,7 @@ def test_the_rank_that_hangs_is_named_before_the_group_gives_up(tmp_path):
     report, verdict = told(first)
     assert first["exit"] == 1
     for text in report, verdict:
-        assert f"rank 1 is at tests/ranks/hanging_script.py:41, {SLEEPS}, after 3 batches; rank 0" in text
+        assert f"rank 1 is at tests/ranks/hanging_worker.py:41, {SLEEPS}, after 3 batches; rank 0" in text
         assert f"{WAITS} 3" in text
     assert "HEALTHY" not in first["log"]
 
@@ -80,12 +80,12 @@ def test_a_rank_that_has_ended_its_training_is_named(tmp_path):
 @pytest.mark.parametrize("by", ["itself", "torchrun"])
 def test_the_error_of_the_other_rank_explains_a_lost_connection(by, tmp_path):
     if by == "torchrun":  # which ends rank 0 as rank 1 fails
-        first, _ = by_torchrun("hang_worker.py", tmp_path / "x", "raises", 30, "command")
+        first, _ = by_torchrun("hangs_worker.py", tmp_path / "x", "raises", 30, "command")
     else:
         first, _ = run(tmp_path / "x", "raises", seconds=30)
     text = text_of(first)
     assert "UNKNOWN" in text
-    assert "rank 1 raised ValueError: planted at tests/ranks/hanging_script.py:" in text
+    assert "rank 1 raised ValueError: planted at tests/ranks/hanging_worker.py:" in text
     assert '`raise ValueError("planted")`, after 4 batches' in text
     assert first["exit"] == 1
 
@@ -93,7 +93,7 @@ def test_the_error_of_the_other_rank_explains_a_lost_connection(by, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["command", "watch"])
 def test_sigterm_in_a_collective_gives_the_verdict_so_far(how, tmp_path):
-    processes = begin("hang_worker.py", tmp_path / "x", "waits for both", 60, how)
+    processes = begin("hangs_worker.py", tmp_path / "x", "waits for both", 60, how)
     until, log = time.monotonic() + 60, tmp_path / "x" / "1.log"
     while time.monotonic() < until and not (log.exists() and "stuck" in log.read_text()):
         time.sleep(0.2)
@@ -104,7 +104,7 @@ def test_sigterm_in_a_collective_gives_the_verdict_so_far(how, tmp_path):
     assert (first["exit"], second["exit"]) == (-signal.SIGTERM, -signal.SIGTERM)
     _, verdict = told(first)
     assert (
-        f"rank 1 was ended by SIGTERM at tests/ranks/hanging_script.py:41, {SLEEPS}, after 3 batches"
+        f"rank 1 was ended by SIGTERM at tests/ranks/hanging_worker.py:41, {SLEEPS}, after 3 batches"
         in verdict
     )
     assert "rank 0 was ended by SIGTERM in all_reduce at" in verdict

@@ -1,4 +1,4 @@
-"""A plain training on several ranks that goes wrong, or does not: `hanging_script.py CASE SECONDS`."""
+"""A plain training on several ranks that goes wrong, or does not: `hanging_worker.py CASE SECONDS`."""
 
 import io
 import os

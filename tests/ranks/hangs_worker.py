@@ -1,9 +1,9 @@
-"""One of several ranks that runs `hanging_script.py`: `hang_worker.py FOLDER CASE SECONDS HOW`."""
+"""One of several ranks that runs `hanging_worker.py`: `hangs_worker.py FOLDER CASE SECONDS HOW`."""
 
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).with_name("hanging_script.py")
+SCRIPT = Path(__file__).with_name("hanging_worker.py")
 
 
 def main():
@@ -13,9 +13,9 @@ def main():
 
         sys.exit(main_of_hookcb(["diagnose", str(SCRIPT), case, seconds]))
     from hookcb import Diagnose, watch
-    from tests.ranks import hanging_script
+    from tests.ranks import hanging_worker
 
-    hanging_script.main(case, float(seconds), lambda model, opt: watch(model, opt, cbs=Diagnose()))
+    hanging_worker.main(case, float(seconds), lambda model, opt: watch(model, opt, cbs=Diagnose()))
 
 
 if __name__ == "__main__":
