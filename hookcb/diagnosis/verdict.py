@@ -164,7 +164,7 @@ class Verdict(Printed):
 
     Attributes:
         status: "sick" if there is an error, "suspect" if there is a warning, "unknown" if nothing was seen
-            that a verdict could rest on, else "healthy", as far as checked. `bool(verdict)` is True only if
+            that a verdict could rest on or if there is a `hang`, else "healthy", as far as checked. `bool(verdict)` is True only if
             it is healthy, or slow and nothing else.
         primary: the finding taken to be the cause, None if there is neither an error nor a warning.
         findings: all findings, causes first.
@@ -217,7 +217,8 @@ class Verdict(Printed):
     @property
     def headline(self) -> str:
         """Status, or SLOW, cause, number of checks that ran, and what limits the verdict, in one line."""
-        return "; ".join([self._found(), *self.remarks])
+        hang = f"the training got no further: {self.hang}" if self.hang and self.status != "unknown" else ""
+        return "; ".join(filter(None, [self._found(), *self.remarks, hang]))
 
     def _found(self) -> str:
         looked = f"{self.n_checked} of {self.n_checks} checks ran"
@@ -250,7 +251,7 @@ class Verdict(Printed):
                 : MAX_LINES - len(end)
             ]
             return [*body, *_filled(absent, width, min(5, MAX_LINES - len(body) - len(end))), *end]
-        lines = _filled(self.headline, width, 1 + bool(self.remarks), indent="")
+        lines = _filled(self.headline, width, 5 if self.hang else 1 + bool(self.remarks), indent="")
         lines += self.primary.lines(self.ruled_out[:3], width)
         if self.consequences:
             named = (f"{f.code} {as_layer(f.layer) or f.param}".rstrip() for f in self.consequences)
