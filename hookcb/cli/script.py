@@ -22,6 +22,7 @@ from hookcb.cli.ranks import own_rank
 from hookcb.cli.second_run import SecondRun
 from hookcb.core.console import safe_console, show, show_error
 from hookcb.diagnosis.verdict import Verdict
+from hookcb.processes.hangs import Terminated, hold_farewell, lookout_kept
 from hookcb.processes.process_group import n_processes
 from hookcb.report.page import Page
 
@@ -93,6 +94,7 @@ def run_script(path: str | Path, args: Sequence[str] = (), options: Options = NO
     again = SecondRun(os.fspath(path), args, options.is_module, options.json) if options.trace_nan else None
 
     def tell(code: int, has_failed: bool) -> int:
+        hold_farewell()
         if again is not None and n_processes() > 1:
             tracker.notes.append("--trace-nan was left out, as it runs one process only")
         elif again is not None:
@@ -101,7 +103,8 @@ def run_script(path: str | Path, args: Sequence[str] = (), options: Options = NO
         file = _from(start, options.html)  # the script may have changed the folder
         return _tell(tracker, code, has_failed, path, replace(options, html=file))
 
-    with ExitStack() as stack:
+    with ExitStack() as kept, ExitStack() as stack:
+        kept.enter_context(lookout_kept(lambda: _end_by_signal(tracker, stack, tell)))
         if options.json:
             stack.enter_context(_stdout_as_stderr())
         tracker.limit.give_up = lambda: _exit(tracker, stack, tell)
@@ -125,6 +128,13 @@ def _exit(tracker: ModelTracker, stack: ExitStack, tell: Callable[[int, bool], i
         with suppress(OSError, ValueError, AttributeError):  # it is closed, full, or missing
             file.flush()
     os._exit(code)
+
+
+def _end_by_signal(tracker: ModelTracker, stack: ExitStack, tell: Callable[[int, bool], int]) -> None:
+    """Gives the verdicts so far as SIGTERM ends the process; in another thread than the script's."""
+    tracker.close(Terminated("SIGTERM"))
+    stack.close()
+    tell(0, True)
 
 
 def _tell(tracker: ModelTracker, code: int, has_failed: bool, path: str | Path, options: Options) -> int:

@@ -33,6 +33,7 @@ from hookcb.diagnosis.verdict import Finding, Status, Verdict
 from hookcb.gradients.callback import GradientHealth
 from hookcb.hooks.modules import ModelGoneError, has_params, named_modules, without_wrappers
 from hookcb.processes.groups import name_own_rank, name_ranks
+from hookcb.processes.hangs import Lookout, Terminated, follow
 from hookcb.profiling.steps.timer import StepTimer
 from hookcb.training.progress import Progress
 
@@ -121,6 +122,7 @@ class Diagnose(Callback):
         self._posted: Posted | None = (
             None  # likewise, from the first batch of a watched loop on several ranks
         )
+        self._lookout: Lookout | None = None  # likewise, on several processes
 
     # ---- events
 
@@ -184,7 +186,9 @@ class Diagnose(Callback):
         dispatcher.emit("on_batch")
 
     def _meet_others(self) -> None:
-        """Begins to leave notes for the other ranks of a loop that hookcb does not run."""
+        """Begins to note where this rank is, and to leave notes for the others of a loop we do not run."""
+        if self._lookout is None:
+            self._lookout = follow(self.learn, self._names, self._end_by_signal)
         if self._posted is None and self.learn.is_external and (board := self.learn.board) is not None:
             kind = type(without_wrappers(self.model)).__name__
             self._posted, self._of_rank = Posted(board, kind), name_ranks([board.rank])
@@ -269,7 +273,9 @@ class Diagnose(Callback):
     def after_fit(self) -> None:
         if (dispatcher := self._dispatcher) is None:
             return
-        error = self.learn.fit_error
+        error, lookout = self.learn.fit_error, self._lookout
+        if lookout is not None:
+            dispatcher.run.hang = dispatcher.guarded("events", lookout.end, self.learn, error) or ""
         if error is not None and is_failure(error):
             dispatcher.guarded("events", note_end, dispatcher.run, error)
             dispatcher.emit("on_error", error)
@@ -298,7 +304,15 @@ class Diagnose(Callback):
                 attempt(partial(cb.take_verdict, verdict))
         if self.show and not self._is_quiet() and self._is_to_show(verdict):
             show(verdict)
-        self._dispatcher = self._posted = None
+        self._dispatcher = self._posted = self._lookout = None
+        if lookout is not None:
+            lookout.leave(self.learn)
+
+    def _end_by_signal(self) -> None:
+        """Ends a loop that hookcb does not run, and tells the verdict, as SIGTERM ends the process."""
+        loop: Any = self.learn
+        if loop.is_external:
+            loop.close(Terminated("SIGTERM"))
 
     def _is_to_show(self, verdict: Verdict) -> bool:
         """Whether this rank shows the verdict: not one that rank 0 shows for all."""
@@ -464,7 +478,7 @@ class Diagnose(Callback):
         """Does nothing."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_dispatcher": None, "_led": [], "_posted": None}
+        return super().__getstate__() | {"_dispatcher": None, "_led": [], "_posted": None, "_lookout": None}
 
     def _call(self, on_sick: Callable[[Verdict], object], verdict: Verdict) -> None:
         try:

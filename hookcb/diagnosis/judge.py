@@ -64,6 +64,7 @@ def judge(
         n_checks=len({check.code for check, result in results if not isinstance(result, Absent)}),
         gaps=tuple(gaps),
         more=evidence.advise("coverage"),
+        hang=evidence.hang,
     )
     return ranks.verdict(verdict)
 

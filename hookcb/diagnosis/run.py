@@ -171,6 +171,7 @@ class Run:
         n_steps: number of optimizer steps.
         notes: remarks on what could not be inspected.
         reasons: why nothing, or not all, is known, see `lack`.
+        hang: where the processes were when the training got no further; "" if it did.
         reader: how whoever reads the verdict runs hookcb, for advice that fits.
         loop: the loop, while it is followed.
         looking: whether the current batch is inspected.
@@ -193,6 +194,7 @@ class Run:
     n_steps: int = 0
     notes: list[str] = field(default_factory=list)
     reasons: dict[str, Reason] = field(default_factory=dict)
+    hang: str = ""
     reader: Way = field(default_factory=lambda: way_of("learner"))
     # what a verdict reads often
     _kept: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -272,6 +274,8 @@ class Run:
 
     def why_nothing_seen(self) -> str:
         """Reason why no verdict can rest on this evidence, "" if one can."""
+        if self.hang:
+            return self.hang
         if not self.n_batches:
             return self._why("batches", self._why("before_batch", "no training batch was seen"))
         has_forward = len(self.loss) > 0 or any(layer.stats for layer in self.layers.values())

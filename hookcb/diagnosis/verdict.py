@@ -164,19 +164,20 @@ class Verdict(Printed):
 
     Attributes:
         status: "sick" if there is an error, "suspect" if there is a warning, "unknown" if nothing was seen
-            that a verdict could rest on, else "healthy", as far as checked. `bool(verdict)` is True only if
+            that a verdict could rest on or if there is a `hang`, else "healthy", as far as checked. `bool(verdict)` is True only if
             it is healthy, or slow and nothing else.
         primary: the finding taken to be the cause, None if there is neither an error nor a warning.
         findings: all findings, causes first.
         ruled_out: faults that were ruled out, with the numbers that rule them out.
         looked: what was inspected: numbers of batches, layers and parameters, and notes on them.
-        reason: why nothing was seen, "" unless the status is "unknown".
+        reason: why nothing was seen, or `hang`; "" unless the status is "unknown".
         n_checked, n_checks: number of checks that could run, and of checks that apply to this training:
             without a GradScaler the check of its scale is not counted.
         gaps: checks that could not run, with the reason.
         of_rank: the only rank that it is of, if others train too: "rank 0"; "" if there is no other.
         remarks: what else limits it, for the headline: "after 200 steps".
         more: where to read the rest of what was inspected.
+        hang: where the processes were when their training got no further, which it then did not; else "".
 
     >>> from hookcb import Diagnose, synth_learner
     >>> learn = synth_learner()
@@ -198,6 +199,7 @@ class Verdict(Printed):
     of_rank: str = ""
     remarks: tuple[str, ...] = ()
     more: str = ADVICE["coverage"]["learner"]
+    hang: str = ""
 
     def __bool__(self) -> bool:
         return self.status == "healthy" or self.is_slow
@@ -215,13 +217,15 @@ class Verdict(Printed):
     @property
     def headline(self) -> str:
         """Status, or SLOW, cause, number of checks that ran, and what limits the verdict, in one line."""
-        return "; ".join([self._found(), *self.remarks])
+        hang = f"the training got no further: {self.hang}" if self.hang and self.status != "unknown" else ""
+        return "; ".join(filter(None, [self._found(), *self.remarks, hang]))
 
     def _found(self) -> str:
         looked = f"{self.n_checked} of {self.n_checks} checks ran"
         of = f"of {self.of_rank} only, " if self.of_rank else ""
         if self.status == "unknown":
-            return f"UNKNOWN  {of}nothing was seen: {self.reason}"
+            what = "the training got no further" if self.hang else "nothing was seen"
+            return f"UNKNOWN  {of}{what}: {self.reason}"
         if self.primary is not None:
             word = "SLOW" if self.is_slow else self.status.upper()
             return f"{word}  {of}{_summary(self.primary)}{f' ({looked})' if self.n_checks else ''}"
@@ -243,9 +247,11 @@ class Verdict(Printed):
             noted = [f for f in self.findings if f.code != UNFINISHED][:1]
             notes = [line for finding in noted for line in finding.lines(width=width)]
             absent = f"Looked for and not found: {', '.join(self.ruled_out)}." if self.ruled_out else ""
-            body = [*_filled(self.headline, width, 3, indent=""), *notes][: MAX_LINES - len(end)]
+            body = [*_filled(self.headline, width, 6 if self.hang else 3, indent=""), *notes][
+                : MAX_LINES - len(end)
+            ]
             return [*body, *_filled(absent, width, min(5, MAX_LINES - len(body) - len(end))), *end]
-        lines = _filled(self.headline, width, 1 + bool(self.remarks), indent="")
+        lines = _filled(self.headline, width, 5 if self.hang else 1 + bool(self.remarks), indent="")
         lines += self.primary.lines(self.ruled_out[:3], width)
         if self.consequences:
             named = (f"{f.code} {as_layer(f.layer) or f.param}".rstrip() for f in self.consequences)

@@ -55,7 +55,7 @@ def blame(ranks: Exchange, error: BaseException, where: str) -> BaseException:
     """The error that ends a rank: that of another rank if this one only notices it; else it is reported."""
     if isinstance(error, RankError) and ranks.failure:
         return error
-    if _is_from_others(error) and (failure := ranks.describe_loss()):
+    if is_from_others(error) and (failure := ranks.describe_loss()):
         ranks.failure = failure
         return RankError(f"{failure}; rank {ranks.rank} was {where}")
     if ranks.failure:  # of this rank, reported already
@@ -73,7 +73,7 @@ def _shortened(text: str) -> str:
     )
 
 
-def _is_from_others(error: BaseException) -> bool:
+def is_from_others(error: BaseException) -> bool:
     """Whether an error is that of a collective in which another rank did not take part."""
     text = str(error)
     words = ("Connection closed", "Connection reset", "Timed out", "timed out", "Broken pipe", "gloo", "NCCL")
