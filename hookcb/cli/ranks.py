@@ -32,6 +32,11 @@ class Exit:
 
     def __init__(self) -> None:
         self._board: Board | None = None
+        self._kept: object = None
+
+    def keep(self, script: object) -> None:
+        """Keeps the variables of the script to the end, as one of them may host the store."""
+        self._kept = script if n_processes() > 1 else None
 
     def begin(self) -> None:
         """Says that this process is there; once the script has left its group, it might not be heard."""

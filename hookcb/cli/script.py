@@ -280,6 +280,7 @@ def run_watched(path: str, args: list[str], tracker: ModelTracker, is_module: bo
                 runpy.run_module(path, run_name="__main__", alter_sys=True)
             return 0, False
         with tracker.watching(), _as_main(path, args) as main:
+            tracker.exit.keep(main)
             exec(compile(Path(path).read_bytes(), main["__file__"], "exec"), main)
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):

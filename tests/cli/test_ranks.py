@@ -1,5 +1,6 @@
 """`hookcb demo --ranks` trains on several processes and shows one verdict; scripts under torchrun, too."""
 
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import pytest
 
 from hookcb.cli.main import main
 from hookcb.cli.ranks import own_rank, run_on_ranks, summary
+from hookcb.report.page import load_report
 from tests.ranks.support import launched
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +24,7 @@ from hookcb.cli.main import main
 sys.exit(main(sys.argv[2:]))
 """
 LOOP = """
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 from datetime import timedelta
 from torch import nn
 dist.init_process_group("gloo", timeout=timedelta(seconds=30))
@@ -32,11 +34,14 @@ opt = torch.optim.SGD(net.parameters(), lr=float(sys.argv[1]))
 rng = torch.Generator().manual_seed(dist.get_rank())
 for i in range(40):
     x = torch.randn(16, 8, generator=rng)
-    nn.functional.cross_entropy(net(x), (x.sum(1) > 0).long()).backward()
+    y = (x.sum(1) > 0).long() * (sys.argv[3:] != ["one class"] or dist.get_rank() == 0)
+    nn.functional.cross_entropy(net(x), y).backward()
     opt.step()
     opt.zero_grad()
     if i == 30 and dist.get_rank() == int(sys.argv[2]):
         raise ValueError("my error")
+    if i == 30 and dist.get_rank() == 1 and sys.argv[3:] == ["killed"]:
+        os.kill(os.getpid(), 9)
 dist.destroy_process_group()
 """
 LEARNER = """
@@ -164,13 +169,44 @@ def test_a_verdict_of_all_ranks_is_shown_once_and_decides_the_exit_code():
 
 
 @pytest.mark.slow
-def test_verdicts_of_single_ranks_name_them_and_rank_0_decides():
+def test_a_script_that_is_watched_has_one_verdict_too_and_it_decides_on_all_ranks():
     codes, statuses, shown = forked(LOOP, "0.1", "-1")
     assert (codes, statuses) == ([0, 0], ["HEALTHY"])
-    assert "on rank 0 of 2" in shown
-    codes, statuses, _ = forked(LOOP, "1000", "-1")
-    assert codes[0] == 1
-    assert statuses == ["SICK", "SICK"]
+    assert "2 ranks" in shown
+    codes, statuses, shown = forked(LOOP, "0.1", "-1", "one class")
+    assert (codes, statuses) == ([1, 1], ["SUSPECT"])
+    assert "label.single_class on rank 1 of 2" in shown
+
+
+@pytest.mark.slow
+def test_json_and_the_page_have_the_verdict_of_all_ranks():
+    (Path.cwd() / "train.py").write_text(LOOP)
+    command = [
+        sys.executable,
+        *TORCHRUN,
+        "-m",
+        "hookcb",
+        "diagnose",
+        "--json",
+        "--html",
+        "page.html",
+        "train.py",
+    ]
+    done = subprocess.run([*command, "0.1", "-1", "one class"], capture_output=True, text=True, timeout=90)
+    (told,) = map(json.loads, done.stdout.splitlines())
+    (model,) = told["models"]
+    assert (done.returncode, told["exit_code"]) == (1, 1)
+    assert model["verdict"]["primary"]["ranks"] == [1]
+    assert "label.single_class on rank 1 of 2" in load_report("page.html").headline
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_said_and_the_others_end():
+    began = time.monotonic()
+    codes, statuses, shown = forked(LOOP, "0.1", "-1", "killed")
+    assert (codes, statuses) == ([1, -9], ["HEALTHY"])
+    assert "rank 1 had not ended, or is gone" in shown
+    assert time.monotonic() - began < 45
 
 
 @pytest.mark.slow
@@ -178,3 +214,4 @@ def test_a_rank_that_fails_makes_the_exit_code():
     done = diagnosed(LOOP, "0.1", "1")
     assert done.returncode == 1
     assert "my error" in done.stderr
+    assert "rank 1 was ended by ValueError: my error" in done.stdout or "of rank 1 only" in done.stdout

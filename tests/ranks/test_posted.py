@@ -9,7 +9,9 @@ MAX_SECONDS = 3.5  # to close: those that it may wait, and those of a verdict
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return shared(tmp_path_factory, "posted", lambda folder: launched("posted_worker.py", folder, timeout=120))
+    return shared(
+        tmp_path_factory, "posted", lambda folder: launched("posted_worker.py", folder, timeout=120)
+    )
 
 
 def each(ranks, name):
@@ -51,7 +53,7 @@ def test_a_fault_on_rank_1_is_shown_by_rank_0_and_names_it(ranks, name, code):
 def test_what_another_rank_has_found_is_told_while_it_trains(ranks):
     main, other = each(ranks, "live")
     assert other["told"] == []
-    assert [text for text in main["told"] if "on rank 1 of 2" in text]
+    assert ["on rank 1 of 2" in text for text in main["told"]] == [True]
 
 
 def test_a_fault_of_one_rank_stops_all_after_the_same_step(ranks):
@@ -98,7 +100,7 @@ def test_a_rank_without_hookcb_is_said(ranks):
     assert "head" not in other
 
 
-@pytest.mark.parametrize("fault", ["None", "scaled", "nan", "labels_of_one_class"])
+@pytest.mark.parametrize("fault", ["None", "scaled", "nan"])
 def test_a_watched_loop_has_the_collectives_that_it_has_alone(ranks, fault):
     for (alone, weights), (watched, same_weights) in each(ranks, f"trace, {fault}"):
         assert len(alone) > 60
