@@ -36,7 +36,7 @@ class Role:
     """
 
     rank: int = 0
-    replicas: tuple[int, ...] = ()
+    replicas: Sequence[int] = ()
     is_sharded: bool = False
     is_periodic: bool = False
     hooks: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class Processes(Measurement):
         self.own = Role(loop.rank, is_sharded=is_sharded(loop.model))
         if (ddp := ddp_of(loop.model)) is not None:
             self._ddp, self.sends_buffers = ref(ddp), ddp.broadcast_buffers
-            replicas = tuple(distributed.get_process_group_ranks(ddp.process_group))
+            replicas = _as_range(distributed.get_process_group_ranks(ddp.process_group))
             hooks = tuple(communication_hooks(ddp))
             is_periodic = any("localsgd" in hook.lower() for hook in hooks)
             self.own = Role(loop.rank, replicas, self.own.is_sharded, is_periodic, hooks)
@@ -145,6 +145,13 @@ class Processes(Measurement):
         """Numbers of replicas that have what another replica has, too; the items are those of `roles`."""
         every = self.groups(by_rank)
         return tuple(n for ranks, xs in every for n, x in zip(ranks, xs, strict=True) if xs.count(x) > 1)
+
+
+def _as_range(ranks: Sequence[int]) -> Sequence[int]:
+    """Ranks as a range if they are one, which is small to send, however many they are."""
+    first, step = ranks[0], ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    whole = range(first, first + step * len(ranks), step)
+    return whole if list(whole) == list(ranks) else tuple(ranks)
 
 
 def ddp_of(model: nn.Module) -> DistributedDataParallel | None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookcb.diagnosis.measurements.processes import Processes, ddp_of
+from hookcb.diagnosis.measurements.processes import Processes, _as_range, ddp_of
 from hookcb.diagnosis.measurements.replica_hashes import (
     MAX_BYTES,
     MAX_OF_ALL,
@@ -144,3 +144,10 @@ def test_a_model_without_a_wrapper_has_no_replicas(model):
     assert not processes.has_replicas
     assert processes.done
     assert processes.state(run).rank == 1
+
+
+@pytest.mark.parametrize("ranks", [[3], [0, 1, 2, 3], [1, 3, 5], [0, 1, 5]])
+def test_ranks_of_a_group_are_few_bytes_if_they_are_a_range(ranks):
+    found = _as_range(ranks)
+    assert list(found) == ranks
+    assert isinstance(found, tuple) == (ranks == [0, 1, 5])

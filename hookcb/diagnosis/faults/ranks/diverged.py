@@ -120,7 +120,7 @@ class DivergedReplicas(Fault):
 
 def groups_of(members: Sequence[Member]) -> Iterator[list[Member]]:
     """Ranks that train replicas, and ranks without a wrapper that train models of the same structure."""
-    groups: dict[tuple[tuple[int, ...], int], list[Member]] = {}
+    groups: dict[tuple[Sequence[int], int], list[Member]] = {}
     for role, own in members:
         if not role.is_periodic:
             replicas = role.replicas if len(role.replicas) > 1 else ()
