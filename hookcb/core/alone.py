@@ -126,6 +126,10 @@ class Ranks:
 
     # ---- what callbacks ask
 
+    def find_failure(self) -> str:
+        """Report of the first other rank that failed; "" if none has failed."""
+        return ""
+
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, element by element; all of them give as many."""
         return list(values)

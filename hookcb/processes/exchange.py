@@ -298,7 +298,7 @@ class Exchange(Ranks):
                 self._control.store.set(f"{self._run}/alarm", "")
 
     def find_failure(self) -> str:
-        """Report of the first rank that failed; "" if none has failed."""
+        """See `Ranks`."""
         control, key = self._control, f"{self._run}/failure"
         if control is not None and not self.failure and control.store.check([key]):
             text = control.store.get(key).decode()

@@ -36,3 +36,4 @@ def test_a_process_alone_decides_by_itself():
         assert (ALONE.is_together, ALONE.signal) == (False, 0)
     assert [ALONE.agree_on_alarm(noticed) for noticed in (False, True)] == [False, True]
     assert ALONE.blame(error, "in the backward") is error
+    assert ALONE.find_failure() == ""
