@@ -164,8 +164,8 @@ class Verdict(Printed):
 
     Attributes:
         status: "sick" if there is an error, "suspect" if there is a warning, "unknown" if nothing was seen
-            that a verdict could rest on or if there is a `hang`, else "healthy", as far as checked. `bool(verdict)` is True only if
-            it is healthy, or slow and nothing else.
+            that a verdict could rest on, or if there is a `hang`, else "healthy", as far as checked.
+            `bool(verdict)` is True only if it is healthy, or slow and nothing else.
         primary: the finding taken to be the cause, None if there is neither an error nor a warning.
         findings: all findings, causes first.
         ruled_out: faults that were ruled out, with the numbers that rule them out.
