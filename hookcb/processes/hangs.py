@@ -22,6 +22,7 @@ from hookcb.core.threads import known_to_python
 from hookcb.core.torch_private import group_timeout
 from hookcb.core.whose import frames_of, garbage_kept
 from hookcb.processes.board import Board
+from hookcb.processes.exchange import RankError
 from hookcb.processes.failures import is_from_others
 from hookcb.processes.farewell import Farewell
 from hookcb.processes.patience import PATIENCE
@@ -125,7 +126,8 @@ class Lookout:
             return ""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
         position = position_in(frames, names)
-        is_own = not is_from_others(error) or position.doing == LOADING
+        is_of_others = is_from_others(error) or isinstance(error, RankError)
+        is_own = not is_of_others or position.doing == LOADING
         end = f"raised {_text_of(error)}" if is_own else IN_VAIN
         self._post(replace(position, batch=loop.train_iter, end=end))
         if is_own and not self._report:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookcb.core.whose import TORCH, frames_of
+from hookcb.core.whose import OURS, TORCH, frames_of
 from hookcb.processes.positions import (
     Call,
     Position,
@@ -69,6 +69,7 @@ def test_the_stage_is_told_by_the_calls_in_progress(calls, doing):
         ([call("distributed/distributed_c10d.py", "_new_group_with_tag")], ""),
         ([call("distributed/fsdp/api.py", "all_reduce")], ""),
         ([call("nn/parallel/distributed.py", "_pre_forward")], "DistributedDataParallel"),
+        ([Call(OURS + os.path.join("core", "ranks.py"), "wait")], "a collective of hookcb"),
         ([USER, call("nn/parallel/distributed.py", "_run_ddp_forward")], ""),
     ],
 )

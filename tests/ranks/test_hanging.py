@@ -65,7 +65,7 @@ def test_collectives_that_do_not_match_are_named(tmp_path):
 def test_a_hang_after_one_batch_is_not_healthy(tmp_path):
     first, _ = run(tmp_path / "x", "sleeps early", only=1)
     _, verdict = told(first)
-    assert f"{SLEEPS}, after 1 batch; rank 0 has waited in vain at" in verdict
+    assert f"{SLEEPS}, after 1 batch; rank 0 has waited in vain in DistributedDataParallel at" in verdict
     assert first["exit"] == 1
 
 
