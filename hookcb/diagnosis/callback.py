@@ -285,7 +285,7 @@ class Diagnose(Callback):
                 own = self.evidence()
                 verdict, run = self._judge(own, ranks)
             if self._posted is not None:
-                ended = "" if error is None else f"{type(error).__name__}: {str(error)[:80]}".rstrip(": ")
+                ended = f"{type(error).__name__}: {str(error)[:80]}" if is_failure(error) else ""
                 self._posted.end(self._note(own, verdict, ended))
                 verdict, run = self._judge(own, self._posted)
         finally:

@@ -134,7 +134,7 @@ class Note:
         states: what its parts have measured.
         found, gaps: what it finds by itself.
         told: errors that it has told.
-        ended: why it has ended, "" if its loop was over; None if it has not.
+        ended: the error that has ended it, "" if there was none; None if it has not ended.
         host: name of its machine.
     """
 
