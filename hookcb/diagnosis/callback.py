@@ -357,7 +357,7 @@ class Diagnose(Callback):
             return self._no_verdict(run), run
 
     def _note(self, run: Run, verdict: Verdict, ended: str | None = None) -> Note:
-        """What the other ranks of a watched loop get of this one."""
+        """A note on this rank for the other ranks of a watched loop."""
         assert self._dispatcher is not None
         assert self._posted is not None
         states, told = states_of(run, self._dispatcher), tuple(self._told.values())
