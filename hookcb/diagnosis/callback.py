@@ -291,7 +291,7 @@ class Diagnose(Callback):
                 own = self.evidence()
                 verdict, run = self._judge(own, ranks)
             if self._posted is not None:
-                ended = "" if error is None else f"{type(error).__name__}: {str(error)[:80]}".rstrip(": ")
+                ended = f"{type(error).__name__}: {str(error)[:80]}" if is_failure(error) else ""
                 self._posted.end(self._note(own, verdict, ended))
                 verdict, run = self._judge(own, self._posted)
         finally:
@@ -371,7 +371,7 @@ class Diagnose(Callback):
             return self._no_verdict(run), run
 
     def _note(self, run: Run, verdict: Verdict, ended: str | None = None) -> Note:
-        """What the other ranks of a watched loop get of this one."""
+        """A note on this rank for the other ranks of a watched loop."""
         assert self._dispatcher is not None
         assert self._posted is not None
         states, told = states_of(run, self._dispatcher), tuple(self._told.values())

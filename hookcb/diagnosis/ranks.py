@@ -26,7 +26,7 @@ Results = tuple[Sequence[Finding], Sequence[Gap]]
 
 
 def states_of(run: Run, dispatcher: Dispatcher) -> States:
-    """What the parts of this rank give to a run of all ranks."""
+    """Numbers that the parts of this rank give to a run of all ranks."""
     parts = {key_of(kind): part for kind, part in run.parts.items() if hasattr(part, "merge")}
     return {key: dispatcher.guarded(part, part.state, run) for key, part in parts.items()}
 
@@ -126,7 +126,7 @@ class Together:
 
 @dataclass(frozen=True)
 class Note:
-    """What one rank of a watched loop tells the others of its training so far.
+    """Message of one rank of a watched loop to the others, on its training so far.
 
     Attributes:
         kind: class of the model.
@@ -134,7 +134,7 @@ class Note:
         states: what its parts have measured.
         found, gaps: what it finds by itself.
         told: errors that it has told.
-        ended: why it has ended, "" if its loop was over; None if it has not.
+        ended: the error that has ended it, "" if there was none; None if it has not ended.
         host: name of its machine.
     """
 
@@ -273,7 +273,7 @@ class Posted(Together):
         return [rank for rank, note in self._known().items() if note.ended is not None]
 
     def _remarks(self) -> Iterable[str]:
-        """What is not known of other ranks, and how they have ended."""
+        """Sentences on what is not known of other ranks, and how they have ended."""
         if not self._is_end:
             return
         if self._board.failure:

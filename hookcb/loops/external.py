@@ -121,7 +121,7 @@ class ExternalLoop(NamedLoop):
 
     @property
     def board(self) -> Board | None:
-        """Where the processes of this training leave notes for each other; None if there is only this one.
+        """The place where the processes of this training leave notes for each other; None if there is one.
 
         Looked for until the first batch, as a script may open its process group late.
         """

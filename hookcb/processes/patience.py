@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-MOST = 3.0  # seconds
+SECONDS = 3.0
 REGAINED = 0.1  # seconds for each second
 
 
@@ -21,7 +21,7 @@ class Patience:
     2.0
     """
 
-    def __init__(self, seconds: float = MOST) -> None:
+    def __init__(self, seconds: float = SECONDS) -> None:
         self._most = self._left = seconds
         self._at = time.monotonic()
 

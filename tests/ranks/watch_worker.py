@@ -88,6 +88,7 @@ from tests.ranks.support import digest, small_model
 torch.manual_seed(0)
 model = DistributedDataParallel(small_model())
 opt = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(torch.distributed.get_rank())
 n = 0
 try:
     while n < 60:
