@@ -1,4 +1,4 @@
-"""Plain loops of two ranks that are watched: faults of replicas are named with their cause, right uses are not."""
+"""Watched plain loops of two ranks: faults of replicas are named with their cause, right uses are not."""
 
 import pytest
 
