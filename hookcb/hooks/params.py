@@ -65,7 +65,7 @@ def named_params(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class Held:
-    """What a model holds: its modules and parameters, none of which this keeps alive.
+    """Modules and parameters that a model holds, none of which this keeps alive.
 
     Args:
         model: the model.

@@ -36,7 +36,7 @@ class Board:
         failure: why no note is read or written any more; "" as long as they are.
 
     >>> board = Board("example", rank=0, world=1, connect=lambda: None)
-    >>> board.post("seen", 1)
+    >>> _ = board.post("seen", 1)
     >>> board.wait("seen", [0], seconds=1), board.failure
     ({}, 'there is no store through which ranks meet')
     """
