@@ -28,7 +28,7 @@ def call(file, function="f"):
 
 
 BACKWARD = call("autograd/graph.py", "_engine_run_backward")
-FORWARD = call("nn/modules/module.py", "_call_impl")
+FORWARD = call("nn/modules/module.py", "_wrapped_call_impl")
 STEP = call("optim/optimizer.py", "wrapper")
 LOADER = call("utils/data/dataloader.py", "__next__")
 

@@ -98,7 +98,7 @@ def test_one_rank_may_ask_within_a_fit(two):
 def test_one_rank_may_watch(two):
     (coverage, nothing) = each(two, "watched_by_one_rank")
     assert nothing is None
-    assert any("rank 0 of 2" in line for line in coverage)
+    assert any(line.startswith("rank 1 posted nothing: it does not run hookcb") for line in coverage)
 
 
 def test_an_error_that_was_told_and_is_over_is_in_the_verdict_of_all_ranks(two):
@@ -107,9 +107,9 @@ def test_an_error_that_was_told_and_is_over_is_in_the_verdict_of_all_ranks(two):
     assert result["headline"].startswith("SUSPECT  loss.diverging, recovered by ")
 
 
-def test_it_is_in_the_verdict_of_each_rank_that_watches_its_own_loop(two):
-    for rank, headline in enumerate(each(two, "healed_in_own_loops")):
-        assert headline.startswith(f"SUSPECT  of rank {rank} only, loss.diverging, recovered by ")
+def test_it_is_in_the_verdict_of_all_ranks_that_watch_a_loop(two):
+    for headline in each(two, "healed_in_own_loops"):
+        assert headline.startswith("SUSPECT  loss.diverging, recovered by ")
 
 
 def test_after_an_error_each_rank_tells_what_it_has_seen(two):
