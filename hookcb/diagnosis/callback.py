@@ -119,9 +119,7 @@ class Diagnose(Callback):
         self._final: Run | None = None  # of the last fit that ended
         self._dispatcher: Dispatcher | None = None  # while a fit runs
         self._led: list[Led] = []  # likewise
-        self._posted: Posted | None = (
-            None  # likewise, from the first batch of a watched loop on several ranks
-        )
+        self._posted: Posted | None = None  # likewise, in a watched loop on several ranks
         self._lookout: Lookout | None = None  # likewise, on several processes
 
     # ---- events
