@@ -146,9 +146,9 @@ class Lookout:
 
     def close(self) -> None:
         """Ends the thread."""
-        self.is_closed = True
         self._board.flush(ANSWER)
         self._farewell.close()
+        self.is_closed = True  # only now, as the thread that ends closes the bell if no signal rings it
         self._farewell.ring()
 
     def _drop(self, loop: Any) -> None:
