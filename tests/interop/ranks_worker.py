@@ -1,0 +1,105 @@
+"""One of several ranks, trained by an engine: `ranks_worker.py ENGINE FAULT WAY`.
+
+With the fault "scaled" the inputs of rank 1 are 255 times as large. By the way "adapter" hookcb's callback is
+in the trainer, by "script" nothing here knows of hookcb.
+"""
+
+import sys
+import tempfile
+
+import torch
+from torch import distributed, nn
+from torch.utils.data import DataLoader, Dataset
+
+N, N_FEATURES, N_CLASSES, BS, EPOCHS = 320, 16, 4, 8, 2
+
+
+class Points(Dataset):
+    """Points around the centers of their classes; a fault spoils those that rank 1 reads."""
+
+    def __init__(self, fault):
+        torch.manual_seed(0)
+        self.y = torch.randint(0, N_CLASSES, (N,))
+        self.x = torch.randn(N_CLASSES, N_FEATURES)[self.y] + torch.randn(N, N_FEATURES)
+        self.is_scaled = fault == "scaled"
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return self.x[i] * (255 if self.is_scaled and distributed.get_rank() == 1 else 1), self.y[i]
+
+
+def net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(N_FEATURES, 32), nn.ReLU(), nn.Linear(32, N_CLASSES))
+
+
+def transformers(data, has_adapter):
+    from transformers import Trainer, TrainingArguments
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x, labels):
+            logits = self.net(x)
+            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    def collated(pairs):
+        x, y = zip(*pairs, strict=True)
+        return {"x": torch.stack(x), "labels": torch.stack(y)}
+
+    options = {"save_strategy": "no", "logging_strategy": "no", "report_to": [], "disable_tqdm": True}
+    options |= {"use_cpu": True, "remove_unused_columns": False, "learning_rate": 0.01}
+    options |= {"num_train_epochs": EPOCHS, "per_device_train_batch_size": BS}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(folder, **options)
+        trainer = Trainer(Model(), arguments, data_collator=collated, train_dataset=data)
+        if has_adapter:
+            from hookcb import Diagnose
+            from hookcb.adapters.transformers import HookcbCallback
+
+            trainer.add_callback(HookcbCallback(Diagnose()))
+        trainer.train()
+
+
+def lightning(data, has_adapter):
+    from lightning.pytorch import LightningModule, Trainer
+
+    class Classifier(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x):
+            return self.net(x)
+
+        def training_step(self, batch, i):
+            x, y = batch
+            return nn.functional.cross_entropy(self(x), y)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    cbs = []
+    if has_adapter:
+        from hookcb import Diagnose
+        from hookcb.adapters.lightning import HookcbCallback
+
+        cbs = [HookcbCallback(Diagnose())]
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(
+        max_epochs=EPOCHS, accelerator="cpu", devices=2, strategy="ddp", callbacks=cbs, **quiet
+    )
+    trainer.fit(Classifier(), DataLoader(data, BS, shuffle=True))
+
+
+def main():
+    engine, fault, way = sys.argv[1:]
+    {"transformers": transformers, "lightning": lightning}[engine](Points(fault), way == "adapter")
+
+
+if __name__ == "__main__":
+    main()
