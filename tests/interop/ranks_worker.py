@@ -1,9 +1,10 @@
-"""One of several ranks, trained by an engine: `ranks_worker.py ENGINE FAULT WAY`.
+"""One of several ranks, trained by an engine once for each case: `ranks_worker.py ENGINE WAY CASES`.
 
-With the fault "scaled" the inputs of rank 1 are 255 times as large. By the way "adapter" hookcb's callback is
-in the trainer, by "script" nothing here knows of hookcb.
+In the case "scaled" the inputs of rank 1 are 255 times as large, in "healthy" nothing is wrong. By the way
+"adapter" hookcb's callback is in the trainer, by "script" nothing here knows of hookcb.
 """
 
+import os
 import sys
 import tempfile
 
@@ -15,13 +16,13 @@ N, N_FEATURES, N_CLASSES, BS, EPOCHS = 320, 16, 4, 8, 2
 
 
 class Points(Dataset):
-    """Points around the centers of their classes; a fault spoils those that rank 1 reads."""
+    """Points around the centers of their classes; if scaled, those that rank 1 reads are too large."""
 
-    def __init__(self, fault):
+    def __init__(self, is_scaled):
         torch.manual_seed(0)
         self.y = torch.randint(0, N_CLASSES, (N,))
         self.x = torch.randn(N_CLASSES, N_FEATURES)[self.y] + torch.randn(N, N_FEATURES)
-        self.is_scaled = fault == "scaled"
+        self.is_scaled = is_scaled
 
     def __len__(self):
         return N
@@ -90,6 +91,7 @@ def lightning(data, has_adapter):
 
         cbs = [HookcbCallback(Diagnose())]
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet |= {"enable_model_summary": False}
     trainer = Trainer(
         max_epochs=EPOCHS, accelerator="cpu", devices=2, strategy="ddp", callbacks=cbs, **quiet
     )
@@ -97,8 +99,12 @@ def lightning(data, has_adapter):
 
 
 def main():
-    engine, fault, way = sys.argv[1:]
-    {"transformers": transformers, "lightning": lightning}[engine](Points(fault), way == "adapter")
+    engine, way, cases = sys.argv[1:]
+    train = {"transformers": transformers, "lightning": lightning}[engine]
+    for case in cases.split(","):
+        if os.environ["RANK"] == "0":
+            print(f"== {case}", flush=True)
+        train(Points(case == "scaled"), way == "adapter")
 
 
 if __name__ == "__main__":
