@@ -7,10 +7,11 @@ In the case "scaled" the inputs of rank 1 are 255 times as large, in "healthy" n
 import os
 import sys
 import tempfile
+from contextlib import nullcontext
 
 import torch
 from torch import distributed, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 N, N_FEATURES, N_CLASSES, BS, EPOCHS = 320, 16, 4, 8, 2
 
@@ -98,9 +99,33 @@ def lightning(data, has_adapter):
     trainer.fit(Classifier(), DataLoader(data, BS, shuffle=True))
 
 
+def deepspeed(data, is_watched):
+    """ZeRO-1: each rank has a part of the optimizer's state."""
+    import deepspeed
+
+    from hookcb import Diagnose, watch
+
+    # its operator for shared memory takes minutes to compile; gloo does what that does
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo")
+    adam = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
+    config = {"train_micro_batch_size_per_gpu": BS, "zero_optimization": {"stage": 1}, "optimizer": adam}
+    model = net()
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
+    sampler = DistributedSampler(data)
+    with watch(engine, Diagnose()) if is_watched else nullcontext():
+        for epoch in range(EPOCHS):
+            sampler.set_epoch(epoch)
+            for x, y in DataLoader(data, BS, sampler=sampler):
+                engine.backward(nn.functional.cross_entropy(engine(x), y))
+                engine.step()
+
+
 def main():
     engine, way, cases = sys.argv[1:]
-    train = {"transformers": transformers, "lightning": lightning}[engine]
+    train = {"transformers": transformers, "lightning": lightning, "deepspeed": deepspeed}[engine]
     for case in cases.split(","):
         if os.environ["RANK"] == "0":
             print(f"== {case}", flush=True)
