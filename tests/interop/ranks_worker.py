@@ -123,13 +123,40 @@ def deepspeed(data, is_watched):
                 engine.step()
 
 
+def ray(data, has_adapter):
+    """Its processes are not those that call this; a loop of ours runs in each of them."""
+    import ray
+    from ray import train
+    from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
+
+    from hookcb import Diagnose, watch
+
+    def work():
+        model, loader = prepare_model(net()), prepare_data_loader(DataLoader(data, BS, shuffle=True))
+        opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with watch(model, opt, Diagnose()):
+            for epoch in range(EPOCHS):
+                loader.sampler.set_epoch(epoch)
+                for x, y in loader:
+                    nn.functional.cross_entropy(model(x), y).backward()
+                    opt.step()
+                    opt.zero_grad()
+
+    ray.init(num_cpus=2, include_dashboard=False, ignore_reinit_error=True)
+    with tempfile.TemporaryDirectory() as folder:
+        run, scaling = train.RunConfig(storage_path=folder), train.ScalingConfig(num_workers=2)
+        TorchTrainer(work, scaling_config=scaling, run_config=run).fit()
+
+
+ENGINES = {"transformers": transformers, "lightning": lightning, "deepspeed": deepspeed, "ray": ray}
+
+
 def main():
     engine, way, cases = sys.argv[1:]
-    train = {"transformers": transformers, "lightning": lightning, "deepspeed": deepspeed}[engine]
     for case in cases.split(","):
-        if os.environ["RANK"] == "0":
+        if os.environ.get("RANK", "0") == "0":  # Ray has none here
             print(f"== {case}", flush=True)
-        train(Points(case == "scaled"), way == "adapter")
+        ENGINES[engine](Points(case == "scaled"), way == "adapter")
 
 
 if __name__ == "__main__":
