@@ -11,6 +11,7 @@ import pytest
 from tests.ranks.support import ROOT, free_port
 
 pytestmark = pytest.mark.slow
+NEEDS = "pip install 'hookcb[engines]', which the tests with other packages do not need"
 WORKER = str(Path(__file__).with_name("ranks_worker.py"))
 TORCHRUN = "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port"
 # without a GPU `--cpu` starts one process, or asks for MPI
@@ -21,7 +22,8 @@ ACCELERATE += "--mixed_precision", "no", "--dynamo_backend", "no", "--main_proce
 def launched(launcher, *args, timeout=120):
     """The exit code and what both ranks print, spaces and line ends alike."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", *launcher, free_port(), *args]
+    by = ["-m", *launcher, free_port()] if launcher else []
+    command = [sys.executable, *by, *args]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
     return done.returncode, re.sub(r"\s+", " ", done.stdout), done.stderr
 
@@ -30,13 +32,13 @@ def assert_names_rank_1(printed):
     assert printed.count("SICK input.scale on rank 1 of 2") == 1
     assert printed.count("ERROR input.scale") == 1
     assert "HEALTHY" not in printed
-    assert printed.count("Note: 2 ranks.") == 1
+    assert printed.count("Note: 2 ranks") == 1
 
 
 def assert_healthy(printed):
     assert printed.count("HEALTHY as far as checked") == 1
     assert "SICK" not in printed
-    assert printed.count("Note: 2 ranks.") == 1
+    assert printed.count("Note: 2 ranks") == 1
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,23 @@ def test_its_callback_names_the_rank_that_is_sick(engine, launcher):
     scaled, healthy = printed.removeprefix("== scaled").split("== healthy")
     assert_names_rank_1(scaled)
     assert_healthy(healthy)
+
+
+def test_ranks_with_parts_of_the_optimizer_are_judged_together():
+    pytest.importorskip("deepspeed", reason=NEEDS)
+    code, printed, errors = launched(TORCHRUN, WORKER, "deepspeed", "adapter", "scaled,healthy")
+    assert code == 0, errors
+    scaled, healthy = printed.removeprefix("== scaled").split("== healthy")
+    assert_names_rank_1(scaled)
+    assert_healthy(healthy)
+
+
+@pytest.mark.parametrize(("case", "check"), [("scaled", assert_names_rank_1), ("healthy", assert_healthy)])
+def test_ranks_that_ray_starts_are_judged_together(case, check):
+    pytest.importorskip("ray", reason=NEEDS)
+    code, printed, errors = launched(None, WORKER, "ray", "adapter", case, timeout=300)
+    assert code == 0, errors
+    check(re.sub(r"\x1b\[36m.*?\x1b\[0m ", "", printed))  # which process says it
 
 
 @pytest.mark.parametrize(("case", "wanted"), [("scaled", 1), ("healthy", 0)])
