@@ -93,9 +93,7 @@ def lightning(data, has_adapter):
         cbs = [HookcbCallback(Diagnose())]
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     quiet |= {"enable_model_summary": False}
-    trainer = Trainer(
-        max_epochs=EPOCHS, accelerator="cpu", devices=2, strategy="ddp", callbacks=cbs, **quiet
-    )
+    trainer = Trainer(max_epochs=EPOCHS, accelerator="cpu", devices=2, strategy="ddp", callbacks=cbs, **quiet)
     trainer.fit(Classifier(), DataLoader(data, BS, shuffle=True))
 
 
@@ -111,9 +109,7 @@ def deepspeed(data, is_watched):
     adam = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
     config = {"train_micro_batch_size_per_gpu": BS, "zero_optimization": {"stage": 1}, "optimizer": adam}
     model = net()
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config
-    )
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     sampler = DistributedSampler(data)
     with watch(engine, Diagnose()) if is_watched else nullcontext():
         for epoch in range(EPOCHS):
@@ -155,7 +151,8 @@ def main():
     engine, way, cases = sys.argv[1:]
     for case in cases.split(","):
         if os.environ.get("RANK", "0") == "0":  # Ray has none here
-            print(f"== {case}", flush=True)
+            sys.stdout.write(f"== {case}\n")
+            sys.stdout.flush()
         ENGINES[engine](Points(case == "scaled"), way == "adapter")
 
 

@@ -21,7 +21,12 @@ ACCELERATE += "--mixed_precision", "no", "--dynamo_backend", "no", "--main_proce
 
 def launched(launcher, *args, timeout=120):
     """The exit code and what both ranks print, spaces and line ends alike."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120", "HF_HUB_OFFLINE": "1"}
+    env = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "120",
+        "HF_HUB_OFFLINE": "1",
+    }
     by = ["-m", *launcher, free_port()] if launcher else []
     command = [sys.executable, *by, *args]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
@@ -42,7 +47,8 @@ def assert_healthy(printed):
 
 
 @pytest.mark.parametrize(
-    ("engine", "launcher"), [("transformers", TORCHRUN), ("transformers", ACCELERATE), ("lightning", TORCHRUN)]
+    ("engine", "launcher"),
+    [("transformers", TORCHRUN), ("transformers", ACCELERATE), ("lightning", TORCHRUN)],
 )
 def test_its_callback_names_the_rank_that_is_sick(engine, launcher):
     code, printed, errors = launched(launcher, WORKER, engine, "adapter", "scaled,healthy")
