@@ -1,5 +1,7 @@
 """Hugging Face's Trainer on two processes: torchrun --nproc_per_node 2 distributed_hf.py.
 
+By Accelerate, `accelerate launch --multi_gpu --num_processes 2 distributed_hf.py`, without a GPU too.
+
 A tiny GPT-2 learns the characters of Python's documentation, which every Python has; nothing is downloaded.
 """
 
@@ -21,5 +23,5 @@ with tempfile.TemporaryDirectory() as folder, HookcbCallback(Diagnose(show=False
     args = TrainingArguments(folder, num_train_epochs=2, learning_rate=2e-3, **quiet)
     Trainer(model, args, train_dataset=data, callbacks=[inside]).train()
 
-# hookcb does not communicate in others' trainers: each process has its own view, of its batches
+# one verdict for all ranks, which each of them has; Diagnose() would print it on rank 0
 print(f"rank {args.process_index} of {args.world_size}: {inside.diagnose()}")

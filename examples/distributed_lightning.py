@@ -30,5 +30,5 @@ inside = HookcbCallback(Diagnose(show=False))
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 trainer = Trainer(max_epochs=3, accelerator="cpu", devices=2, strategy="ddp", callbacks=[inside], **quiet)
 trainer.fit(Classifier(), digits(batch_size=32).train)
-# hookcb does not communicate in others' trainers: each process has its own view, of its batches
+# one verdict for all ranks, which each of them has; Diagnose() would print it on rank 0
 print(f"rank {trainer.global_rank} of {trainer.world_size}: {inside.diagnose()}")

@@ -39,7 +39,7 @@ def of_all(run: Run, of_ranks: Mapping[int, States], together: "Together", dispa
     """
     merged = replace(run, parts=dict(run.parts), notes=list(run.notes), _kept={})
     if len(of_ranks) == together.world:
-        merged.notes.append(f"{together.world} ranks")
+        merged.notes.insert(0, f"{together.world} ranks")  # a line of notes may be cut at its end
         for kind, part in run.parts.items():
             states = [of_ranks[rank].get(key_of(kind)) for rank in range(together.world)]
             if hasattr(part, "merge") and None not in states:  # else the part of a rank has failed

@@ -39,11 +39,13 @@ REPORTS = {
     "distributed_accelerate": ["valid_loss", "HEALTHY"],
     "distributed_hf": ["rank 0 of 1: HEALTHY"],
 }
+# packages of the extra "engines", without which these cannot run, and how they are started
+ENGINES = {"distributed_ray": ("ray", False), "distributed_deepspeed": ("deepspeed", True)}
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
 
 
 def test_there_is_a_report_for_each_example():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*REPORTS}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*REPORTS, *ENGINES}
 
 
 def run(name, folder, *launcher):
@@ -84,6 +86,15 @@ def test_in_other_trainers_all_processes_have_one_verdict(name, tmp_path):
     assert printed.count("2 ranks") == 2
 
 
-@pytest.mark.parametrize("name", REPORTS)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENGINES)
+def test_engines_have_one_verdict_for_all_ranks(name, tmp_path):
+    package, by_torchrun = ENGINES[name]
+    pytest.importorskip(package, reason="pip install 'hookcb[engines]'; no other tests need it")
+    printed = run(name, tmp_path, *([*TORCHRUN, "--master-port", free_port()] if by_torchrun else []))
+    assert printed.count("HEALTHY") == printed.count("Note: 2 ranks") == 1
+
+
+@pytest.mark.parametrize("name", [*REPORTS, *ENGINES])
 def test_an_example_fits_on_a_screen_or_two(name):
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 60
