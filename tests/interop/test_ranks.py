@@ -10,7 +10,6 @@ import pytest
 
 from tests.ranks.support import ROOT, free_port
 
-pytestmark = pytest.mark.slow
 NEEDS = "pip install 'hookcb[engines]', which the tests with other packages do not need"
 WORKER = str(Path(__file__).with_name("ranks_worker.py"))
 TORCHRUN = "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port"
@@ -48,7 +47,11 @@ def assert_healthy(printed):
 
 @pytest.mark.parametrize(
     ("engine", "launcher"),
-    [("transformers", TORCHRUN), ("transformers", ACCELERATE), ("lightning", TORCHRUN)],
+    [
+        ("transformers", TORCHRUN),
+        pytest.param("transformers", ACCELERATE, marks=pytest.mark.slow),
+        ("lightning", TORCHRUN),
+    ],
 )
 def test_its_callback_names_the_rank_that_is_sick(engine, launcher):
     code, printed, errors = launched(launcher, WORKER, engine, "adapter", "scaled,healthy")
@@ -58,6 +61,7 @@ def test_its_callback_names_the_rank_that_is_sick(engine, launcher):
     assert_healthy(healthy)
 
 
+@pytest.mark.slow
 def test_ranks_with_parts_of_the_optimizer_are_judged_together():
     pytest.importorskip("deepspeed", reason=NEEDS)
     code, printed, errors = launched(TORCHRUN, WORKER, "deepspeed", "adapter", "scaled,healthy")
@@ -67,6 +71,7 @@ def test_ranks_with_parts_of_the_optimizer_are_judged_together():
     assert_healthy(healthy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "check"), [("scaled", assert_names_rank_1), ("healthy", assert_healthy)])
 def test_ranks_that_ray_starts_are_judged_together(case, check):
     pytest.importorskip("ray", reason=NEEDS)
@@ -75,6 +80,7 @@ def test_ranks_that_ray_starts_are_judged_together(case, check):
     check(re.sub(r"\x1b\[36m.*?\x1b\[0m ", "", printed))  # which process says it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "wanted"), [("scaled", 1), ("healthy", 0)])
 def test_a_script_with_a_trainer_is_diagnosed_on_all_ranks(case, wanted):
     command = "-m", "hookcb", "diagnose", WORKER, "transformers", "script", case
