@@ -34,9 +34,10 @@ class Parting:
         return [own.looks[n] for _, own in self.members]
 
     def are_alike(self, n: int, kind: str) -> bool | None:
-        """Whether hashes of a kind are equal at a look; None if they are unknown."""
-        found = [(hashes := getattr(look, kind)) and hashes[self.place] for look in self.looks(n)]
-        return len(set(found)) == 1 if all(found) else None
+        """Whether hashes of a kind are equal at a look; None if they are unknown, or all gradients zero."""
+        of_ranks = [getattr(look, kind) for look in self.looks(n)]
+        found = {hashes[self.place] for hashes in of_ranks} if all(of_ranks) else set()
+        return len(found) == 1 if any(found) else None
 
     @property
     def apart(self) -> tuple[int, ...]:
@@ -243,9 +244,11 @@ def cause_of(parting: Parting, is_ddp: bool) -> Cause:
     looks = [n for n in (parting.before, parting.first) if n is not None]
     known = [n for n in looks if parting.looks(n)[0].given]
     for n in known:
-        if parting.are_alike(n, "backward") is False:
+        backward, given = parting.are_alike(n, "backward"), parting.are_alike(n, "given")
+        is_raw = any(role.n_raw for role, _ in parting.members)  # its backward may not be seen
+        if backward is False or (backward is None and given is False and is_raw):
             return _not_synced(parting, n, is_ddp)
-        if parting.are_alike(n, "given") is False:
+        if given is False:
             return (
                 "its gradients were equal after the backward, but not as the optimizer got them",
                 "gradients that are clipped, scaled or changed on one rank only",

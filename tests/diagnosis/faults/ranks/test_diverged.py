@@ -121,6 +121,10 @@ def test_the_first_step_comes_before_the_first_parameter():
         ({"rates": lambda rank: (0.1 * (rank + 1),)}, "a schedule that follows a number of its rank"),
         ({}, "a state of the optimizer"),
         ({"backward": own_gradients}, "an all-reduce that loses data"),
+        (
+            {"backward": lambda n, rank: [0, 0] if rank else gradients(n, rank)},
+            "an all-reduce that loses data",
+        ),
         ({"backward": lambda n, rank: [0, 0]}, "a state of the optimizer"),  # of which nothing is known
     ],
 )
@@ -142,6 +146,12 @@ def test_what_is_known_of_the_wrapper_tells_why_gradients_differ(about, words):
     roles = [Role(rank, (0, 1), **about) for rank in range(2)]
     found = diverged(roles=roles, weights=from_step(1), backward=own_gradients)
     assert words in found.causes[0]
+
+
+def test_a_raw_call_whose_backward_was_not_seen_is_told():
+    roles = [Role(rank, (0, 1), n_raw=9) for rank in range(2)]
+    about = {"backward": lambda n, rank: [0, 0], "given": own_gradients}
+    assert "a call of the model inside" in diverged(roles=roles, weights=from_step(1), **about).causes[0]
 
 
 def test_a_step_in_no_sync_is_told():
