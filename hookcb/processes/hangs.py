@@ -26,7 +26,16 @@ from hookcb.processes.exchange import RankError
 from hookcb.processes.failures import is_from_others
 from hookcb.processes.farewell import Farewell
 from hookcb.processes.patience import PATIENCE
-from hookcb.processes.positions import IN_VAIN, LOADING, VALIDATES, Position, describe, position_in
+from hookcb.processes.positions import (
+    BY_SIGNAL,
+    FAILED,
+    IN_VAIN,
+    LOADING,
+    VALIDATES,
+    Position,
+    describe,
+    position_in,
+)
 
 SHARE = 0.8  # of the group's timeout, after which a rank that makes no step hangs
 LOOKS = 16  # looks in that time
@@ -128,7 +137,7 @@ class Lookout:
         position = position_in(frames, names)
         is_of_others = is_from_others(error) or isinstance(error, RankError)
         is_own = not is_of_others or position.doing == LOADING
-        end = f"raised {_text_of(error)}" if is_own else IN_VAIN
+        end = f"{FAILED}{_text_of(error)}" if is_own else IN_VAIN
         self._post(replace(position, batch=loop.train_iter, end=end))
         if is_own and not self._report:
             self._board.flush(ANSWER)
@@ -261,7 +270,7 @@ class Lookout:
     def _take_leave(self) -> None:
         """Notes that SIGTERM ends this rank, has its say, and lets it end."""
         self._is_leaving = True
-        self._post(replace(self._position(is_still=True), end="was ended by SIGTERM"))
+        self._post(replace(self._position(is_still=True), end=BY_SIGNAL))
         self._farewell.speak(self._say_why)
 
     def _say_why(self) -> None:

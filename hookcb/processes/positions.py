@@ -25,6 +25,8 @@ DOING = {
 }
 LOADING = "in the loader"
 IN_VAIN = "has waited in vain"  # how a training ends whose collective has failed
+FAILED = "raised "
+BY_SIGNAL = "was ended by SIGTERM"  # and one that torchrun ends, as another rank has failed
 REPLICAS = TORCH + os.path.join("nn", "parallel", "distributed.py")
 COLLECTIVES = TORCH + os.path.join("distributed", "distributed_c10d.py")
 # what may take long while nothing is wrong, by parts of the files whose code does it
@@ -117,7 +119,7 @@ def collective_in(calls: Iterable[Call]) -> str:
     calls = list(calls)
     if calls and calls[0].file == REPLICAS:  # whose collectives are not in Python
         return "DistributedDataParallel"
-    if calls and calls[0].file.startswith(OURS) and calls[0].file.endswith(os.sep + "ranks.py"):
+    if calls and calls[0].file.startswith(OURS) and calls[0].file.endswith(os.sep + "exchange.py"):
         return "a collective of hookcb"
     called = [name for file, name in calls if file == COLLECTIVES and not name.startswith("_")]
     return called[-1] if called else ""
@@ -163,7 +165,10 @@ def position_in(frames: Sequence[FrameType], names: Mapping[int, str]) -> Positi
 
 
 def describe(positions: Iterable[Position], asked: Iterable[int]) -> str:
-    """A sentence on where ranks are: first those that differ from most, and those that wait for nobody.
+    """A sentence on where ranks are.
+
+    First are those that have failed by themselves, then those that wait for nobody, then those that wait; the
+    last are those that a signal has ended, as torchrun ends the others so. Fewer come before more.
 
     Args:
         positions: what is known.
@@ -172,7 +177,7 @@ def describe(positions: Iterable[Position], asked: Iterable[int]) -> str:
     alike: dict[tuple[str, ...], list[Position]] = {}
     for x in sorted(positions, key=lambda x: x.rank):
         alike.setdefault((x.end, x.place, x.call, x.doing, x.module, x.excuse), []).append(x)
-    groups = sorted(alike.values(), key=lambda group: (len(group), group[0].waits, group[0].rank))
+    groups = sorted(alike.values(), key=lambda group: (_urgency(group[0]), len(group), group[0].rank))
     hosts = {x.host for group in groups for x in group}
     told = [_told(group, hosts) for group in groups[:MAX_GROUPS]]
     known = {x.rank for group in groups for x in group}
@@ -182,6 +187,11 @@ def describe(positions: Iterable[Position], asked: Iterable[int]) -> str:
         others = sum(map(len, groups[MAX_GROUPS:]))
         told.append(f"{others} other ranks are at {len(groups) - MAX_GROUPS} other places")
     return "; ".join(told)
+
+
+def _urgency(x: Position) -> int:
+    """Place of a rank in a sentence: 0 for what may have stopped the others."""
+    return 0 if x.end.startswith(FAILED) else 3 if x.end == BY_SIGNAL else 2 if x.waits else 1
 
 
 def _told(group: Sequence[Position], hosts: set[str]) -> str:

@@ -69,7 +69,7 @@ def test_the_stage_is_told_by_the_calls_in_progress(calls, doing):
         ([call("distributed/distributed_c10d.py", "_new_group_with_tag")], ""),
         ([call("distributed/fsdp/api.py", "all_reduce")], ""),
         ([call("nn/parallel/distributed.py", "_pre_forward")], "DistributedDataParallel"),
-        ([Call(OURS + os.path.join("core", "ranks.py"), "wait")], "a collective of hookcb"),
+        ([Call(OURS + os.path.join("processes", "exchange.py"), "wait")], "a collective of hookcb"),
         ([USER, call("nn/parallel/distributed.py", "_run_ddp_forward")], ""),
     ],
 )
@@ -176,8 +176,13 @@ A = {"place": "train.py:3", "code": "loss.backward()", "doing": "in the backward
                 Position(0, batch=5),
                 Position(1, end="raised ValueError: x", batch=5, place="a.py:1", module="0.1"),
             ],
-            "rank 0 was last seen after 5 batches; rank 1 raised ValueError: x at a.py:1, after 5 batches, "
-            "in layer 0.1",
+            "rank 1 raised ValueError: x at a.py:1, after 5 batches, in layer 0.1; "
+            "rank 0 was last seen after 5 batches",
+        ),
+        (
+            [Position(0, end="was ended by SIGTERM", batch=5, **A), Position(1, batch=5)],
+            "rank 1 was last seen after 5 batches; rank 0 was ended by SIGTERM at train.py:3, "
+            "`loss.backward()`, in the backward of batch 5",
         ),
         (
             [
