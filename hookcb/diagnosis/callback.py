@@ -28,7 +28,7 @@ from hookcb.diagnosis.measurements.outside import OutsideParameters
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.preflight import add_preflight
 from hookcb.diagnosis.ranks import Note, Posted, Together, of_all, states_of
-from hookcb.diagnosis.run import Run
+from hookcb.diagnosis.run import Run, Skipped
 from hookcb.diagnosis.verdict import Finding, Status, Verdict
 from hookcb.gradients.callback import GradientHealth
 from hookcb.hooks.modules import ModelGoneError, has_params, named_modules, without_wrappers
@@ -273,7 +273,8 @@ class Diagnose(Callback):
             return
         error, lookout = self.learn.fit_error, self._lookout
         if lookout is not None:
-            dispatcher.run.hang = dispatcher.guarded("events", lookout.end, self.learn, error) or ""
+            if where := dispatcher.guarded("events", lookout.end, self.learn, error):
+                dispatcher.run.lack(Skipped(where), "hang")
         if error is not None and is_failure(error):
             dispatcher.guarded("events", note_end, dispatcher.run, error)
             dispatcher.emit("on_error", error)

@@ -131,7 +131,6 @@ class Dispatcher:
         live = self.run
         run = Run(parts=dict(live.parts), sources=set(SOURCES), params=frame.params, n_steps=live.n_steps)
         run.n_batches = live.n_batches + self._under_way
-        run.hang = live.hang
         run.n_looked = live.n_looked + (self._under_way and self._is_looked)
         run.parts[Schedule] = self.schedule
         for part in live.parts.values():

@@ -171,7 +171,6 @@ class Run:
         n_steps: number of optimizer steps.
         notes: remarks on what could not be inspected.
         reasons: why nothing, or not all, is known, see `lack`.
-        hang: where the processes were when the training got no further; "" if it did.
         reader: how whoever reads the verdict runs hookcb, for advice that fits.
         loop: the loop, while it is followed.
         looking: whether the current batch is inspected.
@@ -194,7 +193,6 @@ class Run:
     n_steps: int = 0
     notes: list[str] = field(default_factory=list)
     reasons: dict[str, Reason] = field(default_factory=dict)
-    hang: str = ""
     reader: Way = field(default_factory=lambda: way_of("learner"))
     # what a verdict reads often
     _kept: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -271,6 +269,11 @@ class Run:
     def advise(self, what: str) -> str:
         """One of `ADVICE`, in the words of how the reader runs hookcb."""
         return ADVICE[what][self.reader]
+
+    @property
+    def hang(self) -> str:
+        """Places of the processes when the training got no further; "" if it did."""
+        return self._why("hang")
 
     def why_nothing_seen(self) -> str:
         """Reason why no verdict can rest on this evidence, "" if one can."""
