@@ -272,9 +272,9 @@ class Diagnose(Callback):
         if (dispatcher := self._dispatcher) is None:
             return
         error, lookout = self.learn.fit_error, self._lookout
-        if lookout is not None:
-            if where := dispatcher.guarded("events", lookout.end, self.learn, error):
-                dispatcher.run.lack(Skipped(where), "hang")
+        hang = lookout and dispatcher.guarded("events", lookout.end, self.learn, error)
+        if hang:
+            dispatcher.run.lack(Skipped(hang), "hang")
         if error is not None and is_failure(error):
             dispatcher.guarded("events", note_end, dispatcher.run, error)
             dispatcher.emit("on_error", error)
