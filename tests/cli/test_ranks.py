@@ -155,7 +155,7 @@ def forked(script, *args):
     shown = "".join(rank["log"] for rank in ranks)
     return (
         [rank["exit"] for rank in ranks],
-        re.findall(r"^(HEALTHY|SUSPECT|SICK)", shown, re.MULTILINE),
+        re.findall(r"^(HEALTHY|SUSPECT|SICK|UNKNOWN)", shown, re.MULTILINE),
         shown,
     )
 
@@ -204,7 +204,7 @@ def test_json_and_the_page_have_the_verdict_of_all_ranks():
 def test_a_rank_that_is_killed_is_said_and_the_others_end():
     began = time.monotonic()
     codes, statuses, shown = forked(LOOP, "0.1", "-1", "killed")
-    assert (codes, statuses) == ([1, -9], ["HEALTHY"])
+    assert (codes, statuses) == ([1, -9], ["UNKNOWN"])
     assert "rank 1 had not ended, or is gone" in shown
     assert time.monotonic() - began < 45
 
