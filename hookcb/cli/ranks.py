@@ -48,9 +48,12 @@ class Exit:
         """Exit codes of the other processes, for rank 0; of those that are there and come in time."""
         if self._board is None:
             return {}
-        with PATIENCE.waiting(2 / 3) as seconds:
-            there = self._board.there("here", range(1, self._board.world), seconds)
-            return self._board.wait("code", there, seconds)
+        return self._board.wait_patiently("code", self._that_posted("here", self._board), 2 / 3)
+
+    def _that_posted(self, key: str, board: Board) -> dict[int, object]:
+        """Notes of other ranks that are there by now."""
+        with PATIENCE.waiting(1 / 3) as seconds:
+            return board.there(key, range(1, board.world), seconds)
 
     def settle(self, code: int, otherwise: int = 0) -> int:
         """The exit code of all: what rank 0 gives, once it has printed.
@@ -63,12 +66,12 @@ class Exit:
             return otherwise if own_rank() else code
         board, is_main = self._board, not own_rank()
         board.post("code", code)
+        if is_main:  # which may host the store
+            board.wait_patiently("read", self._that_posted("code", board))
+            return code
+        settled: int = board.wait_patiently("code", [0]).get(0, otherwise)
+        board.post("read", True)
         with PATIENCE.waiting() as seconds:
-            if is_main:  # which may host the store
-                board.wait("read", board.there("code", range(1, board.world), seconds), seconds)
-                return code
-            settled: int = board.wait("code", [0], seconds).get(0, otherwise)
-            board.post("read", True)
             board.flush(seconds)
         return settled
 

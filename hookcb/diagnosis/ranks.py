@@ -204,15 +204,11 @@ class Posted(Together):
         if self.rank:
             self._board.post("end", note)
             return
-        self._here = set(self._wait("here", self._others, 1 / 3))
-        ended = self._wait("end", self._here, 2 / 3)
+        self._here = set(self._board.wait_patiently("here", self._others, 1 / 3))
+        ended = self._board.wait_patiently("end", self._here, 2 / 3)
         late = [rank for rank in self._others if rank not in ended]
         with PATIENCE.waiting() as seconds:
             self.notes |= self._board.there("note", late, seconds) | ended
-
-    def _wait(self, key: str, ranks: Iterable[int], share: float = 1.0) -> dict[int, Any]:
-        with PATIENCE.waiting(share) as seconds:
-            return self._board.wait(key, ranks, seconds)
 
     def _known(self) -> dict[int, Note]:
         """Notes on the model that this rank trains."""
@@ -225,7 +221,7 @@ class Posted(Together):
             if self._is_end:
                 self._board.post("all", of_all)
             return of_all
-        given: dict[int, Any] = self._wait("all", [0]).get(0, {}) if self._is_end else {}
+        given: dict[int, Any] = self._board.wait_patiently("all", [0]).get(0, {}) if self._is_end else {}
         return given if self.rank in given else {self.rank: own}
 
     def told(self, own: Sequence[Finding]) -> Sequence[Finding]:
@@ -240,7 +236,7 @@ class Posted(Together):
             return {self.rank: (found, gaps)}
         known = self._known()
         if self._is_end:
-            self._found = self._wait("found", [rank for rank in self._ended() if rank], 0.5)
+            self._found = self._board.wait_patiently("found", [rank for rank in self._ended() if rank], 0.5)
         by_themselves: dict[int, Results] = {
             rank: ([f for f in note.found if f.severity != "info"], ()) for rank, note in known.items()
         }
@@ -250,7 +246,7 @@ class Posted(Together):
         """The verdict of rank 0 if it comes and covers this rank; else that of this rank only."""
         verdict: Verdict
         if self.rank:
-            verdict, covered = self._wait("verdict", [0]).get(0, (own, ()))
+            verdict, covered = self._board.wait_patiently("verdict", [0]).get(0, (own, ()))
             self._board.post("read", True)
             with PATIENCE.waiting() as seconds:
                 self._board.flush(seconds)
@@ -262,7 +258,9 @@ class Posted(Together):
         verdict = self._with_notes(own, covered, list(self._remarks()))
         if self._is_end:
             self._board.post("verdict", (verdict, covered))
-            self._wait("read", [rank for rank in self._ended() if rank])  # this process may host the store
+            self._board.wait_patiently(
+                "read", [rank for rank in self._ended() if rank]
+            )  # this process may host the store
         return verdict
 
     def _with_notes(self, verdict: Verdict, covered: Sequence[int], notes: list[str]) -> Verdict:

@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from hookcb.core.torch_private import store_client
+from hookcb.processes.patience import PATIENCE
 
 TIMEOUT = timedelta(seconds=3)  # of one answer of the store
 POLL = 0.01  # seconds between looks for what others have not posted yet
@@ -91,6 +92,11 @@ class Board:
             time.sleep(POLL)
         return found
 
+    def wait_patiently(self, key: str, ranks: Iterable[int], share: float = 1.0) -> dict[int, Any]:
+        """Notes as of `wait`, for at most a share of what `PATIENCE` has left."""
+        with PATIENCE.waiting(share) as seconds:
+            return self.wait(key, ranks, seconds)
+
     def flush(self, seconds: float) -> bool:
         """Waits until all notes so far are written, at most so long; returns whether they are."""
         try:
@@ -108,6 +114,7 @@ class Board:
         done: Future[Any] = Future()
         if os.getpid() != self._process:
             self.failure = "this process was forked from one that trains"
+        if self.failure:
             done.set_result({})
             return done
         self._jobs.put((job, done))

@@ -8,7 +8,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import TimeoutError as NotInTime
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -229,10 +228,7 @@ class Lookout:
         self._board.post(NOTE, replace(position, rank=self.rank, host=socket.gethostname()))
 
     def _read(self) -> dict[int, Position]:
-        try:
-            return self._board.read(NOTE, self._asked).result(ANSWER)
-        except NotInTime:
-            return {}
+        return self._board.there(NOTE, self._asked, ANSWER)
 
     def _read_all(self) -> dict[int, Position]:
         """Positions of ranks, once each of them has told its own, or in a moment."""

@@ -48,14 +48,7 @@ class Votes:
     def decide(
         self, event: str, cbs: Iterable[Callback], cancels: Sequence[CancelException], training: bool
     ) -> list[CancelException]:
-        """Cancels that take effect at an event, on all ranks.
-
-        Args:
-            event: the event at which callbacks have acted.
-            cbs: those callbacks.
-            cancels: cancels that they raised on this rank.
-            training: whether it is training, and not validation.
-        """
+        """Cancels that take effect at an event, on all ranks; see `Ranks.decide`."""
         if event == Event.AFTER_FIT:
             return list(cancels)
         if event not in BATCH_EVENTS and event != Event.BEFORE_FIT:

@@ -1,5 +1,6 @@
 """Hashes of tensors, by which it is seen whether ranks or batches have the same."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,3 +44,14 @@ def hash_of(item: Any) -> Tensor | None:
             own = hash_bits(flat[:: max(1, -(-len(flat) // N_ELEMENTS))])
             total = own if total is None else total * 31 + own
     return total
+
+
+def apart_from_most(ranks: Sequence[int], own: Sequence[Any]) -> tuple[int, ...]:
+    """Ranks that do not have what most have, or what the first has if there is no majority."""
+    usual = max(own, key=lambda x: (own.count(x), x == own[0]))
+    return tuple(rank for rank, x in zip(ranks, own, strict=True) if x != usual)
+
+
+def name_others(first: int, apart: Sequence[int]) -> str:
+    """Words for the ranks that are not apart: "most ranks", or the first one."""
+    return "most ranks" if first in apart else f"rank {first}"

@@ -3,7 +3,14 @@
 from collections.abc import Iterator, Sequence
 
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
-from hookcb.diagnosis.faults.ranks.diverged import Member, common_looks, communicates, groups_of
+from hookcb.diagnosis.faults.ranks.diverged import (
+    NOT_COMPARED,
+    Member,
+    common_looks,
+    communicates,
+    groups_of,
+    members_of,
+)
 from hookcb.diagnosis.measurements.processes import Processes
 from hookcb.diagnosis.measurements.replica_hashes import ReplicaHashes
 from hookcb.diagnosis.run import Passed, Run, Skipped
@@ -30,16 +37,14 @@ class LoneProcesses(Fault):
     passed = "processes that train alone"
 
     def findings(self, run: Run) -> Iterator[Result]:
-        roles, found = run.measured(Processes).roles, run.measured(ReplicaHashes)
-        if not found.of_ranks or len(roles) != len(found.of_ranks):
-            yield Skipped("the parameters of all ranks were not compared")
+        if not (members := members_of(run)):
+            yield NOT_COMPARED
             return
-        every = groups_of(list(zip(roles, found.of_ranks, strict=True)))
-        groups = [ranks for group in every if len(ranks := _training(group)) > 1]
+        groups = [ranks for group in groups_of(members) if len(ranks := _training(group)) > 1]
         if not groups:
-            n_ddp = sum(len(role.replicas) > 1 or role.is_sharded for role in roles)
+            n_ddp = sum(len(role.replicas) > 1 or role.is_sharded for role, _ in members)
             unseen = Skipped(f"no two processes have made {MIN_STEPS} steps without a wrapper")
-            yield Passed(self.passed) if n_ddp == len(roles) else unseen
+            yield Passed(self.passed) if n_ddp == len(members) else unseen
         for group in groups:
             yield self._judge(group)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hookcb.core.torch_private import BatchNorm, buffers_of, unsaved_buffer_names
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.processes import Processes
-from hookcb.diagnosis.measurements.replicas import INTEGERS, hash_bits
+from hookcb.diagnosis.measurements.replicas import INTEGERS, apart_from_most, hash_bits, name_others
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.modules import named_modules
 from hookcb.processes.groups import name_ranks
@@ -110,12 +110,10 @@ class OwnBuffers(Fault):
         if any(x.names != names for x in every):  # some were made on one rank only, as a cache may be
             return
         for name, *own in zip(names, *(x.hashes for x in every), strict=True):
-            usual = max(own, key=lambda x, own=own: (own.count(x), x == own[0]))  # type: ignore[misc]
-            apart = tuple(rank for rank, x in zip(ranks, own, strict=True) if x != usual)
-            if apart:
-                others = "most ranks" if ranks[0] in apart else f"rank {ranks[0]}"
+            if apart := apart_from_most(ranks, own):
                 yield self.finding(
-                    f"Buffer {name} differs on {name_ranks(apart)} from that of {others}, and "
+                    f"Buffer {name} differs on {name_ranks(apart)} from that of "
+                    f"{name_others(ranks[0], apart)}, and "
                     "DistributedDataParallel has broadcast_buffers=False, so it stays so.",
                     param=name,
                     when=every[0].step,

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.processes import Processes, Role
 from hookcb.diagnosis.measurements.replica_hashes import SET_BY_OTHERS, Look, OfRank, ReplicaHashes
+from hookcb.diagnosis.measurements.replicas import apart_from_most, name_others
 from hookcb.diagnosis.run import Absent, Passed, Run, Skipped
 from hookcb.processes.groups import name_ranks
 
 MIN_APART = 2  # looks in turn, if no single step shows the difference
+NOT_COMPARED = Skipped("the parameters of all ranks were not compared")
 Member = tuple[Role, OfRank]
 Cause = tuple[str, str, str]  # what was seen, a cause, and what to do
 
@@ -41,10 +43,9 @@ class Parting:
 
     @property
     def apart(self) -> tuple[int, ...]:
-        """Numbers of the ranks unlike most, or unlike the first if there is no majority."""
+        """Numbers of the ranks unlike most, see `apart_from_most`."""
         found = [look.weights[self.place] for look in self.looks(self.first)]
-        usual = max(found, key=lambda x: (found.count(x), x == found[0]))
-        return tuple(role.rank for (role, _), x in zip(self.members, found, strict=True) if x != usual)
+        return apart_from_most([role.rank for role, _ in self.members], found)
 
 
 @fault(
@@ -73,23 +74,21 @@ class DivergedReplicas(Fault):
     passed = "replicas that differ"
 
     def findings(self, run: Run) -> Iterator[Result]:
-        roles, found = run.measured(Processes).roles, run.measured(ReplicaHashes)
-        if not found.of_ranks or len(roles) != len(found.of_ranks):
-            yield Skipped("the parameters of all ranks were not compared")
+        if not (members := members_of(run)):
+            yield NOT_COMPARED
             return
-        members = list(zip(roles, found.of_ranks, strict=True))
-        groups = list(groups_of(members))
+        names, groups = run.measured(ReplicaHashes).names, list(groups_of(members))
         for group in groups:
             is_ddp = len(group[0][0].replicas) > 1
             parting = first_apart(group) if is_ddp else first_parting(group)
             if parting is not None:
-                yield self._found(parting, found.names, is_ddp)
+                yield self._found(parting, names, is_ddp)
                 return
         if any(map(is_comparable, groups)):
             yield Passed(self.passed)
-        elif all(role.is_sharded for role in roles):
+        elif all(role.is_sharded for role, _ in members):
             yield Absent("ranks have different parts of the parameters")
-        elif all(role.is_periodic for role in roles):
+        elif all(role.is_periodic for role, _ in members):
             yield Absent("ranks average their weights from time to time")
         else:
             yield Skipped("no two ranks have weights that must be equal")
@@ -98,7 +97,7 @@ class DivergedReplicas(Fault):
         apart, members = parting.apart, parting.members
         # of many parameters on many ranks, one hash is sent
         name = names[parting.place] if len(members[0][1].places) == len(names) else ""
-        others = "most ranks" if members[0][0].rank in apart else f"rank {members[0][0].rank}"
+        others = name_others(members[0][0].rank, apart)
         since = "before the first step" if not parting.first else f"after {_steps(parting.first)}"
         if parting.first and parting.before is not None:
             since += (
@@ -117,6 +116,12 @@ class DivergedReplicas(Fault):
             next_steps=(advice,),
             ranks=apart,
         )
+
+
+def members_of(run: Run) -> list[Member]:
+    """All ranks, with what they have hashed; none unless all have told both."""
+    roles, of_ranks = run.measured(Processes).roles, run.measured(ReplicaHashes).of_ranks
+    return list(zip(roles, of_ranks, strict=True)) if len(roles) == len(of_ranks) else []
 
 
 def groups_of(members: Sequence[Member]) -> Iterator[list[Member]]:
