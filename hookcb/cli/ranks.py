@@ -20,7 +20,7 @@ GRACE = 20.0  # seconds in which processes end after Ctrl-C
 
 
 def own_rank() -> int:
-    """Number of this process among those that torchrun has started; 0 if it is alone."""
+    """Number that torchrun has given this process, whatever group the script opens; 0 if it is alone."""
     return int(os.environ.get("RANK", 0)) if n_processes() > 1 else 0
 
 

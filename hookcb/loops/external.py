@@ -39,7 +39,9 @@ from hookcb.processes.process_group import n_processes
 from hookcb.report.collect import make_page
 from hookcb.report.page import Page
 
-_loops = count()  # of this process; all ranks open theirs in the same order
+# Numbers of the loops of this process. All ranks open in the same order what they train together; a loop that one
+# opens alone has no group, and moves none of these.
+_numbers = {"together": count(), "alone": count()}
 
 
 class ExternalLoop(NamedLoop):
@@ -81,9 +83,10 @@ class ExternalLoop(NamedLoop):
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         group = self._group_of(model)
-        self._stop = AgreedStop(group)
+        how = "alone" if group is None else "together"
+        self._name = f"loop-{how}-{next(_numbers[how])}"  # on all ranks
+        self._stop = AgreedStop(group, self._name)
         super().__init__(model)
-        self._number = next(_loops)
         self._board: Board | None = None
         self._process = os.getpid()  # in one that is forked from it, this does nothing
         self.stage = Stage.IDLE
@@ -127,7 +130,7 @@ class ExternalLoop(NamedLoop):
         """
         if self._board is None and n_processes() > 1:
             rank = distributed.get_rank() if distributed.is_initialized() else int(os.environ["RANK"])
-            self._board = Board(f"loop-{self._number}", rank, n_processes())
+            self._board = Board(self._name, rank, n_processes())
         return self._board
 
     @property

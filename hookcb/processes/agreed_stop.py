@@ -1,7 +1,6 @@
 """AgreedStop: the end of a loop that hookcb does not run, at the same step on all ranks."""
 
 from contextlib import suppress
-from itertools import count
 from typing import Any
 
 from torch import distributed
@@ -11,7 +10,6 @@ from hookcb.core.torch_private import make_store
 from hookcb.processes.groups import name_ranks
 
 RANKS_PER_LOOK = 16  # with more ranks, each looks after every second, third … step only
-_runs = count()  # of this process; all ranks open their loops in the same order
 
 
 class AgreedStop:
@@ -23,14 +21,14 @@ class AgreedStop:
 
     Args:
         group: group of the ranks, None if this process is alone: it then stops at once.
-        name: what all ranks call it; by default a number, as they open their loops in the same order.
+        name: what all ranks call it.
 
     Attributes:
         is_due: whether to stop now.
         is_main: whether this is rank 0, the one that prints.
     """
 
-    def __init__(self, group: Any = None, name: str = "") -> None:
+    def __init__(self, group: Any, name: str) -> None:
         self.is_due, self.is_main = False, True
         self._n_steps, self._is_asked = 0, False
         self._store: Any = None
@@ -38,7 +36,7 @@ class AgreedStop:
             self._rank, self._world = distributed.get_rank(group), distributed.get_world_size(group)
             self.is_main = self._rank == 0
             self._every = 1 + (self._world - 1) // RANKS_PER_LOOK
-            self._store = make_store(f"hookcb/stop-{name or next(_runs)}")
+            self._store = make_store(f"hookcb/stop-{name}")
             self._store.set(f"here-{self._rank}", "")
 
     def request(self) -> None:

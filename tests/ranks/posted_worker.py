@@ -166,6 +166,21 @@ def left_group():
     return watched(before_close=distributed.destroy_process_group)
 
 
+def others_beside():
+    """Rank 1 alone trains and watches a model of its own before that of all ranks."""
+    if RANK:
+        torch.manual_seed(1)
+        own = small_model()
+        opt = torch.optim.SGD(own.parameters(), lr=0.1)
+        with watch(own, opt, cbs=Diagnose(show=False)):
+            for i in range(3):
+                x = torch.randn(16, 4)
+                cross_entropy(own(x), (x.sum(1) > 0).long()).backward()
+                opt.step()
+                opt.zero_grad()
+    return watched(scaled)
+
+
 def absent():
     return watched(is_here=not RANK)
 
@@ -185,6 +200,7 @@ CASES = {
     "rank 1 is late": lambda: watched(before_close=sleeps(1)),
     "rank 0 is late": lambda: watched(before_close=sleeps(0)),
     "freed": freed,
+    "others beside": others_beside,
     "another model": another_model,
     **{f"trace, {x.__name__ if x else None}": traced(x) for x in (None, scaled, nan)},
     "absent": absent,

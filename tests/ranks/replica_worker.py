@@ -11,6 +11,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from hookcb import Diagnose, watch
 from tests.ranks.support import join_group, run_cases
@@ -271,7 +272,65 @@ def the_same_dropout():
     return train(DDP(nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 2))))
 
 
+def epochs(set_epoch=lambda sampler, epoch: None):
+    """Four epochs of a DataLoader with a DistributedSampler."""
+    dataset, model = TensorDataset(*batch(0, 0, 320)), DDP(net())
+    opt, diagnose = torch.optim.SGD(model.parameters(), lr=0.05), Diagnose(show=False)
+    sampler = DistributedSampler(dataset, WORLD, RANK)
+    loader = DataLoader(dataset, 8, sampler=sampler)
+    with watch(model, opt, cbs=diagnose):
+        for epoch in range(4):
+            set_epoch(sampler, epoch)
+            for x, y in loader:
+                cross_entropy(model(x), y).backward()
+                opt.step()
+                opt.zero_grad()
+    return told(diagnose.verdict)
+
+
+@case
+def the_same_order():
+    return epochs()
+
+
+@case
+def batches_that_repeat():
+    return train(DDP(net()), data=lambda i: batch(i % 3 if RANK else i))
+
+
+@case
+def averaged_twice():
+    model = DDP(net())
+    return train(model, after_backward=lambda i, opt: [p.grad.div_(WORLD) for p in model.parameters()])
+
+
+def labels(of):
+    """Batches in which each rank has labels of its own, of three classes."""
+
+    def data(i):
+        x, _ = batch(i)
+        return x, of[RANK][torch.arange(len(x)) % len(of[RANK])]
+
+    torch.manual_seed(0)
+    return train(DDP(nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))), data=data)
+
+
+@case
+def a_class_on_no_rank():
+    return labels((torch.tensor([0, 1]), torch.tensor([1, 0])))
+
+
 # ---- controls
+
+
+@case
+def a_class_on_each_rank():
+    return labels((torch.tensor([0, 1]), torch.tensor([2, 1])))
+
+
+@case
+def another_order():
+    return epochs(lambda sampler, epoch: sampler.set_epoch(epoch))
 
 
 @case

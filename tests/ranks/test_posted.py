@@ -50,6 +50,11 @@ def test_a_fault_on_rank_1_is_shown_by_rank_0_and_names_it(ranks, name, code):
     assert f"{code} on rank 1 of 2" in one["head"]
 
 
+def test_a_model_that_one_rank_trains_alone_leaves_the_verdict_of_all(ranks):
+    one = same(each(ranks, "others beside"))
+    assert one["found"][0] == ["input.scale", [1]]
+
+
 def test_what_another_rank_has_found_is_told_while_it_trains(ranks):
     main, other = each(ranks, "live")
     assert other["told"] == []

@@ -76,6 +76,9 @@ def test_processes_that_train_alone_are_a_warning(ranks, name, words):
         ("the_same_batches", "data.duplicated", []),
         ("the_same_batches_watched_inside", "data.duplicated", []),
         ("a_buffer_of_one_rank", "replica.buffers", [1]),
+        ("the_same_order", "data.same_order", []),
+        ("batches_that_repeat", "data.repeated", [1]),
+        ("averaged_twice", "grad.rescaled", []),
     ],
 )
 def test_what_a_learner_sees_of_ranks_is_seen_in_a_plain_loop(ranks, name, code, of):
@@ -89,6 +92,7 @@ def test_what_a_learner_sees_of_ranks_is_seen_in_a_plain_loop(ranks, name, code,
         ("own_statistics", "replica.buffers"),
         ("sweep", "replica.alone"),
         ("ensemble", "replica.alone"),
+        ("a_class_on_no_rank", "label.unseen"),
     ],
 )
 def test_what_may_be_meant_is_a_note(ranks, name, code):
@@ -101,7 +105,7 @@ RIGHT = (
     *("healthy", "clipped_on_all", "wrapped_later", "accumulating", "zero_optimizer", "unused_parameters"),
     *("half_precision_hook", "power_sgd_hook", "joining", "average_on_rank_0", "best_weights_on_rank_0"),
     *("reduced_by_hand", "local_sgd_by_hand", "local_sgd_of_torch", "post_local_sgd_hook", "diloco"),
-    *("halves", "stages", "experts", "fully_sharded", "tensor_parallel"),
+    *("halves", "stages", "experts", "fully_sharded", "tensor_parallel", "another_order"),
 )
 
 
@@ -110,3 +114,9 @@ def test_right_uses_are_healthy(ranks, name):
     verdict = of_both(ranks, name)
     assert (verdict["status"], verdict["alarms"]) == ("healthy", [])
     assert not [note for note in verdict["notes"] if note[0].startswith("replica")]
+
+
+def test_classes_that_only_another_rank_has_are_not_unseen(ranks):
+    verdict = of_both(ranks, "a_class_on_each_rank")
+    assert (verdict["alarms"], "label.unseen" in verdict["gaps"]) == ([], False)
+    assert "label.unseen" not in [note[0] for note in verdict["notes"]]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookcb import ActivationStats, Diagnose, Hook, Learner
+from hookcb import ActivationStats, Diagnose, Hook, Learner, watch
 from hookcb.diagnosis.measurements.layer_times import FIRST, MAX_TIMED, MIN_TIMED, LayerTimes, work_of
 from hookcb.diagnosis.run import Run
 from tests.support import Clock, fit, make_learner, make_model
@@ -218,6 +218,33 @@ def test_a_hook_that_cannot_be_named_is_no_harm(clock):
     times = timed(model)
     assert times.hook_seconds == {}
     assert set(times.seconds) == {"", "0"}
+
+
+class Engine(nn.Module):
+    """Calls a model, and takes time of its own; it computes something only if told."""
+
+    def __init__(self, clock, computes):
+        super().__init__()
+        self.clock, self.computes = clock, computes
+        self.inner = nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 3))
+
+    def forward(self, x):
+        self.clock.sleep()
+        return self.inner(x + 1 if self.computes else x)
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_model_is_slow_for_its_work_unless_it_only_calls_others(clock, computes):
+    model = Engine(clock, computes)
+    opt, diagnose = torch.optim.SGD(model.parameters(), lr=0.01), Diagnose(show=False)
+    with watch(model, opt, diagnose):
+        for _ in range(80):
+            x = torch.randn(8, 3)
+            (model(x) - x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+    notes = [finding.message for finding in diagnose.verdict.findings if finding.code == "time.layer"]
+    assert [note.startswith("The model itself takes 100%") for note in notes] == [True] * computes
 
 
 def test_an_error_in_a_hook_does_not_reach_the_forward_and_costs_the_times_of_layers(monkeypatch):

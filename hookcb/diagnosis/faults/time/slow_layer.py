@@ -23,7 +23,7 @@ class SlowLayer(Fault):
     forward, and 1 ms.
     It is a note, as there may be no other way to compute it. Least of 3 to 6 batches that follow inspected
     ones; modules that a layer calls do not count, nor do layers whose work is unknown, as of a sort, or whose
-    steps follow each other, as of an LSTM. A loop is named as its cause if it runs 50 operations, and a wait
+    steps follow each other, as of an LSTM, nor a model that only calls others, as an engine does. A loop is named as its cause if it runs 50 operations, and a wait
     if one of them reads a number. On a GPU it is the time of the processor. Nothing is timed once
     anything is compiled.
 
@@ -41,7 +41,11 @@ class SlowLayer(Fault):
         unknown = {name: why for name in seconds if (why := _why_unknown(run, name))}
         work = {name: times.work.get(name, 0.0) for name in seconds if name not in unknown}
         of_known, whole_work = sum(seconds[name] for name in work), sum(work.values())
-        large = [name for name, x in seconds.items() if x > MIN_LAYER * whole and x >= MIN_SECONDS]
+        large = [
+            name
+            for name, x in seconds.items()
+            if x > MIN_LAYER * whole and x >= MIN_SECONDS and (name or times.n_ops[name])
+        ]
         parts = {name: _part(name, seconds[name], whole) for name in large}
         not_judged = [f"{parts[name]}, but {unknown[name]}" for name in large if name in unknown]
         if not whole_work:
