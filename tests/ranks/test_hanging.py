@@ -51,6 +51,14 @@ def test_the_layer_is_named_in_which_a_rank_hangs(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_rank_that_hangs_in_a_learner_is_named(tmp_path):
+    first, _ = run(tmp_path / "x", "sleeps", "learner", only=1)
+    for text in told(first):
+        assert f"rank 1 is at tests/ranks/hanging_worker.py:41, {SLEEPS}" in text
+    assert "HEALTHY" not in first["log"]
+
+
+@pytest.mark.slow
 def test_collectives_that_do_not_match_are_named(tmp_path):
     first, second = run(tmp_path / "x", "other collectives")
     report, verdict = told(first)
