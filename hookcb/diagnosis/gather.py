@@ -81,11 +81,13 @@ def _add_validations(evidence: Run, recorder: Recorder) -> None:
 
 
 def _add_ranks(evidence: Run, timer: StepTimer | None) -> None:
-    if timer is None or timer.records.ranks is None:
-        evidence.lack(Absent("there are no ranks to compare"), "ranks")
-    else:
-        evidence.sources.add("ranks")
-        evidence.measured(SlowRank).slowest = timer.records.ranks.slowest
+    found = evidence.measured(SlowRank)
+    if timer is not None and timer.records.ranks is not None:
+        found.slowest = timer.records.ranks.slowest
+    elif not found.is_watched:
+        return evidence.lack(Absent("there are no ranks to compare"), "ranks")
+    evidence.sources.add("ranks")
+    return None
 
 
 def note_unseen(evidence: Run, loop: Any) -> None:

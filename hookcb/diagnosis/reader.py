@@ -40,10 +40,7 @@ ADVICE: Mapping[str, Mapping[Way, str]] = {  # what to do, by how the reader run
     "line": {"command": f"hookcb diagnose {OPTION} names its line"},
     "straggler": {
         "learner": f"Print learn.step_timer.report(), and {MACHINE}",
-        "watch": f"Print w.step_timer.report(), and {MACHINE}",
-        "lightning": f"Print step_timer.report() of the HookcbCallback, and {MACHINE}",
-        "transformers": f"Print step_timer.report() of the HookcbCallback, and {MACHINE}",
-        "command": f"L{MACHINE[1:]}",
+        **dict.fromkeys(("watch", "lightning", "transformers", "command"), f"L{MACHINE[1:]}"),
     },
     "coverage": {
         "learner": "verdict.coverage",

@@ -39,8 +39,8 @@ from hookcb.processes.process_group import n_processes
 from hookcb.report.collect import make_page
 from hookcb.report.page import Page
 
-# Numbers of the loops of this process. All ranks open in the same order what they train together; a loop that one
-# opens alone has no group, and moves none of these.
+# Numbers of the loops of this process. All ranks open in the same order what they train together; a loop that
+# one of them opens alone has no group, and is counted by itself.
 _numbers = {"together": count(), "alone": count()}
 
 

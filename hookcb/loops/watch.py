@@ -81,8 +81,8 @@ def watch(
     optimizers = _checked_optimizers(given)
     if _share_no_parameter(optimizers, model):
         warn(
-            f"the given optimizer has no parameter of {type(model).__name__}: it is not followed, and the one "
-            "that trains the model is looked for, as with None"
+            f"the given optimizer has no parameter of {type(model).__name__}: it is not followed, and the "
+            "one that trains the model is looked for, as with None"
         )
         optimizers = []
     return Watch(model, optimizers, callbacks, scaler)

@@ -173,7 +173,7 @@ def others_beside():
         own = small_model()
         opt = torch.optim.SGD(own.parameters(), lr=0.1)
         with watch(own, opt, cbs=Diagnose(show=False)):
-            for i in range(3):
+            for _ in range(3):
                 x = torch.randn(16, 4)
                 cross_entropy(own(x), (x.sum(1) > 0).long()).backward()
                 opt.step()

@@ -2,7 +2,9 @@
 
 import contextlib
 import sys
+import time
 import warnings
+from unittest import mock
 
 import torch
 from torch import distributed, nn
@@ -234,6 +236,26 @@ def clip_of_halves_on_one_rank():
     return train(model, data=lambda i: batch(i, 0), after_backward=clip(model, (1,)))
 
 
+def in_parallel():
+    """Tensor parallelism by DTensor; ranks share the last bias."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    return parallelize_module(net(), mesh, {"0": ColwiseParallel(), "3": RowwiseParallel()})
+
+
+@case
+def clip_of_dtensors_on_one_rank():
+    model = in_parallel()
+
+    def scale(i, opt):
+        for p in model.parameters():
+            p.grad.to_local().mul_(0.1 if RANK == 1 else 1.0)
+
+    return train(model, data=lambda i: batch(i, 0), after_backward=scale)
+
+
 # ---- what only a Learner saw before
 
 
@@ -302,6 +324,55 @@ def batches_that_repeat():
 def averaged_twice():
     model = DDP(net())
     return train(model, after_backward=lambda i, opt: [p.grad.div_(WORLD) for p in model.parameters()])
+
+
+class Slow(TensorDataset):
+    """Samples that take long to read on rank 1."""
+
+    def __getitem__(self, i):
+        time.sleep(1e-3 * RANK)
+        return super().__getitem__(i)
+
+
+def many(dataset, forward=lambda: None, n=240):
+    """240 batches of a DataLoader, in blocks of 20."""
+    loader = DataLoader(dataset(*batch(0, n=8 * n)), 8)
+    samples = iter(loader)
+    model = DDP(nn.Sequential(nn.Linear(4, 16), Acts(forward), nn.ReLU(), nn.Linear(16, 2)))
+    with mock.patch("hookcb.diagnosis.faults.ranks.straggler.BLOCK", 20):
+        return train(model, n, data=lambda i: next(samples))
+
+
+class Acts(nn.Module):
+    """Does something in each forward."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.act = act
+
+    def forward(self, x):
+        self.act()
+        return x
+
+
+@case
+def slow_to_read():
+    return many(Slow)
+
+
+@case
+def slow_forward():
+    return many(TensorDataset, lambda: time.sleep(8e-3 * RANK))
+
+
+@case
+def as_fast_as_the_other():
+    return many(TensorDataset)
+
+
+@case
+def slow_with_a_collective_in_the_forward():
+    return many(TensorDataset, lambda: (time.sleep(8e-3 * RANK), distributed.barrier()))
 
 
 def labels(of):
@@ -563,12 +634,7 @@ def fully_sharded():
 
 @case
 def tensor_parallel():
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", (WORLD,))
-    model = parallelize_module(net(), mesh, {"0": ColwiseParallel(), "3": RowwiseParallel()})
-    return train(model, data=lambda i: batch(i, 0))
+    return train(in_parallel(), data=lambda i: batch(i, 0))
 
 
 def main():

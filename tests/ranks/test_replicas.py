@@ -41,6 +41,14 @@ FAULTS = {  # severity, parameter, ranks, step, and words of the message and the
     "rate_of_one_rank": ("error", "0.weight", [1], 11, "learning rates differ", "a schedule that"),
     "step_in_no_sync": ("error", "0.weight", [1], 1, "inside of no_sync()", "no_sync()"),
     "all_reduce_by_hand_that_stops": ("warning", "0.weight", [1], 16, SYNC, "an all-reduce that"),
+    "clip_of_dtensors_on_one_rank": (
+        "error",
+        "3.bias",
+        [1],
+        1,
+        "but not as the optimizer got them",
+        "clipped",
+    ),
     "clip_of_halves_on_one_rank": ("error", "bias", [1], 1, "but not as the optimizer got them", "clipped"),
 }
 
@@ -114,6 +122,22 @@ def test_right_uses_are_healthy(ranks, name):
     verdict = of_both(ranks, name)
     assert (verdict["status"], verdict["alarms"]) == ("healthy", [])
     assert not [note for note in verdict["notes"] if note[0].startswith("replica")]
+
+
+@pytest.mark.parametrize("phase", ["data", "forward"])
+def test_the_rank_that_the_others_wait_for_is_named_with_its_phase(ranks, phase):
+    name = {"data": "slow_to_read", "forward": "slow_forward"}[phase]
+    ((code, severity, *_, of, _, text, _),) = of_both(ranks, name)["alarms"]
+    assert (code, severity, of) == ("time.straggler", "warning", [1])
+    assert "ms on its data and forward in a step, the others " in text
+    assert f"its {phase} takes " in text
+
+
+@pytest.mark.parametrize("name", ["as_fast_as_the_other", "slow_with_a_collective_in_the_forward"])
+def test_ranks_that_wait_elsewhere_are_not_slow(ranks, name):
+    verdict = of_both(ranks, name)
+    assert verdict["alarms"] == []
+    assert "time.straggler" not in verdict["gaps"]
 
 
 def test_classes_that_only_another_rank_has_are_not_unseen(ranks):

@@ -23,9 +23,9 @@ class SlowLayer(Fault):
     forward, and 1 ms.
     It is a note, as there may be no other way to compute it. Least of 3 to 6 batches that follow inspected
     ones; modules that a layer calls do not count, nor do layers whose work is unknown, as of a sort, or whose
-    steps follow each other, as of an LSTM, nor a model that only calls others, as an engine does. A loop is named as its cause if it runs 50 operations, and a wait
-    if one of them reads a number. On a GPU it is the time of the processor. Nothing is timed once
-    anything is compiled.
+    steps follow each other, as of an LSTM, nor a model that only calls others, as an engine does. A loop is
+    named as its cause if it runs 50 operations, and a wait if one of them reads a number. On a GPU it is the
+    time of the processor. Nothing is timed once anything is compiled.
 
     Source: Williams et al., "Roofline: An Insightful Visual Performance Model for Multicore Architectures",
     2009, bounds the time of a kernel by its operations and its bytes; the limits are choices.
