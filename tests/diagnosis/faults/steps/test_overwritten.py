@@ -1,8 +1,6 @@
 """Weights that something other than the optimizer writes in the middle of a training."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Callback, Diagnose, Learner, watch
+from hookcb.cli.main import main
 from hookcb.diagnosis.faults.steps.overwritten import Overwritten
 from hookcb.diagnosis.run import Run, Skipped
 from tests.support import fit
@@ -302,7 +301,7 @@ def test_nothing_is_said_of_a_run_without_steps():
     assert [type(x) for x in Overwritten().findings(Run())] == [Skipped]
 
 
-def test_the_command_finds_it(tmp_path):
+def test_the_command_finds_it(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text(
         "import torch\nfrom torch import nn\ntorch.manual_seed(0)\n"
@@ -316,7 +315,5 @@ def test_the_command_finds_it(tmp_path):
         "    (model(x) - x.sum(1, keepdim=True)).square().mean().backward()\n"
         "    opt.step()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "hookcb", "diagnose", str(script)], capture_output=True, text=True, check=False
-    )
-    assert f"WARNING  {CODE}  layer 0" in done.stdout
+    main(["diagnose", str(script)])
+    assert f"WARNING  {CODE}  layer 0" in capsys.readouterr().out

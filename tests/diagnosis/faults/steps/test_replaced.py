@@ -1,8 +1,6 @@
 """Parameters that change under an optimizer: new objects, another dtype or device."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, watch
+from hookcb.cli.main import main
 from hookcb.diagnosis.faults.steps.replaced import Converted, Replaced
 from hookcb.diagnosis.run import Run, Skipped
 
@@ -141,29 +140,35 @@ for i in range(80):
 """
 
 
-def by_command(tmp_path, change):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(change=change))
-    command = [sys.executable, "-m", "hookcb", "diagnose", str(script)]
-    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+@pytest.fixture
+def by_command(tmp_path, capsys):
+    """What `hookcb diagnose` prints of a script that makes a change."""
+
+    def by_command(change):
+        script = tmp_path / "train.py"
+        script.write_text(SCRIPT.format(change=change))
+        main(["diagnose", str(script)])
+        return capsys.readouterr().out
+
+    return by_command
 
 
-def test_the_command_names_the_states_that_make_a_step_fail(tmp_path):
-    out = by_command(tmp_path, "model.half()")
+def test_the_command_names_the_states_that_make_a_step_fail(by_command):
+    out = by_command("model.half()")
     assert "SICK  param.converted" in out
     assert "exp_avg" in out
 
 
-def test_an_error_outside_of_a_step_is_not_told(tmp_path):
+def test_an_error_outside_of_a_step_is_not_told(by_command):
     change = (
         "opt.state[model[0].weight]['exp_avg'] = torch.zeros(32, 8, dtype=torch.float64); raise RuntimeError"
     )
-    assert "param.converted" not in by_command(tmp_path, change)
+    assert "param.converted" not in by_command(change)
 
 
-def test_the_command_finds_parameters_that_a_load_replaces(tmp_path):
+def test_the_command_finds_parameters_that_a_load_replaces(by_command):
     change = "model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)"
-    assert "SICK  param.replaced" in by_command(tmp_path, change)
+    assert "SICK  param.replaced" in by_command(change)
 
 
 @pytest.mark.parametrize("kind", [Replaced, Converted])
