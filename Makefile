@@ -10,7 +10,7 @@ CHROMIUM ?= /usr/bin/chromium
 
 NOTEBOOKS = $(patsubst nbs/%,build/notebooks/%,$(wildcard nbs/*.ipynb))
 
-.PHONY: demo test test-all interop pages lint notebooks docs release bench gpu host planted real mutants clean $(NOTEBOOKS)
+.PHONY: demo test test-changed test-all interop pages lint notebooks docs release bench gpu host planted real mutants clean $(NOTEBOOKS)
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/hookcb demo
@@ -18,9 +18,14 @@ demo: $(VENV)/.installed-demo
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
 
-# those of `make test` first, then those that take long and rarely break
-test-all: test
-	$(BIN)/python -m pytest -m slow
+# those of the rooms that differ from BASE, and of the rooms above these
+BASE ?= origin/main
+test-changed: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $$($(BIN)/python docs/changed.py $(BASE))
+
+# with those that take long and rarely break, in one session: files are collected and ranks are launched once
+test-all: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m ""
 
 # with the packages of others that we follow
 interop: $(VENV)/.installed-dev $(VENV)/.installed-interop

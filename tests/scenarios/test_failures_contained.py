@@ -23,7 +23,7 @@ from hookcb.diagnosis.measurements.lines import LineSamples
 from hookcb.diagnosis.measurements.spent import SpentTime
 from hookcb.diagnosis.reader import SOURCES
 from hookcb.diagnosis.run import Passed
-from tests.support import covering, fit, make_batches, make_learner, make_model, same, weights
+from tests.support import covering, each, fit, make_batches, make_learner, make_model, same, weights
 
 N = 9  # batches: six are inspected, and layers are timed in the one after them
 TEXT = "planted"
@@ -191,7 +191,7 @@ ENDINGS += ["gather._add_activations", "gather._add_gradients", "callback.Diagno
 ENDINGS += ["callback.Diagnose.evidence", "callback.Diagnose._end", "callback.note_end"]
 
 
-@pytest.mark.parametrize("place", ENDINGS)
+@pytest.mark.parametrize("place", each(3, ENDINGS))
 def test_the_training_goes_on_and_the_failure_is_told(place, monkeypatch):
     usual(by_watch)
     called = []
@@ -339,7 +339,7 @@ IN_HOOKS += ["WatchedOptimizers.include", "ExternalLoop.report_pred", "ExternalL
 IN_HOOKS += ["ExternalLoop.end_backward", "ExternalLoop.begin_step", "ExternalLoop.end_step"]
 
 
-@pytest.mark.parametrize("place", IN_HOOKS)
+@pytest.mark.parametrize("place", each(3, IN_HOOKS))
 def test_the_command_raises_nothing_into_the_script(place, command, monkeypatch):
     monkeypatch.setattr(f"hookcb.loops.watcher.{place}", raises)
     assert TEXT in command()

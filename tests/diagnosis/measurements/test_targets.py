@@ -20,6 +20,7 @@ from hookcb.diagnosis.measurements.targets import (
     losses_of_classes,
     recovered_target,
 )
+from tests.support import each
 
 G = torch.Generator().manual_seed(0)
 VALUES = torch.randn(200, 3, generator=G) * torch.tensor([1.0, 5.0, 0.2]) + 4
@@ -54,7 +55,7 @@ def collected(y, size=50):
     return targets
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each(3, CASES))
 def test_no_constant_is_better(name):
     loss_func, y, shape = CASES[name]
     constant = torch.zeros(shape, requires_grad=True)

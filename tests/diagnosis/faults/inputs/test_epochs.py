@@ -13,7 +13,7 @@ from hookcb import Callback, Diagnose, Learner, watch
 from hookcb.diagnosis.faults.inputs.epochs import RepeatedRandomNumbers
 from hookcb.diagnosis.measurements.drawing import drawn, random_states
 from hookcb.diagnosis.run import Run, Skipped
-from tests.support import fit
+from tests.support import each, fit
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 CODES = ("random.epochs", "data.same_order")
@@ -98,7 +98,7 @@ def found(verdict):
 
 @pytest.mark.parametrize("train", [by_watch, by_learner])
 @pytest.mark.parametrize(
-    "change", [of_torch, lambda i: float(np.random.standard_normal()), lambda i: random.gauss(0, 1)]
+    "change", each(2, [of_torch, lambda i: float(np.random.standard_normal()), lambda i: random.gauss(0, 1)])
 )
 def test_the_same_changes_in_each_epoch_are_found(train, change):
     verdict = train(loader(change), seed_all)
@@ -171,7 +171,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", each(3, RIGHT))
 @pytest.mark.parametrize("train", [by_watch, by_learner])
 def test_other_epochs_are_right(train, name):
     assert found(train(*RIGHT[name])) == []

@@ -10,7 +10,7 @@ from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.faults.inputs.one_sample import OneSample
 from hookcb.diagnosis.measurements.collating import shapes_of_one
 from hookcb.diagnosis.run import Run, Skipped
-from tests.support import fit
+from tests.support import each, fit
 
 N, D = 16, 6
 
@@ -58,7 +58,7 @@ def found(verdict):
 WRONG = {"first": lambda c: c[:1], "fourth": lambda c: c[3][None], "expanded": lambda c: c[:1].expand(N, -1)}
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", each(2, WRONG))
 def test_one_sample_for_all_is_found(name):
     assert found(by_learner(WRONG[name])) == ["Input [1]"]
     assert found(by_watch(WRONG[name])) == ["Input [1]"]
@@ -80,7 +80,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", each(3, RIGHT))
 @pytest.mark.parametrize("train", [by_learner, by_watch])
 def test_what_is_shared_on_purpose_is_right(name, train):
     verdict = train(RIGHT[name])
@@ -151,13 +151,16 @@ def test_a_collate_function_that_takes_one_sample_for_all_is_found(k):
 
 @pytest.mark.parametrize(
     "condition",
-    [
-        stacked,
-        lambda samples: stacked(samples).mean(0, keepdim=True),
-        lambda samples: torch.randn(1, D),  # a style that all share
-        lambda samples: torch.full((1, D), float(samples[0][1][0])),  # one number, as a temperature
-        lambda samples: torch.arange(D)[None] / D,
-    ],
+    each(
+        2,
+        [
+            stacked,
+            lambda samples: stacked(samples).mean(0, keepdim=True),
+            lambda samples: torch.randn(1, D),  # a style that all share
+            lambda samples: torch.full((1, D), float(samples[0][1][0])),  # one number, as a temperature
+            lambda samples: torch.arange(D)[None] / D,
+        ],
+    ),
 )
 def test_a_collate_function_that_makes_one_condition_for_all_is_right(condition):
     assert collated(condition) == []

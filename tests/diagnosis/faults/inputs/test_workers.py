@@ -11,7 +11,7 @@ from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.faults.inputs.workers import CopiedGenerators, UnshardedWorkers
 from hookcb.diagnosis.measurements.loading import pass_of
 from hookcb.diagnosis.run import Absent, Run
-from tests.support import fit
+from tests.support import each, fit
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -161,7 +161,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", each(3, RIGHT))
 def test_other_loaders_are_right(name):
     assert found(by_learner(RIGHT[name]())) == []
 

@@ -10,6 +10,7 @@ from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.loss_graph import LossGraph
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.run import Run
+from tests.support import each
 
 SCORES = LossGraph("cross-entropy", True, 1.0, applies="softmax", is_raw=True)
 LOGITS = LossGraph("binary cross-entropy", True, 1.0, applies="sigmoid", is_raw=True)
@@ -146,7 +147,7 @@ NOT_SORTED = {
 }
 
 
-@pytest.mark.parametrize("name", NOT_SORTED)
+@pytest.mark.parametrize("name", each(3, NOT_SORTED))
 @pytest.mark.parametrize("train", [by_learner, by_watch])
 def test_other_orders_are_not_sorted(name, train):
     assert of_sorted(train(list(NOT_SORTED[name]))) == []

@@ -14,6 +14,7 @@ from hookcb.diagnosis.faults.model.unregistered import Unregistered
 from hookcb.diagnosis.measurements.outside import MIN_STEPS, OutsideParameters
 from hookcb.diagnosis.run import Passed
 from tests.diagnosis.faults.support import followed, told
+from tests.support import each
 
 D, N = 12, 16
 
@@ -99,12 +100,15 @@ def unregistered(verdict):
 
 @pytest.mark.parametrize(
     ("layers", "first"),
-    [
-        ([nn.Linear(D, D), nn.Linear(D, D)], "layers[0].weight"),
-        ((nn.Linear(D, D),), "layers[0].weight"),
-        ({"in": nn.Linear(D, D)}, "layers['in'].weight"),
-        ([nn.Sequential(nn.Linear(D, D), nn.ReLU())], "layers[0].0.weight"),
-    ],
+    each(
+        2,
+        [
+            ([nn.Linear(D, D), nn.Linear(D, D)], "layers[0].weight"),
+            ((nn.Linear(D, D),), "layers[0].weight"),
+            ({"in": nn.Linear(D, D)}, "layers['in'].weight"),
+            ([nn.Sequential(nn.Linear(D, D), nn.ReLU())], "layers[0].0.weight"),
+        ],
+    ),
 )
 def test_layers_in_a_plain_container_are_named(layers, first):
     verdict = train(Listed(layers=layers))
@@ -129,7 +133,7 @@ def test_layers_that_no_attribute_has_are_told_by_their_shapes():
     assert found.message.startswith("1 parameter that the forward uses is not")
 
 
-@pytest.mark.parametrize("make", [Local, Anew, Remasked])
+@pytest.mark.parametrize("make", each(2, [Local, Anew, Remasked]))
 def test_what_a_forward_makes_anew_is_found(make):
     verdict = train(make())
     (found,) = unregistered(verdict)
@@ -235,7 +239,9 @@ def without_grad(layer):
     return Teacher(), None, None
 
 
-@pytest.mark.parametrize("make", [trained, trained_now_and_then, trained_by_hand, frozen, without_grad])
+@pytest.mark.parametrize(
+    "make", each(2, [trained, trained_now_and_then, trained_by_hand, frozen, without_grad])
+)
 def test_what_is_trained_frozen_or_not_in_the_graph_is_no_fault(make):
     model, opt, step = make(nn.Linear(D, D))
     verdict = train(model, opt=opt, step=step or (lambda i: None))

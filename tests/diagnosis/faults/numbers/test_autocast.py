@@ -12,6 +12,7 @@ from hookcb.diagnosis.faults.numbers import autocast
 from hookcb.diagnosis.faults.numbers.autocast import OutsideAutocast
 from hookcb.diagnosis.run import Run, Skipped
 from tests.diagnosis.faults.support import numbers
+from tests.support import each
 
 ENTER = vars(torch.autocast)["__enter__"]
 
@@ -73,7 +74,7 @@ def test_autocast_around_the_loss_only_is_told(monkeypatch):
     assert watched(net(), model_in=False, loss_in=False) == []
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm(16), nn.BatchNorm1d(16), nn.Softmax(-1)])
+@pytest.mark.parametrize("norm", each(2, [nn.LayerNorm(16), nn.BatchNorm1d(16), nn.Softmax(-1)]))
 def test_norms_and_softmax_are_in_float32_by_autocast_itself(norm):
     assert watched(net(norm=norm)) == []
     assert watched(net(norm=norm), loss_in=False) == []

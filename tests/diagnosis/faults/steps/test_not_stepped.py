@@ -13,6 +13,7 @@ from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
 from tests.diagnosis.faults.support import followed, found_by, plain_weight, small_net, told, trained
 from tests.diagnosis.support import STAYS, evidence, only, weight
+from tests.support import each
 
 
 def net():
@@ -237,7 +238,7 @@ def stepped_by(opt, model, n=60, between=lambda i: None):
     return [f for f in w.diagnose().findings if f.code == "param.not_stepped" and f.severity != "info"]
 
 
-@pytest.mark.parametrize("n_made", [0, 3, 30, 45])
+@pytest.mark.parametrize("n_made", each(2, [0, 3, 30, 45]))
 def test_steps_that_stop_to_have_an_effect_are_found(n_made):
     model = net()
     opt = Stalling(model.parameters(), lr=1e-2)

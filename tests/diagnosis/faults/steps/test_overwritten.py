@@ -11,7 +11,7 @@ from hookcb import Callback, Diagnose, Learner, watch
 from hookcb.cli.main import main
 from hookcb.diagnosis.faults.steps.overwritten import Overwritten
 from hookcb.diagnosis.run import Run, Skipped
-from tests.support import fit
+from tests.support import each, fit
 
 CODE = "param.overwritten"
 
@@ -55,7 +55,7 @@ def initialize(model):
             m.reset_parameters()
 
 
-@pytest.mark.parametrize("step", [10, 63, 64, 100])
+@pytest.mark.parametrize("step", each(2, [10, 63, 64, 100]))
 def test_weights_that_are_initialized_again_are_found_with_their_step(step):
     model = net()
     verdict = trained(lambda i: initialize(model) if i == step else None, model=model)
@@ -177,7 +177,7 @@ def noisy(model, i):
         p.add_(torch.randn_like(p), alpha=1e-2)
 
 
-@pytest.mark.parametrize("write", [clamped, pruned_once, rounded, noisy])
+@pytest.mark.parametrize("write", each(2, [clamped, pruned_once, rounded, noisy]))
 def test_what_loops_do_to_weights_on_purpose_is_a_note(write):
     model = net()
     verdict = trained(lambda i: write(model, i), model=model)

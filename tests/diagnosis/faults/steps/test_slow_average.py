@@ -14,6 +14,7 @@ from hookcb.diagnosis.measurements.copies import Copies
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.testing import assert_no_hooks
 from tests.diagnosis.support import measured, only
+from tests.support import each
 
 
 def net():
@@ -85,14 +86,17 @@ def test_an_average_that_is_still_near_the_start_is_a_warning(average_of, update
 
 @pytest.mark.parametrize(
     ("average_of", "update", "options"),
-    [
-        (copy.deepcopy, by_hand(0.2), {}),
-        (averaged(0.8), lambda average, model: average.update_parameters(model), {}),
-        (copy.deepcopy, lambda average, model: None, {}),
-        (copy.deepcopy, by_hand(1e-3), {"every": 1}),
-        (copy.deepcopy, by_hand(1e-3), {"every": 100}),
-        (copy.deepcopy, by_hand(1e-3), {"trains": True}),
-    ],
+    each(
+        3,
+        [
+            (copy.deepcopy, by_hand(0.2), {}),
+            (averaged(0.8), lambda average, model: average.update_parameters(model), {}),
+            (copy.deepcopy, lambda average, model: None, {}),
+            (copy.deepcopy, by_hand(1e-3), {"every": 1}),
+            (copy.deepcopy, by_hand(1e-3), {"every": 100}),
+            (copy.deepcopy, by_hand(1e-3), {"trains": True}),
+        ],
+    ),
     ids=["fast", "fast AveragedModel", "reference", "gives targets", "not evaluated", "trained"],
 )
 def test_other_copies_are_fine(average_of, update, options):
@@ -116,7 +120,7 @@ class Module(nn.Module):
 
 @pytest.mark.parametrize(
     ("decay", "is_each_step", "n"),
-    [(0.98, False, 1), (0.98, True, 0), (0.6, False, 0)],
+    each(2, [(0.98, False, 1), (0.98, True, 0), (0.6, False, 0)]),
     ids=["once an epoch", "each step", "once an epoch with a low decay"],
 )
 def test_an_average_of_a_part_that_has_all_weights_is_judged(decay, is_each_step, n):
