@@ -1,6 +1,7 @@
-"""Prints the tests that a change may break, by the floors of docs/architecture.md: `python docs/changed.py [BASE]`.
+"""Prints the tests that a change may break, by the floors of docs/architecture.md.
 
-The change is what differs from BASE, by default origin/main: commits, the working tree, and files not yet added.
+`python docs/changed.py [BASE]`: the change is what differs from BASE, by default origin/main, in commits, the
+working tree, and files not yet added.
 """
 
 import re

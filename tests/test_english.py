@@ -18,8 +18,8 @@ PHRASES = re.compile(
     r"|\bnot ours\b"
 )
 BRITISH = re.compile(
-    r"\b(?:colour|favour|behaviour|neighbour|catalogue|grey|labelled|modelled|learnt"
-    r"|\w*(?:initial|normal|optim|synchron|recogn|serial|general|summar|visual)is(?:e[sd]?|ing|ation))\w*",
+    r"\b(?:colour|favour|behaviour|neighbour|catalogue|grey|labelled|modelled|learnt)"
+    r"|(?:initial|normal|optim|synchron|recogn|serial|general|summar|visual)is(?:e|ing|ation)",
     re.I,
 )
 
