@@ -342,17 +342,14 @@ def test_a_script_that_cannot_be_compiled_is_shown_as_python_shows_it(run):
 
 @pytest.mark.parametrize(
     ("lines", "expected"),
-    each(
-        3,
-        [
-            (HEALTHY + "sys.exit()", 0),
-            (HEALTHY + "sys.exit(0)", 0),
-            (HEALTHY + "sys.exit(7)", 7),
-            (SICK + "sys.exit(0)", 1),
-            (SICK + "sys.exit(7)", 7),
-            (HEALTHY + "sys.exit('no more')", 1),
-        ],
-    ),
+    [
+        (HEALTHY + "sys.exit()", 0),
+        (HEALTHY + "sys.exit(0)", 0),
+        (HEALTHY + "sys.exit(7)", 7),
+        (SICK + "sys.exit(0)", 1),
+        (SICK + "sys.exit(7)", 7),
+        (HEALTHY + "sys.exit('no more')", 1),
+    ],
 )
 def test_an_exit_of_the_script_is_honoured(run, lines, expected):
     code, out, err = run(lines)

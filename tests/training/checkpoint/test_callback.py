@@ -16,7 +16,7 @@ import torch
 from hookcb import EMA, Callback, CancelBatchException, CancelFitException, Checkpoint, Event
 from hookcb.training.max_time import MaxTime
 from tests.core.support import FULL, files_limited_to, names
-from tests.support import each, fit, make_batches
+from tests.support import fit, make_batches
 from tests.training.checkpoint.support import (
     Net,
     Stop,
@@ -154,16 +154,13 @@ def test_validating_and_predicting_write_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     ("mode", "values", "best"),
-    each(
-        2,
-        [
-            ("min", [3.0, 1.0, 2.0], 1.0),
-            ("max", [1.0, 3.0, 2.0], 3.0),
-            (None, [1.0, 3.0, 2.0], 3.0),
-            ("max", [float("nan"), 1.0, float("nan")], 1.0),
-            ("min", [2.0, 2.0, 2.0], 2.0),
-        ],
-    ),
+    [
+        ("min", [3.0, 1.0, 2.0], 1.0),
+        ("max", [1.0, 3.0, 2.0], 3.0),
+        (None, [1.0, 3.0, 2.0], 3.0),
+        ("max", [float("nan"), 1.0, float("nan")], 1.0),
+        ("min", [2.0, 2.0, 2.0], 2.0),
+    ],
 )
 def test_the_best_epoch_stays_as_best(tmp_path, mode, values, best):
     saving = Checkpoint(tmp_path, monitor="score", mode=mode, keep=3)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from hookcb import EMA, Callback, CancelFitException
 from hookcb.training.checkpoint.callback import Checkpoint
 from tests.core.support import names
-from tests.support import covering, each, make_batches
+from tests.support import covering, make_batches
 from tests.training.checkpoint.support import (
     Stop,
     acting,
@@ -323,7 +323,7 @@ def check_ended(folder, moment):
     check_goes_on(folder / moment, make=unshuffled)
 
 
-@pytest.mark.parametrize("moment", each(2, ["batch", "wait", "batch, workers die", "wait, workers die"]))
+@pytest.mark.parametrize("moment", ["batch", "wait", "batch, workers die", "wait, workers die"])
 def test_a_signal_to_the_workers_of_a_loader_too_ends_the_fit_with_a_file(terminal, moment):
     check_ended(terminal, moment)
 

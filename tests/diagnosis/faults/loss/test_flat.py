@@ -13,7 +13,6 @@ from hookcb.diagnosis.rules import falls_slowly
 from hookcb.diagnosis.run import Passed, Series, Skipped
 from tests.diagnosis.faults.loss.support import NAN, losses, noisy
 from tests.diagnosis.support import only
-from tests.support import each
 
 
 @pytest.mark.parametrize(
@@ -141,14 +140,11 @@ def test_a_loss_that_stays_without_an_opponent_is_told(game):
 
 @pytest.mark.parametrize(
     ("game", "why"),
-    each(
-        2,
-        [
-            ("generator", "through another model that is trained"),
-            ("discriminator", "another model that gets gradients computes the inputs"),
-            ("turns", "two optimizers step in turn"),
-        ],
-    ),
+    [
+        ("generator", "through another model that is trained"),
+        ("discriminator", "another model that gets gradients computes the inputs"),
+        ("turns", "two optimizers step in turn"),
+    ],
 )
 def test_a_loss_that_stays_in_a_game_is_not_told(game, why):
     severities, coverage = opposed(game)

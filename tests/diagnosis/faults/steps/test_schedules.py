@@ -194,7 +194,7 @@ for epoch in range(4):
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize(
     ("length", "before", "found"),
-    each(2, [(80, "", ""), (4, "", "WARNING"), (80, "schedule.step()", "INFO")]),
+    [(80, "", ""), (4, "", "WARNING"), (80, "schedule.step()", "INFO")],
 )
 def test_the_command_hears_a_script(length, before, found, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)

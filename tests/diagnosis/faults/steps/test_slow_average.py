@@ -120,7 +120,7 @@ class Module(nn.Module):
 
 @pytest.mark.parametrize(
     ("decay", "is_each_step", "n"),
-    each(2, [(0.98, False, 1), (0.98, True, 0), (0.6, False, 0)]),
+    [(0.98, False, 1), (0.98, True, 0), (0.6, False, 0)],
     ids=["once an epoch", "each step", "once an epoch with a low decay"],
 )
 def test_an_average_of_a_part_that_has_all_weights_is_judged(decay, is_each_step, n):
