@@ -209,6 +209,7 @@ def test_what_is_not_certain_is_unknown(loss_func, y, n_out):
     assert recovered(loss_func, y, n_out) is None
 
 
+@pytest.mark.slow
 def test_a_plain_loop_is_judged_like_a_learner():
     torch.manual_seed(0)
     x = torch.randn(256, 4)

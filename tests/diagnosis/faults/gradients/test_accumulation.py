@@ -50,6 +50,7 @@ def test_a_varying_number_of_backwards_gets_no_note(n_backward):
     assert [x.value for x in fault.seen] == [2.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", each(2, ["none", "zero", "scale", "other", "after"]))
 def test_gradients_that_do_not_add_up_are_not_said_to_be_summed(change):
     """As in sharpness-aware minimization, and in gradient surgery."""

@@ -74,6 +74,7 @@ def test_gradients_that_are_cleared_within_an_accumulation_are_found(how):
     assert ("test_discarded.py" in one.message) == (how in ("opt", "model", "zeros"))
 
 
+@pytest.mark.slow
 def test_a_window_that_is_cleared_in_its_middle_and_short_epochs_are_found():
     def program(model, opt, i):
         if i % 2 == 0:

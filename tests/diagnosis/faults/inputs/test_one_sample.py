@@ -88,6 +88,7 @@ def test_what_is_shared_on_purpose_is_right(name, train):
     assert "data of one sample that is given to all" in verdict.ruled_out
 
 
+@pytest.mark.slow
 def test_a_sample_that_others_are_compared_with_is_right():
     torch.manual_seed(0)
     model = Net()
@@ -142,6 +143,7 @@ def stacked(samples):
     return torch.stack([c for _, c, _ in samples])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_collate_function_that_takes_one_sample_for_all_is_found(k):
     assert collated(row(k)) == ["Input [1]"]
@@ -149,6 +151,7 @@ def test_a_collate_function_that_takes_one_sample_for_all_is_found(k):
     assert collated(lambda samples: torch.from_numpy(samples[k][1])[None], numpy) == ["Input [1]"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "condition",
     each(

@@ -59,6 +59,7 @@ def test_classes_that_only_validations_have_are_found(train):
     assert text.endswith(" samples of the training, but of 64 of the 320 samples of a validation.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [by_learner, by_watch])
 def test_classes_that_neither_has_are_a_note(train):
     ((severity, text),) = found(train(batches(FEW), batches(FEW[:320])))
@@ -94,6 +95,7 @@ class Tokens(nn.Module):
         return self.head(self.embed(x)).flatten(0, 1)
 
 
+@pytest.mark.slow
 def test_a_padded_vocabulary_is_right():
     torch.manual_seed(0)
     x = torch.randint(8, (1280, 6))

@@ -103,6 +103,7 @@ def penalized(model, x):
     return F.mse_loss(u, DATA) + 10 * (slope.norm(dim=1) - 1).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_of", each(2, [logged, attacked, balanced, penalized]))
 def test_other_uses_of_derivatives_are_left_alone(loss_of):
     assert found(loss_of) == []
@@ -125,6 +126,7 @@ for i in range(30):
 """
 
 
+@pytest.mark.slow
 def test_the_command_finds_it(tmp_path, capsys):
     file = tmp_path / "train.py"
     file.write_text(SCRIPT)

@@ -171,6 +171,7 @@ def trained_of(m):
     return {name: p.detach() for name, p in m.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "contents",
     each(
@@ -193,6 +194,7 @@ def buffers(m):
     return {name: x.clone() for name, x in m.named_buffers()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "contents",
     each(
@@ -213,6 +215,7 @@ def test_running_statistics_that_are_in_any_file_are_saved(contents):
     assert found(contents, normed()) == []
 
 
+@pytest.mark.slow
 def test_running_statistics_that_nothing_has_changed_need_not_be_saved():
     model = normed()
     model[0][1].eval()
@@ -232,12 +235,14 @@ def loaded_again(repair):
     return found_in_loop(model, Adam(model.parameters(), lr=1e-3), CODE, end=end)
 
 
+@pytest.mark.slow
 def test_a_copy_that_is_loaded_without_running_statistics_is_named():
     ((severity, message),) = loaded_again(lambda model, again: again.eval())
     assert severity == "warning"
     assert "into Sequential with strict=False, and lacks 0.1.running_mean, 0.1.running_var: these" in message
 
 
+@pytest.mark.slow
 def test_statistics_that_are_measured_anew_are_not_named_as_lost():
     ((_, message),) = loaded_again(lambda model, again: again(torch.randn(32, 4)))
     assert "Files have all 6 parameters of the model" in message

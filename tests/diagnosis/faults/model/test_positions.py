@@ -78,6 +78,7 @@ def after_padding(x):
     return (torch.arange(x.shape[1]) + 2).clamp(max=15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", [each, after_padding])
 def test_positions_of_each_sequence_are_compared(positions):
     assert found(by_learner(Tagger(positions))) == [("places", "warning")]
@@ -114,6 +115,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each_nth(3, RIGHT))
 def test_other_indices_are_no_clamped_positions(name):
     verdict = by_learner(RIGHT[name])

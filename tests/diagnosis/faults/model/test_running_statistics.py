@@ -126,6 +126,7 @@ def test_a_momentum_that_is_zero_in_every_second_forward_is_not_told():
     assert watched(model, each=twice) == []
 
 
+@pytest.mark.slow
 def test_statistics_that_are_put_back_are_told_and_those_computed_anew_are_not():
     model = net()
 

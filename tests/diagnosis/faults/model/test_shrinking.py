@@ -60,6 +60,7 @@ def test_it_is_the_cause_of_small_updates_and_of_a_flat_loss(train, act):
     assert not any("multiply" in step.lower() for step in verdict.primary.next_steps)
 
 
+@pytest.mark.slow
 def test_its_advice_works():
     model = net()
     for m in model:
@@ -76,6 +77,7 @@ def test_a_signal_that_is_kept_or_shrinks_little_is_ruled_out(model):
     assert CODE not in {x.code for x in verdict.findings}
 
 
+@pytest.mark.slow
 def test_nothing_is_said_if_the_model_learns():
     learn = trained(net(6), data(200), torch.optim.Adam, 3e-3)
     assert loss_of(learn.model) < 0.7

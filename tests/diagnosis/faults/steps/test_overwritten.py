@@ -64,12 +64,14 @@ def test_weights_that_are_initialized_again_are_found_with_their_step(step):
     assert f"Between step {step} and the next forward" in verdict.primary.message
 
 
+@pytest.mark.slow
 def test_one_layer_that_is_initialized_again_is_named():
     model = net()
     verdict = trained(lambda i: model[3].reset_parameters() if i == 80 else None, model=model)
     assert (verdict.primary.layer, verdict.primary.param) == ("3", "3.weight")
 
 
+@pytest.mark.slow
 def test_weights_of_another_model_that_are_loaded_are_found():
     model, other = net(), net()
     initialize(other)
@@ -78,6 +80,7 @@ def test_weights_of_another_model_that_are_loaded_are_found():
     )[0] == ("warning", 90, "0.weight")
 
 
+@pytest.mark.slow
 def test_the_first_weights_that_are_loaded_again_undo_the_training():
     model = net()
     first = copy.deepcopy(model.state_dict())
@@ -86,6 +89,7 @@ def test_the_first_weights_that_are_loaded_again_undo_the_training():
     assert "the training up to then is lost" in verdict.primary.message
 
 
+@pytest.mark.slow
 def test_a_write_through_data_is_seen_in_the_first_steps_as_it_has_no_version():
     model = net()
 
@@ -146,6 +150,7 @@ def test_weights_that_are_swapped_and_have_their_values_back_are_not_told(is_by_
     )
 
 
+@pytest.mark.slow
 def test_the_same_values_that_are_loaded_are_not_told():
     model = net()
     again = trained(lambda i: model.load_state_dict(copy.deepcopy(model.state_dict())), model=model)
@@ -177,6 +182,7 @@ def noisy(model, i):
         p.add_(torch.randn_like(p), alpha=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", each(2, [clamped, pruned_once, rounded, noisy]))
 def test_what_loops_do_to_weights_on_purpose_is_a_note(write):
     model = net()
@@ -184,6 +190,7 @@ def test_what_loops_do_to_weights_on_purpose_is_a_note(write):
     assert [severity for severity, *_ in found(verdict)] == ["info"]
 
 
+@pytest.mark.slow
 def test_lookahead_and_restored_weights_are_notes():
     model = net()
     slow, best = [p.detach().clone() for p in model.parameters()], {}
@@ -205,6 +212,7 @@ def test_lookahead_and_restored_weights_are_notes():
     assert [severity for severity, *_ in found(trained(restore, model=model))] == ["info"]
 
 
+@pytest.mark.slow
 def test_a_new_optimizer_afterwards_makes_it_a_new_training():
     model = net()
     with watch(model, Diagnose(show=False)) as w:
@@ -218,6 +226,7 @@ def test_a_new_optimizer_afterwards_makes_it_a_new_training():
     assert [severity for severity, *_ in found(w.diagnose())] == ["info"]
 
 
+@pytest.mark.slow
 def test_an_optimizer_whose_state_is_loaded_too_starts_anew():
     model = net()
     opt = adam(model)
@@ -243,6 +252,7 @@ class WithTarget(nn.Module):
         return self.online(x) + 0.1 * aim
 
 
+@pytest.mark.slow
 def test_a_target_inside_the_model_gets_no_gradient_and_is_left_out():
     model = WithTarget()
     verdict = trained(
@@ -251,6 +261,7 @@ def test_a_target_inside_the_model_gets_no_gradient_and_is_left_out():
     assert found(verdict) == []
 
 
+@pytest.mark.slow
 def test_loops_by_hand_and_lbfgs_are_not_judged():
     model = net()
     with watch(model, Diagnose(show=False)) as w, torch.enable_grad():
@@ -277,6 +288,7 @@ def test_loops_by_hand_and_lbfgs_are_not_judged():
     assert found(w.diagnose()) == []
 
 
+@pytest.mark.slow
 def test_weights_in_two_dtypes_and_of_odd_strides_are_compared():
     model = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 1)).double()
     model[0].float()

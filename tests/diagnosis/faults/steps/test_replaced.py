@@ -63,6 +63,7 @@ def test_parameters_that_the_optimizer_does_not_hold_any_more_are_found(change, 
     assert verdict.primary.step <= 60
 
 
+@pytest.mark.slow
 def test_a_load_that_assigns_is_named_as_the_cause():
     assert "assign=True" in trained(assigned).primary.causes[0]
     assert "assign=True" not in trained(new_head).primary.causes[0]
@@ -76,6 +77,7 @@ def test_nothing_is_said_of_new_parameters_with_a_new_optimizer():
     assert found(trained(change), "param.replaced") == []
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_new_parameters_that_the_loop_updates_by_hand():
     def change(model):
         new_head(model)
@@ -93,10 +95,12 @@ def test_nothing_is_said_of_a_frozen_replacement():
     assert found(trained(change), "param.replaced") == []
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_a_replacement_shortly_before_the_end():
     assert found(trained(new_head, at=110), "param.replaced") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_dtype_that_changes_between_steps_of_one_optimizer_is_found(dtype):
     verdict = trained(lambda model: model.to(dtype) and None)
@@ -110,11 +114,13 @@ def test_a_more_precise_dtype_is_a_note():
     assert found(trained(lambda model: model.double() and None), "param.converted") == [("info", "0.weight")]
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_a_dtype_that_changes_with_a_new_optimizer_or_before_the_first_step():
     assert found(trained(lambda model: adam(model.bfloat16())), "param.converted") == []
     assert found(trained(lambda model: model.bfloat16() and None, at=0), "param.converted") == []
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_a_copy_or_an_evaluation_in_half_precision():
     def change(model):
         copy.deepcopy(model).half()

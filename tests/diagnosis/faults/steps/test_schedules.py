@@ -124,6 +124,7 @@ def test_schedules_that_fit_or_are_cut_on_purpose_are_not(make, per):
     assert watched(make, per) == []
 
 
+@pytest.mark.slow
 def test_a_cosine_that_goes_up_and_down_over_epochs_is_a_note():
     assert watched(lambda opt: CosineAnnealingLR(opt, N_EACH), n_epochs=6) == ["info"]
 
@@ -144,6 +145,7 @@ def fitted(cbs=(), make=None):
     return learn
 
 
+@pytest.mark.slow
 def test_schedules_of_a_learner_are_heard_and_nothing_is_kept():
     learn = fitted([Schedule(lambda opt: CosineAnnealingLR(opt, N))])
     assert told(learn.diagnose()) == []
@@ -157,6 +159,7 @@ def test_without_a_scheduler_nothing_is_ruled_out():
     assert [type(x) for x in WrongSchedule().findings(Run())] == [Skipped]
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_is_never_stepped_is_told():
     assert told(fitted(make=lambda opt: CosineAnnealingLR(opt, N)).diagnose()) == []  # made before the fit
 
@@ -191,6 +194,7 @@ for epoch in range(4):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize(
     ("length", "before", "found"),
@@ -227,6 +231,7 @@ def constant(opt):
     return None
 
 
+@pytest.mark.slow
 def test_of_several_optimizers_each_schedule_is_compared_with_the_steps_of_its_own():
     def whole(opt):
         return CosineAnnealingLR(opt, N)
@@ -242,6 +247,7 @@ def test_of_several_optimizers_each_schedule_is_compared_with_the_steps_of_its_o
     assert of_two(whole, lambda opt: CosineAnnealingLR(opt, N_EPOCHS), per_epoch=True) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_stepped", [1, 2])
 def test_of_several_optimizers_a_schedule_that_is_never_stepped_is_told(n_stepped):
     model = small_net()

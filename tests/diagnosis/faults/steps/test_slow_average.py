@@ -118,6 +118,7 @@ class Module(nn.Module):
         by_hand(1 - self.decay)(self.averages[0], self.net)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("decay", "is_each_step", "n"),
     [(0.98, False, 1), (0.98, True, 0), (0.6, False, 0)],
@@ -142,6 +143,7 @@ def test_an_average_of_a_part_that_has_all_weights_is_judged(decay, is_each_step
     assert found(w) == [("average.slow", "warning")] * n
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("decay", "expected"), [(0.9999, [("average.slow", "warning")]), (0.8, [])])
 def test_the_ema_of_a_learner_is_judged_as_it_is_validated(decay, expected):
     x, y = data()
@@ -211,6 +213,7 @@ def test_an_average_that_is_evaluated_with_the_statistics_of_its_start_is_a_warn
     assert stale(by_hand(0.3)) == ["warning"]
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_averages_whose_statistics_are_copied_or_not_used_or_frozen():
     assert stale(with_buffers) == []
     assert stale(by_hand(0.3), mode=True) == []
@@ -218,6 +221,7 @@ def test_nothing_is_said_of_averages_whose_statistics_are_copied_or_not_used_or_
     assert stale(lambda average, model: None) == []  # a reference
 
 
+@pytest.mark.slow
 def test_statistics_that_update_bn_renews_before_an_evaluation_are_fine():
     from torch.optim.swa_utils import update_bn
 
