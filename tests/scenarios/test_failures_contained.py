@@ -223,7 +223,7 @@ ACTS = [
 ]
 
 
-@pytest.mark.parametrize(("train", "act"), covering(LOOPS, ACTS, of=1))
+@pytest.mark.parametrize(("train", "act"), each(3, covering(LOOPS, ACTS, of=1)))
 def test_a_callback_of_ours_that_fails_ends_no_training(train, act, monkeypatch):
     usual(train)
     kind, event = act
