@@ -10,13 +10,18 @@ CHROMIUM ?= /usr/bin/chromium
 
 NOTEBOOKS = $(patsubst nbs/%,build/notebooks/%,$(wildcard nbs/*.ipynb))
 
-.PHONY: demo test test-all interop pages lint notebooks docs release bench gpu host planted real mutants clean $(NOTEBOOKS)
+.PHONY: demo test test-changed test-all interop pages lint notebooks docs release bench gpu host planted real mutants clean $(NOTEBOOKS)
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/hookcb demo
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
+
+# those of the rooms that differ from BASE, and of the rooms above these
+BASE ?= origin/main
+test-changed: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $$($(BIN)/python docs/changed.py $(BASE))
 
 # those of `make test` first, then those that take long and rarely break
 test-all: test

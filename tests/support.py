@@ -391,10 +391,13 @@ def covering(*lists, of=2):
 
 def each(nth, values):
     """Parameters of which each `nth` is quick to know from; the others are slow."""
-    return [
-        pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=() if i % nth == 0 else pytest.mark.slow)
-        for i, x in enumerate(values)
-    ]
+    params = []
+    for i, x in enumerate(values):
+        is_param = isinstance(x, type(pytest.param()))
+        marks = [*(x.marks if is_param else ()), *([pytest.mark.slow] if i % nth else [])]
+        given = x.values if is_param else x if isinstance(x, tuple) else (x,)
+        params.append(pytest.param(*given, marks=marks, id=x.id if is_param else None))
+    return params
 
 
 def start(*argv, log):

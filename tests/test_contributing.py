@@ -106,9 +106,8 @@ def missing_of_callback(cls):
         yield f"CHANGELOG.md: no line names {name}"
 
 
-@pytest.mark.parametrize("cls", callbacks().values(), ids=lambda cls: cls.__name__)
-def test_a_callback_is_in_all_places(cls):
-    missing = list(missing_of_callback(cls))
+def test_a_callback_is_in_all_places():
+    missing = [place for cls in callbacks().values() for place in missing_of_callback(cls)]
     assert not missing, "\n".join(missing)
 
 
@@ -148,9 +147,8 @@ def missing_of_fault(code, planted):
 PLANTED = frozenset().union(*(case.codes for case in CASES))
 
 
-@pytest.mark.parametrize("code", FAULTS)
-def test_a_fault_is_in_all_places(code):
-    missing = list(missing_of_fault(code, PLANTED))
+def test_a_fault_is_in_all_places():
+    missing = [place for code in FAULTS for place in missing_of_fault(code, PLANTED)]
     assert not missing, "\n".join(missing)
 
 
@@ -230,16 +228,15 @@ def fired():
     return found
 
 
-@pytest.mark.parametrize("event", list(Event))
-def test_an_event_is_in_all_places(event, shown, fired):
-    missing = list(missing_of_event(event.value, read(EVENTS), shown, fired))
+def test_an_event_is_in_all_places(shown, fired):
+    page = read(EVENTS)
+    missing = [place for event in Event for place in missing_of_event(event.value, page, shown, fired)]
     assert not missing, "\n".join(missing)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_exception_of_a_level_is_public(level):
-    name = LEVELS[level].cancel.__name__
-    assert name in hookcb.__all__, f"add {name} to hookcb/public.py"
+def test_the_exception_of_a_level_is_public():
+    for name in (level.cancel.__name__ for level in LEVELS.values()):
+        assert name in hookcb.__all__, f"add {name} to hookcb/public.py"
 
 
 def test_the_places_of_an_event_that_are_left_out_are_named(shown, fired):

@@ -91,11 +91,11 @@ def commands(page):
     return in_blocks + [words for words in inline if words[0] == "make" or len(words) > 2]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md" and commands(page)])
-def test_the_commands_of_a_page_can_be_typed(page):
-    for words in commands(page):
-        if "COMMAND" not in words:
-            check_command(*words)
+def test_the_commands_of_a_page_can_be_typed():
+    for page in PAGES:
+        for words in commands(page) if page != "CHANGELOG.md" else ():
+            if "COMMAND" not in words:
+                check_command(*words)
 
 
 def check_command(program, *args):

@@ -18,8 +18,8 @@ PHRASES = re.compile(
     r"|\bnot ours\b"
 )
 BRITISH = re.compile(
-    r"\b(?:colour|favour|behaviour|neighbour|catalogue|grey|labelled|modelled|learnt"
-    r"|\w*(?:initial|normal|optim|synchron|recogn|serial|general|summar|visual)is(?:e[sd]?|ing|ation))\w*",
+    r"\b(?:colour|favour|behaviour|neighbour|catalogue|grey|labelled|modelled|learnt)"
+    r"|(?:initial|normal|optim|synchron|recogn|serial|general|summar|visual)is(?:e|ing|ation)",
     re.I,
 )
 
@@ -48,15 +48,14 @@ def objections(source: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", PACKAGE, ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_package_speaks_plain_english(path: Path) -> None:
-    assert objections(path.read_text(encoding="utf-8")) == []
+def test_the_package_speaks_plain_english() -> None:
+    texts = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in PACKAGE}
+    assert [f"{path}:{found}" for path, text in texts.items() for found in objections(text)] == []
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_pages_speak_american_english(path: Path) -> None:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    assert [line for line in lines if BRITISH.search(line) or PHRASES.search(line)] == []
+def test_pages_speak_american_english() -> None:
+    lines = [(path.name, line) for path in PAGES for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [(name, line) for name, line in lines if BRITISH.search(line) or PHRASES.search(line)] == []
 
 
 @pytest.mark.parametrize(

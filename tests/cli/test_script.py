@@ -20,7 +20,7 @@ from hookcb.cli.model_tracker import MAX_MODELS
 from hookcb.core.whose import OURS
 from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.capture import GradientReader
-from tests.support import skip_unless_compiled_in_place
+from tests.support import each, skip_unless_compiled_in_place
 
 BEGIN = """
 import sys
@@ -588,23 +588,26 @@ def test_a_learner_is_looked_at_from_inside_and_once(run, cbs):
 
 @pytest.mark.parametrize(
     "given",
-    [
-        "1, cbs=None",
-        "1, None, None",
-        "1, cbs=ActivationStats",
-        "1, cbs=ActivationStats(every=2)",
-        "1, cbs=(ActivationStats, GradientHealth())",
-        "1, cbs=(cb for cb in [ActivationStats, GradientHealth])",
-        "1, cbs=CSVLogger('x.csv')",
-        "1, cbs=[CSVLogger('x.csv'), Diagnose(show=False)]",
-        # refused with the same message
-        "1, cbs=CSVLogger",
-        "1, cbs='ActivationStats'",
-        "1, cbs=3",
-        "1, cbs=[ActivationStats, ActivationStats]",
-        "",
-        "1, callbacks=None",
-    ],
+    each(
+        3,
+        [
+            "1, cbs=None",
+            "1, None, None",
+            "1, cbs=ActivationStats",
+            "1, cbs=ActivationStats(every=2)",
+            "1, cbs=(ActivationStats, GradientHealth())",
+            "1, cbs=(cb for cb in [ActivationStats, GradientHealth])",
+            "1, cbs=CSVLogger('x.csv')",
+            "1, cbs=[CSVLogger('x.csv'), Diagnose(show=False)]",
+            # refused with the same message
+            "1, cbs=CSVLogger",
+            "1, cbs='ActivationStats'",
+            "1, cbs=3",
+            "1, cbs=[ActivationStats, ActivationStats]",
+            "",
+            "1, callbacks=None",
+        ],
+    ),
 )
 def test_a_fit_takes_callbacks_as_it_does_alone(run, given, tmp_path, monkeypatch, capsys):
     lines = f"""

@@ -63,8 +63,24 @@ def test_the_line_is_in_the_verdict_and_what_the_script_writes_comes_twice(diagn
     assert "runs a second time now" in err
 
 
-def test_as_json_stdout_has_nothing_else(diagnose):
-    code, out, err = diagnose(lines() + "print('of the script')\n", "--json")
+@pytest.fixture
+def diagnose_here(tmp_path, capfd, monkeypatch):
+    """As `diagnose`, with the first run in this process."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+
+    def diagnose_here(script, *options):
+        path = tmp_path / "script.py"
+        path.write_text(BEGIN + script)
+        code = main(["diagnose", "--trace-nan", *options, str(path)])
+        shown = capfd.readouterr()
+        return code, " ".join(shown.out.split()), shown.err
+
+    return diagnose_here
+
+
+def test_as_json_stdout_has_nothing_else(diagnose_here):
+    code, out, err = diagnose_here(lines() + "print('of the script')\n", "--json")
     assert code == 1
     (model,) = json.loads(out)["models"]
     primary = model["verdict"]["primary"]
@@ -74,9 +90,9 @@ def test_as_json_stdout_has_nothing_else(diagnose):
     assert "of the script" in err
 
 
-def test_a_second_run_that_has_none_is_told_with_what_to_do(diagnose):
+def test_a_second_run_that_has_none_is_told_with_what_to_do(diagnose_here):
     script = lines().replace("if i == 7:", 'if i == 7 and not __import__("os").path.exists("ran"):')
-    code, out, _ = diagnose(script + "\nopen('ran', 'w')")
+    code, out, _ = diagnose_here(script + "\n__import__('pathlib').Path('ran').touch()")
     assert code == 1
     assert "A second run of the script had none in 20 batches." in out
     assert "Next: Seed the script, torch.manual_seed(0)" in out

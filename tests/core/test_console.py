@@ -22,7 +22,7 @@ from hookcb import (
 )
 from hookcb.cli.main import main
 from hookcb.core.console import as_text, show, shown_once, spelled, warn
-from tests.support import make_batches, make_learner
+from tests.support import each, make_batches, make_learner
 
 ENCODINGS = ["ascii", "latin-1", "cp1252", "gbk", "utf-8"]
 
@@ -109,7 +109,7 @@ def sick_fit(*cbs):
 # ---- a fit
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", each(2, ENCODINGS))
 def test_a_fit_ends_well_on_a_console_of_any_encoding(encoding, monkeypatch):
     out = encoded(encoding)
     monkeypatch.setattr(sys, "stdout", out)
@@ -286,7 +286,7 @@ def test_the_list_of_faults_is_shown_on_any_console(monkeypatch):
     assert len(written(out).splitlines()) > 5
 
 
-@pytest.mark.parametrize("output", ["ascii", "cp1252", *OUTPUTS])
+@pytest.mark.parametrize("output", each(2, ["ascii", "cp1252", *OUTPUTS]))
 def test_hookcb_diagnose_ends_with_its_exit_code_on_any_output(output, monkeypatch, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

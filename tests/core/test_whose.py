@@ -87,7 +87,7 @@ gc.set_threshold(50)
 sys.setswitchinterval(1e-5)
 threading.Thread(target=sample, args=(threading.get_ident(),), daemon=True).start()
 began = time.monotonic()
-while len(counts) < 20_000 and time.monotonic() - began < 30:
+while len(counts) < 10_000 and time.monotonic() - began < 10:
     functions[:] = map(make, range(6))
     for n in range(10):
         functions[n % 6](n)

@@ -26,7 +26,7 @@ from hookcb import (
     watch,
 )
 from hookcb.testing import count_hooks
-from tests.support import fit, make_batches, make_learner, make_model
+from tests.support import each, fit, make_batches, make_learner, make_model
 
 SAVE = {
     "torch.save": torch.save,
@@ -196,7 +196,7 @@ def modules_in(file):
     return [arg for op, arg, _ in pickletools.genops(file) if isinstance(arg, str) and "hookcb" in arg]
 
 
-@pytest.mark.parametrize("make", CALLBACKS)
+@pytest.mark.parametrize("make", each(3, CALLBACKS))
 def test_a_fit_puts_nothing_of_ours_into_a_file_of_the_model_or_the_optimizer(make):
     files = []
 

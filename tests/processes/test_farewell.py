@@ -3,13 +3,13 @@
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 
 from hookcb.processes.farewell import Farewell
+from tests.support import start
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM to handle")
 
@@ -51,14 +51,23 @@ time.sleep(60)
 """
 
 
-def ended(*words):
+@pytest.fixture
+def ended(tmp_path):
     """The exit code of a process that gets SIGTERM, what it wrote, and the seconds it took."""
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, *words], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "ready\n"
-    began = time.monotonic()
-    process.terminate()
-    out, _ = process.communicate(timeout=30)
-    return process.returncode, out.split(), time.monotonic() - began
+
+    def ended(*words):
+        log = tmp_path / "log"
+        process = start("-c", SCRIPT, *words, log=log)
+        until = time.monotonic() + 30
+        while not (log.exists() and "ready" in log.read_text()) and time.monotonic() < until:
+            time.sleep(0.02)
+        began = time.monotonic()
+        process.terminate()
+        process.join(30)
+        seconds = time.monotonic() - began
+        return process.exitcode, log.read_text().split()[1:], seconds
+
+    return ended
 
 
 @pytest.mark.parametrize(
@@ -70,12 +79,12 @@ def ended(*words):
         (["own"], 3, ["own"]),
     ],
 )
-def test_what_is_to_be_said_is_said_and_the_process_ends_as_it_would(words, code, said):
+def test_what_is_to_be_said_is_said_and_the_process_ends_as_it_would(ended, words, code, said):
     assert ended(*words)[:2] == (code, said)
 
 
 @pytest.mark.slow
-def test_what_hangs_does_not_keep_the_process():
+def test_what_hangs_does_not_keep_the_process(ended):
     code, _, seconds = ended("blocked", "hang")
     assert code == -signal.SIGTERM
     assert 9 < seconds < 20

@@ -1,4 +1,4 @@
-"""One of two ranks; watches plain loops with faults of replicas: `replica_worker.py FOLDER [CASES]`."""
+"""One of two ranks; watches plain loops with faults of replicas: `replica_worker.py FOLDER [[but] CASES]`."""
 
 import contextlib
 import sys
@@ -640,8 +640,9 @@ def tensor_parallel():
 def main():
     global RANK, WORLD
     RANK, WORLD = join_group()
-    wanted = sys.argv[2:]
-    run_cases({name: f for name, f in CASES.items() if not wanted or name in wanted}, sys.argv[1])
+    folder, *named = sys.argv[1:]
+    is_wanted = named[:1] in ([], ["but"])  # unless it is named
+    run_cases({name: f for name, f in CASES.items() if (name in named) != is_wanted}, folder)
     distributed.barrier()
 
 

@@ -7,9 +7,22 @@ from tests.ranks.support import launched, shared
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return shared(
-        tmp_path_factory, "replicas", lambda folder: launched("replica_worker.py", folder, timeout=240), 300
-    )
+    """Facts of all cases but those of `OTHER_RIGHT`."""
+
+    def launch(folder):
+        return launched("replica_worker.py", folder, "but", *OTHER_RIGHT, timeout=240)
+
+    return shared(tmp_path_factory, "replicas", launch, 300)
+
+
+@pytest.fixture(scope="module")
+def other_ranks(tmp_path_factory):
+    """Facts of `OTHER_RIGHT`."""
+
+    def launch(folder):
+        return launched("replica_worker.py", folder, *OTHER_RIGHT, timeout=240)
+
+    return shared(tmp_path_factory, "other-replicas", launch, 300)
 
 
 def of_both(ranks, name):
@@ -110,18 +123,36 @@ def test_what_may_be_meant_is_a_note(ranks, name, code):
 
 
 RIGHT = (
-    *("healthy", "clipped_on_all", "wrapped_later", "accumulating", "zero_optimizer", "unused_parameters"),
-    *("half_precision_hook", "power_sgd_hook", "joining", "average_on_rank_0", "best_weights_on_rank_0"),
-    *("reduced_by_hand", "local_sgd_by_hand", "local_sgd_of_torch", "post_local_sgd_hook", "diloco"),
-    *("halves", "stages", "experts", "fully_sharded", "tensor_parallel", "another_order"),
+    "healthy",
+    "wrapped_later",
+    "accumulating",
+    "zero_optimizer",
+    "reduced_by_hand",
+    "fully_sharded",
+    "halves",
+    "another_order",
 )
+OTHER_RIGHT = (
+    *("clipped_on_all", "unused_parameters", "half_precision_hook", "power_sgd_hook", "joining"),
+    *("average_on_rank_0", "best_weights_on_rank_0", "local_sgd_by_hand", "local_sgd_of_torch"),
+    *("post_local_sgd_hook", "diloco", "stages", "experts", "tensor_parallel"),
+)
+
+
+def check_healthy(verdict):
+    assert (verdict["status"], verdict["alarms"]) == ("healthy", [])
+    assert not [note for note in verdict["notes"] if note[0].startswith("replica")]
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_uses_are_healthy(ranks, name):
-    verdict = of_both(ranks, name)
-    assert (verdict["status"], verdict["alarms"]) == ("healthy", [])
-    assert not [note for note in verdict["notes"] if note[0].startswith("replica")]
+    check_healthy(of_both(ranks, name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHER_RIGHT)
+def test_other_right_uses_are_healthy(other_ranks, name):
+    check_healthy(of_both(other_ranks, name))
 
 
 @pytest.mark.parametrize("phase", ["data", "forward"])

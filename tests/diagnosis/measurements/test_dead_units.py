@@ -343,6 +343,7 @@ def judged_on(model, batches, loss=F.cross_entropy):
     return run.measured(DeadUnits).of, {x.code: x.severity for x in diagnose.verdict.findings}
 
 
+@pytest.mark.slow
 def test_positions_of_few_images_are_examples():
     dead, found = judged_on(channels(), images(2))
     assert (dead["0.weight"].n_places, dead["4.weight"].n_places) == (8, 1)
@@ -380,6 +381,7 @@ def test_tokens_are_examples_of_a_linear_layer():
     assert (dead["wide.weight"].n_places, found["unit.dead"]) == (3, "error")
 
 
+@pytest.mark.slow
 def test_positions_count_in_a_compiled_model_too():
     dead, _ = judged_on(torch.compile(channels(), backend="eager"), images(2))
     plain, _ = judged_on(channels(), images(2))

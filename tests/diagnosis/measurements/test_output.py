@@ -15,6 +15,7 @@ from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.loss_graph import LossGraph, read_loss
 from hookcb.diagnosis.measurements.output import Output
 from hookcb.diagnosis.run import Run
+from tests.support import each
 
 INF = math.inf
 BCE = F.binary_cross_entropy_with_logits
@@ -183,7 +184,7 @@ HEALTHY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", each(3, FAULTS))
 def test_a_head_that_does_not_suit_is_named_before_training(name):
     net, target, loss, code = FAULTS[name]
     with warnings.catch_warnings():
@@ -191,7 +192,7 @@ def test_a_head_that_does_not_suit_is_named_before_training(name):
         assert code in codes(net, batch(target), loss)
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("name", each(3, HEALTHY))
 def test_a_head_that_suits_is_not(name):
     net, target, loss = HEALTHY[name]
     with warnings.catch_warnings():

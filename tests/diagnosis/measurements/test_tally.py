@@ -98,6 +98,7 @@ def test_a_plain_loop_counts_each_batch_whose_loss_it_reports_and_else_some(is_r
         assert counts == torch.bincount(torch.cat([y for _, y in batches]), minlength=3).tolist()
 
 
+@pytest.mark.slow
 def test_of_labels_that_are_mixed_a_part_is_counted_after_the_first_64_batches():
     seen = Seen("ignore", show=False)
     fit(Learner(data(800, is_sorted=False), nn.Linear(4, 3), F.cross_entropy, lr=1e-3), 1, cbs=seen)

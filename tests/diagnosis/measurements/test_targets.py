@@ -20,6 +20,7 @@ from hookcb.diagnosis.measurements.targets import (
     losses_of_classes,
     recovered_target,
 )
+from tests.support import each
 
 G = torch.Generator().manual_seed(0)
 VALUES = torch.randn(200, 3, generator=G) * torch.tensor([1.0, 5.0, 0.2]) + 4
@@ -54,7 +55,7 @@ def collected(y, size=50):
     return targets
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each(3, CASES))
 def test_no_constant_is_better(name):
     loss_func, y, shape = CASES[name]
     constant = torch.zeros(shape, requires_grad=True)
@@ -208,6 +209,7 @@ def test_what_is_not_certain_is_unknown(loss_func, y, n_out):
     assert recovered(loss_func, y, n_out) is None
 
 
+@pytest.mark.slow
 def test_a_plain_loop_is_judged_like_a_learner():
     torch.manual_seed(0)
     x = torch.randn(256, 4)

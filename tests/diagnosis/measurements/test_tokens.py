@@ -122,6 +122,7 @@ def test_a_mask_that_shows_the_next_token_is_named(mask, train, fused):
     assert verdict.primary.code == "mask.future"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mask", "train"), covering(["causal", "window"], LOOPS, of=1))
 def test_a_mask_that_hides_it_is_fine(train, mask):
     verdict = train(Gpt(mask), data())
@@ -153,6 +154,7 @@ def test_masked_tokens_may_be_predicted_from_both_sides():
     assert seen(trained(Gpt("none"), data(of=masked))) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", each(2, LOOPS))
 def test_targets_that_are_not_shifted_are_named_from_a_few_batches_on(train):
     assert seen(train(Gpt(), data(120, of=same))) == {"label.copies_input": "warning"}
@@ -226,6 +228,7 @@ def _selected(p, y):
     return F.cross_entropy(p[y != 0], y[y != 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss_func", "train"),
     covering(

@@ -84,6 +84,7 @@ def test_a_backend_that_drops_a_gradient_is_named(train):
     assert found.param in dict(net().named_parameters())
 
 
+@pytest.mark.slow
 def test_a_model_that_is_compiled_in_place_is_compared_too():
     model = net()
     model.compile(backend=losing)
@@ -104,6 +105,7 @@ def test_a_backend_that_is_right_leaves_no_trace(train):
     assert all(map(torch.equal, *ends))
 
 
+@pytest.mark.slow
 def test_random_numbers_may_be_others_in_compiled_code():
     verdict = watched(torch.compile(net(0.5), backend=losing), asked())
     assert "draws random numbers" in gap(verdict)

@@ -11,6 +11,7 @@ from hookcb import Diagnose, watch
 from hookcb.cli.main import main
 from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.run import Run, Skipped
+from tests.support import each
 
 X = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).long() + (X[:, 1] > 0).long()
@@ -44,7 +45,7 @@ def loss_of(model, i):
     return F.cross_entropy(model(x), y)
 
 
-@pytest.mark.parametrize("how", ["opt", "model", "zeros", "by hand", "in place"])
+@pytest.mark.parametrize("how", each(2, ["opt", "model", "zeros", "by hand", "in place"]))
 def test_gradients_that_are_cleared_within_an_accumulation_are_found(how):
     def clear(model, opt):
         if how == "opt":
@@ -73,6 +74,7 @@ def test_gradients_that_are_cleared_within_an_accumulation_are_found(how):
     assert ("test_discarded.py" in one.message) == (how in ("opt", "model", "zeros"))
 
 
+@pytest.mark.slow
 def test_a_window_that_is_cleared_in_its_middle_and_short_epochs_are_found():
     def program(model, opt, i):
         if i % 2 == 0:
@@ -189,18 +191,21 @@ def by_hand(model, opt, i):
 
 @pytest.mark.parametrize(
     "program",
-    [
-        accumulated,
-        skips_steps,
-        skips_many_at_random,
-        clears_twice,
-        sharpness_aware,
-        combines_by_hand,
-        projects_conflicts,
-        adversarial,
-        of_samples,
-        by_hand,
-    ],
+    each(
+        3,
+        [
+            accumulated,
+            skips_steps,
+            skips_many_at_random,
+            clears_twice,
+            sharpness_aware,
+            combines_by_hand,
+            projects_conflicts,
+            adversarial,
+            of_samples,
+            by_hand,
+        ],
+    ),
 )
 def test_gradients_that_are_cleared_on_purpose_are_left_alone(program):
     assert found(program, 80) == []

@@ -13,7 +13,7 @@ from hookcb import Callback, Diagnose, Learner, watch
 from hookcb.diagnosis.faults.inputs.epochs import RepeatedRandomNumbers
 from hookcb.diagnosis.measurements.drawing import drawn, random_states
 from hookcb.diagnosis.run import Run, Skipped
-from tests.support import fit
+from tests.support import each, fit
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 CODES = ("random.epochs", "data.same_order")
@@ -98,7 +98,7 @@ def found(verdict):
 
 @pytest.mark.parametrize("train", [by_watch, by_learner])
 @pytest.mark.parametrize(
-    "change", [of_torch, lambda i: float(np.random.standard_normal()), lambda i: random.gauss(0, 1)]
+    "change", each(2, [of_torch, lambda i: float(np.random.standard_normal()), lambda i: random.gauss(0, 1)])
 )
 def test_the_same_changes_in_each_epoch_are_found(train, change):
     verdict = train(loader(change), seed_all)
@@ -107,6 +107,7 @@ def test_the_same_changes_in_each_epoch_are_found(train, change):
     assert text.startswith("The 8 batches from 8 on are those from 0 on, although random numbers of ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [by_watch, by_learner])
 def test_the_same_order_in_each_epoch_is_found(train):
     assert found(train(loader(shuffle=True), seed_all)) == [("data.same_order", "warning")]
@@ -124,6 +125,7 @@ def test_a_generator_that_is_made_anew_gives_the_same_order():
     assert found(by_watch(anew)) == [("data.same_order", "warning")]
 
 
+@pytest.mark.slow
 def test_the_same_changes_by_workers_are_found():
     assert found(by_watch(loader(of_torch, n_workers=2), seed_all)) == [("random.epochs", "warning")]
     seeded = loader(lambda i: float(np.random.standard_normal()), n_workers=2, init=seed_worker)
@@ -152,6 +154,7 @@ def draw_batches(n, every, seeds):
         return w.diagnose()
 
 
+@pytest.mark.slow
 def test_a_validation_that_sets_a_seed_is_found_without_a_loader():
     assert found(draw_batches(40, 10, seeds=True)) == [("random.epochs", "warning")]
     assert found(draw_batches(40, 10, seeds=False)) == []
@@ -171,7 +174,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", each(3, RIGHT))
 @pytest.mark.parametrize("train", [by_watch, by_learner])
 def test_other_epochs_are_right(train, name):
     assert found(train(*RIGHT[name])) == []

@@ -10,7 +10,7 @@ from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.faults.inputs.one_sample import OneSample
 from hookcb.diagnosis.measurements.collating import shapes_of_one
 from hookcb.diagnosis.run import Run, Skipped
-from tests.support import fit
+from tests.support import each, fit
 
 N, D = 16, 6
 
@@ -58,7 +58,7 @@ def found(verdict):
 WRONG = {"first": lambda c: c[:1], "fourth": lambda c: c[3][None], "expanded": lambda c: c[:1].expand(N, -1)}
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", each(2, WRONG))
 def test_one_sample_for_all_is_found(name):
     assert found(by_learner(WRONG[name])) == ["Input [1]"]
     assert found(by_watch(WRONG[name])) == ["Input [1]"]
@@ -80,7 +80,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", each(3, RIGHT))
 @pytest.mark.parametrize("train", [by_learner, by_watch])
 def test_what_is_shared_on_purpose_is_right(name, train):
     verdict = train(RIGHT[name])
@@ -88,6 +88,7 @@ def test_what_is_shared_on_purpose_is_right(name, train):
     assert "data of one sample that is given to all" in verdict.ruled_out
 
 
+@pytest.mark.slow
 def test_a_sample_that_others_are_compared_with_is_right():
     torch.manual_seed(0)
     model = Net()
@@ -142,6 +143,7 @@ def stacked(samples):
     return torch.stack([c for _, c, _ in samples])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_collate_function_that_takes_one_sample_for_all_is_found(k):
     assert collated(row(k)) == ["Input [1]"]
@@ -149,15 +151,19 @@ def test_a_collate_function_that_takes_one_sample_for_all_is_found(k):
     assert collated(lambda samples: torch.from_numpy(samples[k][1])[None], numpy) == ["Input [1]"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "condition",
-    [
-        stacked,
-        lambda samples: stacked(samples).mean(0, keepdim=True),
-        lambda samples: torch.randn(1, D),  # a style that all share
-        lambda samples: torch.full((1, D), float(samples[0][1][0])),  # one number, as a temperature
-        lambda samples: torch.arange(D)[None] / D,
-    ],
+    each(
+        2,
+        [
+            stacked,
+            lambda samples: stacked(samples).mean(0, keepdim=True),
+            lambda samples: torch.randn(1, D),  # a style that all share
+            lambda samples: torch.full((1, D), float(samples[0][1][0])),  # one number, as a temperature
+            lambda samples: torch.arange(D)[None] / D,
+        ],
+    ),
 )
 def test_a_collate_function_that_makes_one_condition_for_all_is_right(condition):
     assert collated(condition) == []

@@ -83,6 +83,7 @@ def test_a_training_on_a_table_with_one_large_column_names_that_first():
     assert (primary.code, primary.message[:8]) == ("input.scale", "Column 4")
 
 
+@pytest.mark.slow
 def test_a_batch_norm_first_makes_large_columns_harmless():
     assert verdict_of(net(nn.BatchNorm1d(6)), 190_000.0).status == "healthy"
 
@@ -114,6 +115,7 @@ def pixels(scale, norm, lr):
     return [x.severity for x in learn.diagnose().findings if x.code == "input.scale"]
 
 
+@pytest.mark.slow
 def test_pixels_are_told_only_if_they_do_harm_before_a_normalization():
     """With a batch norm after the convolution, 0 to 255 train as 0 to 1 do; large steps are of the rate."""
     assert pixels(255.0, nn.BatchNorm2d, lr=0.1) == []

@@ -11,7 +11,7 @@ from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.faults.inputs.workers import CopiedGenerators, UnshardedWorkers
 from hookcb.diagnosis.measurements.loading import pass_of
 from hookcb.diagnosis.run import Absent, Run
-from tests.support import fit
+from tests.support import each, fit
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -76,11 +76,13 @@ def test_generators_that_are_copied_into_workers_are_found(train):
     assert found(train(DataLoader(Noisy(), 8, num_workers=2))) == [("random.workers", "warning")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [by_learner, by_watch])
 def test_workers_that_give_the_same_samples_are_found(train):
     assert found(train(DataLoader(Stream(), 8, num_workers=2))) == [("data.workers", "warning")]
 
 
+@pytest.mark.slow
 def test_the_same_numbers_in_each_epoch_are_a_note():
     assert found(by_learner(DataLoader(Noisy(), 8, num_workers=1))) == [("random.workers", "info")]
 
@@ -115,6 +117,7 @@ def seed_of_worker(i):
     np.random.seed(40 + i)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [by_learner, by_watch])
 def test_one_seed_for_all_workers_is_found(train):
     loader = DataLoader(Augmented(of_numpy), 8, shuffle=True, num_workers=2, worker_init_fn=one_seed)
@@ -124,6 +127,7 @@ def test_one_seed_for_all_workers_is_found(train):
     assert "the global generator of numpy.random, with which 2 workers begin in the same state" in text
 
 
+@pytest.mark.slow
 def test_one_seed_for_each_epoch_is_a_note_if_samples_are_shuffled():
     given = {"num_workers": 2, "worker_init_fn": seed_of_worker}
     assert found(by_learner(DataLoader(Augmented(of_numpy), 8, shuffle=True, **given))) == [
@@ -161,7 +165,8 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", each(3, RIGHT))
 def test_other_loaders_are_right(name):
     assert found(by_learner(RIGHT[name]())) == []
 
@@ -207,6 +212,7 @@ def by_global(i):
     NOISY.rng = np.random.default_rng(i)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("init", [by_initial_seed, by_helper])
 def test_a_worker_init_fn_that_seeds_another_generator_leaves_the_copies(init):
     verdict = by_learner(DataLoader(Noisy(), 8, num_workers=2, worker_init_fn=init))

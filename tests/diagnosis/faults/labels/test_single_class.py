@@ -10,6 +10,7 @@ from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.loss_graph import LossGraph
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.run import Run
+from tests.support import each
 
 SCORES = LossGraph("cross-entropy", True, 1.0, applies="softmax", is_raw=True)
 LOGITS = LossGraph("binary cross-entropy", True, 1.0, applies="sigmoid", is_raw=True)
@@ -115,6 +116,7 @@ def of_sorted(verdict):
     return [x.severity for x in verdict.findings if x.code == "label.sorted"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [by_learner, by_watch])
 @pytest.mark.parametrize("n_epoch", [1, 3])
 def test_sorted_labels_are_found(train, n_epoch):
@@ -125,6 +127,7 @@ def bits_loss(scores, y):
     return F.binary_cross_entropy_with_logits(scores[:, 0], y.float())
 
 
+@pytest.mark.slow
 def test_sorted_labels_of_two_classes_are_found():
     assert of_sorted(by_learner(list(BITS.split(16)), n_out=2)) == ["warning"]
     assert of_sorted(by_watch(list(BITS.split(16)), n_out=1, loss_func=bits_loss)) == ["warning"]
@@ -146,7 +149,8 @@ NOT_SORTED = {
 }
 
 
-@pytest.mark.parametrize("name", NOT_SORTED)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", each(3, NOT_SORTED))
 @pytest.mark.parametrize("train", [by_learner, by_watch])
 def test_other_orders_are_not_sorted(name, train):
     assert of_sorted(train(list(NOT_SORTED[name]))) == []
@@ -161,6 +165,7 @@ def test_one_class_after_the_other_is_a_note():
     assert of_sorted(by_learner(batches, n_epoch=1)) == ["info"]
 
 
+@pytest.mark.slow
 def test_all_labels_of_a_long_training_count():
     batches = list(DIGITS.repeat_interleave(10).split(16))  # 438, of which few are inspected
     verdict = by_learner(batches, n_epoch=2)

@@ -102,11 +102,13 @@ def test_targets_that_do_not_count_are_read_from_the_graph_of_the_loss_too():
     assert severity_of(COPIES, verdict_on(ReturnsLoss(), batches)) == "warning"
 
 
+@pytest.mark.slow
 def test_the_loss_of_guessing_is_known_if_only_the_loss_is_returned():
     verdict = verdict_on(ReturnsLoss(), [(w[:, :-1], w[:, 1:]) for w in sentences(60)])
     assert any("guessing gives 2.77" in text for text in verdict.ruled_out)
 
 
+@pytest.mark.slow
 def test_targets_embedded_beside_the_input_are_an_error_once_the_loss_tells():
     batches = [(w[:, :-1], w[:, 1:]) for w in sentences(60)]
     verdict = verdict_on(ReturnsLoss(leaks=True), batches, epochs=12)
@@ -115,6 +117,7 @@ def test_targets_embedded_beside_the_input_are_an_error_once_the_loss_tells():
     assert severity_of(COPIES, verdict_on(ReturnsLoss(leaks="pooled"), batches)) == ""
 
 
+@pytest.mark.slow
 def test_a_decoder_that_gets_its_targets_is_an_error():
     pairs = [(w[:, :8], ORDER[w[:, :8]].flip(1)) for w in sentences(30)]
     verdict = verdict_on(Translator(), [(x, y, y) for x, y in pairs])
@@ -127,11 +130,13 @@ def begun(y):
     return F.pad(y[:, :-1], (1, 0))
 
 
+@pytest.mark.slow
 def test_a_decoder_that_gets_the_tokens_before_is_fine():
     pairs = [(w[:, :8], ORDER[w[:, :8]].flip(1)) for w in sentences(30)]
     assert severity_of(COPIES, verdict_on(Translator(), [(x, begun(y), y) for x, y in pairs])) == ""
 
 
+@pytest.mark.slow
 def test_an_autoencoder_with_a_decoder_is_fine_and_a_copy_gets_a_note():
     inputs = [w[:, :8] for w in sentences(60)]
     assert severity_of(COPIES, verdict_on(Translator(), [(x, begun(x), x) for x in inputs], 2)) == ""
@@ -161,6 +166,7 @@ class Recurrent(nn.Module):
         return scores, F.cross_entropy(scores.flatten(0, 1), y.flatten())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_targets_embedded_for_a_recurrent_decoder_beside_the_input_are_an_error(kind):
     batches = [(w[:, :-1], w[:, 1:]) for w in sentences(20)]
@@ -170,6 +176,7 @@ def test_targets_embedded_for_a_recurrent_decoder_beside_the_input_are_an_error(
     assert "call 2 of an embedding" in verdict.primary.next_steps[0]
 
 
+@pytest.mark.slow
 def test_a_recurrent_model_with_targets_that_are_not_shifted_is_a_warning():
     copied, shifted = ([(w[:, :-1], w[:, i : T + i]) for w in sentences(20)] for i in (0, 1))
     assert severity_of(COPIES, verdict_on(Recurrent(), copied)) == "warning"
@@ -198,6 +205,7 @@ class LastState(nn.Module):
         return scores, F.cross_entropy(scores.flatten(0, 1), y.flatten())
 
 
+@pytest.mark.slow
 def test_an_autoencoder_from_the_last_state_is_a_note():
     copied = [(w[:, :T], w[:, :T]) for w in sentences(20)]
     assert severity_of(COPIES, verdict_on(LastState(), copied)) == "info"

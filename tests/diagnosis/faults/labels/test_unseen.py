@@ -8,7 +8,7 @@ from torch import nn
 from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.faults.labels.unseen import UnseenClasses
 from hookcb.diagnosis.run import Run, Skipped
-from tests.support import fit
+from tests.support import each, fit
 
 N = 1280
 Y = torch.arange(N) % 10
@@ -59,6 +59,7 @@ def test_classes_that_only_validations_have_are_found(train):
     assert text.endswith(" samples of the training, but of 64 of the 320 samples of a validation.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [by_learner, by_watch])
 def test_classes_that_neither_has_are_a_note(train):
     ((severity, text),) = found(train(batches(FEW), batches(FEW[:320])))
@@ -70,13 +71,16 @@ def test_classes_that_neither_has_are_a_note(train):
 @pytest.mark.parametrize("train", [by_learner, by_watch])
 @pytest.mark.parametrize(
     ("y", "valid", "n_out"),
-    [
-        (Y, Y[:320], 10),
-        (torch.where(torch.arange(N) == 500, 9, Y % 9), Y[:320], 10),  # one label suffices
-        (torch.cat([FEW[:64], Y[64:128]]), Y[:32], 10),
-        (FEW, torch.where(torch.arange(320) < 7, 9, FEW[:320]), 200),  # seven may be there by chance
-        (FEW, FEW[:320], 200),  # a wide head
-    ],
+    each(
+        2,
+        [
+            (Y, Y[:320], 10),
+            (torch.where(torch.arange(N) == 500, 9, Y % 9), Y[:320], 10),  # one label suffices
+            (torch.cat([FEW[:64], Y[64:128]]), Y[:32], 10),
+            (FEW, torch.where(torch.arange(320) < 7, 9, FEW[:320]), 200),  # seven may be there by chance
+            (FEW, FEW[:320], 200),  # a wide head
+        ],
+    ),
 )
 def test_other_labels_are_right(train, y, valid, n_out):
     assert found(train(batches(y), batches(valid), n_out)) == []
@@ -91,6 +95,7 @@ class Tokens(nn.Module):
         return self.head(self.embed(x)).flatten(0, 1)
 
 
+@pytest.mark.slow
 def test_a_padded_vocabulary_is_right():
     torch.manual_seed(0)
     x = torch.randint(8, (1280, 6))

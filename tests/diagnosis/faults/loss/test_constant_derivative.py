@@ -9,6 +9,7 @@ from hookcb import Diagnose, watch
 from hookcb.cli.main import main
 from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.run import Run
+from tests.support import each
 
 DATA = torch.linspace(0, 1, 32)[:, None]
 
@@ -61,7 +62,7 @@ def advection(model, x, create_graph=False):
 CASES = [(decay, "a residual"), (growth, "a residual"), (burgers, "multiplies"), (advection, "has no graph")]
 
 
-@pytest.mark.parametrize(("loss_of", "how"), CASES)
+@pytest.mark.parametrize(("loss_of", "how"), each(2, CASES))
 def test_a_derivative_without_its_graph_is_found(loss_of, how):
     (one,) = found(loss_of, n_in=2 if loss_of is advection else 1)
     assert one.severity == "warning"
@@ -102,7 +103,8 @@ def penalized(model, x):
     return F.mse_loss(u, DATA) + 10 * (slope.norm(dim=1) - 1).square().mean()
 
 
-@pytest.mark.parametrize("loss_of", [logged, attacked, balanced, penalized])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_of", each(2, [logged, attacked, balanced, penalized]))
 def test_other_uses_of_derivatives_are_left_alone(loss_of):
     assert found(loss_of) == []
 
@@ -124,6 +126,7 @@ for i in range(30):
 """
 
 
+@pytest.mark.slow
 def test_the_command_finds_it(tmp_path, capsys):
     file = tmp_path / "train.py"
     file.write_text(SCRIPT)

@@ -138,6 +138,7 @@ def test_a_loss_that_stays_without_an_opponent_is_told(game):
     assert opposed(game)[0] == ["warning"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("game", "why"),
     [

@@ -239,6 +239,7 @@ def test_a_factor_of_one_is_found_in_a_loss_that_nobody_reports():
     assert (known.is_one_scale, known.scale) == (True, 1.0)
 
 
+@pytest.mark.slow
 def test_a_loop_reports_what_it_has_computed_itself():
     def by_hand(pred, y):
         return -pred.log_softmax(1)[torch.arange(len(y)), y].mean()
@@ -273,6 +274,7 @@ class Saves(Callback):
         self.learn.model.state_dict()
 
 
+@pytest.mark.slow
 def test_weights_that_are_saved_after_the_best_validation_are_kept():
     assert trained([Saves()]).diagnose().status == "healthy"
     assert loop(save=True)[0].diagnose().status == "healthy"
@@ -286,6 +288,7 @@ def test_records_alone_show_it_too():
     assert any(finding.code == "valid.overfit" for finding in learn.diagnose().findings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evaluated", [["valid"], ["train", "valid"]], ids=str)
 def test_a_watched_loop_needs_no_report_of_its_validation_losses(evaluated):
     w, losses = loop(evaluated=evaluated)

@@ -10,6 +10,7 @@ from torch.optim import SGD
 from hookcb.diagnosis.faults.model.checkpoints import KeptWithoutCopy, UntrainedCheckpoint
 from hookcb.diagnosis.run import Run, Skipped
 from tests.diagnosis.faults.support import found_in_loop, from_start, small_net
+from tests.support import each
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +23,9 @@ def found(model, code, **options):
     return found_in_loop(model, SGD(model.parameters(), lr=0.05), code, **options)
 
 
-@pytest.mark.parametrize("keep", [lambda x: x, dict, copy.copy, lambda x: {k: v.cpu() for k, v in x.items()}])
+@pytest.mark.parametrize(
+    "keep", each(2, [lambda x: x, dict, copy.copy, lambda x: {k: v.cpu() for k, v in x.items()}])
+)
 @pytest.mark.parametrize("done", ["loaded", "saved"])
 def test_a_best_state_without_a_copy_is_found(keep, done):
     model, kept = small_net(), {}

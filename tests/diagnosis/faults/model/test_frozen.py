@@ -45,6 +45,7 @@ def test_layers_frozen_at_an_end_or_for_fine_tuning_are_not(names):
     assert frozen_in(deep(), *names) == []
 
 
+@pytest.mark.slow
 def test_a_frozen_network_inside_and_norms_and_parts_of_a_layer_are_not():
     inner = nn.Sequential(nn.Linear(8, 2), nn.ReLU(), nn.Linear(2, 8))
     assert frozen_in(deep(inner), "12") == []

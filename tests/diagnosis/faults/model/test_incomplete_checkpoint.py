@@ -14,6 +14,7 @@ from hookcb.diagnosis.faults.model.incomplete_checkpoint import IncompleteCheckp
 from hookcb.diagnosis.measurements.loads import Saves
 from hookcb.diagnosis.run import Run, Skipped
 from tests.diagnosis.faults.support import found_in_loop, from_start
+from tests.support import each
 
 CODE = "checkpoint.incomplete"
 
@@ -75,18 +76,23 @@ def test_a_head_alone_is_found_only_if_the_layers_before_it_were_trained():
 
 @pytest.mark.parametrize(
     "contents",
-    [
-        lambda m, opt: [m.state_dict()],
-        lambda m, opt: [m],
-        lambda m, opt: [{"model": m, "opt": opt.state_dict()}],
-        lambda m, opt: [m.body.state_dict()],
-        lambda m, opt: [opt.state_dict()],
-        lambda m, opt: [{"m": m.state_dict(), "opt": opt.state_dict()}],
-        lambda m, opt: [{"m": {f"module.{k}": v for k, v in m.state_dict().items()}, "o": opt.state_dict()}],
-        lambda m, opt: [{"ema": copy.deepcopy(m).half().state_dict(), "opt": opt.state_dict()}],
-        lambda m, opt: [m.state_dict(), {"head": m.head.state_dict(), "opt": opt.state_dict()}],
-        lambda m, opt: [],
-    ],
+    each(
+        3,
+        [
+            lambda m, opt: [m.state_dict()],
+            lambda m, opt: [m],
+            lambda m, opt: [{"model": m, "opt": opt.state_dict()}],
+            lambda m, opt: [m.body.state_dict()],
+            lambda m, opt: [opt.state_dict()],
+            lambda m, opt: [{"m": m.state_dict(), "opt": opt.state_dict()}],
+            lambda m, opt: [
+                {"m": {f"module.{k}": v for k, v in m.state_dict().items()}, "o": opt.state_dict()}
+            ],
+            lambda m, opt: [{"ema": copy.deepcopy(m).half().state_dict(), "opt": opt.state_dict()}],
+            lambda m, opt: [m.state_dict(), {"head": m.head.state_dict(), "opt": opt.state_dict()}],
+            lambda m, opt: [],
+        ],
+    ),
 )
 def test_right_files_are_silent(contents):
     assert found(contents) == []
@@ -165,14 +171,18 @@ def trained_of(m):
     return {name: p.detach() for name, p in m.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "contents",
-    [
-        lambda m, opt: [{"model": trained_of(m), "optimizer": opt.state_dict()}],
-        lambda m, opt: [{name: x.clone() for name, x in trained_of(m).items()}],
-        lambda m, opt: [{f"module.{name}": x for name, x in trained_of(m).items()}],
-        lambda m, opt: [m[0].state_dict() | {"1.running_mean": None, "1.running_var": None}],
-    ],
+    each(
+        2,
+        [
+            lambda m, opt: [{"model": trained_of(m), "optimizer": opt.state_dict()}],
+            lambda m, opt: [{name: x.clone() for name, x in trained_of(m).items()}],
+            lambda m, opt: [{f"module.{name}": x for name, x in trained_of(m).items()}],
+            lambda m, opt: [m[0].state_dict() | {"1.running_mean": None, "1.running_var": None}],
+        ],
+    ),
 )
 def test_all_parameters_without_running_statistics_are_found(contents):
     ((severity, message),) = found(contents, normed())
@@ -184,23 +194,28 @@ def buffers(m):
     return {name: x.clone() for name, x in m.named_buffers()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "contents",
-    [
-        lambda m, opt: [m.state_dict()],
-        lambda m, opt: [{"params": trained_of(m), "buffers": buffers(m)}],
-        lambda m, opt: [{**trained_of(m), **buffers(m)}],
-        lambda m, opt: [{"params": trained_of(m), "buffers": list(m.buffers())}],
-        lambda m, opt: [trained_of(m), buffers(m)],
-        lambda m, opt: [{"ema": trained_of(m), "model": m.state_dict(), "opt": opt.state_dict()}],
-        lambda m, opt: [m[0][1].state_dict() | {"running_mean": None, "running_var": None}],
-        lambda m, opt: [],
-    ],
+    each(
+        3,
+        [
+            lambda m, opt: [m.state_dict()],
+            lambda m, opt: [{"params": trained_of(m), "buffers": buffers(m)}],
+            lambda m, opt: [{**trained_of(m), **buffers(m)}],
+            lambda m, opt: [{"params": trained_of(m), "buffers": list(m.buffers())}],
+            lambda m, opt: [trained_of(m), buffers(m)],
+            lambda m, opt: [{"ema": trained_of(m), "model": m.state_dict(), "opt": opt.state_dict()}],
+            lambda m, opt: [m[0][1].state_dict() | {"running_mean": None, "running_var": None}],
+            lambda m, opt: [],
+        ],
+    ),
 )
 def test_running_statistics_that_are_in_any_file_are_saved(contents):
     assert found(contents, normed()) == []
 
 
+@pytest.mark.slow
 def test_running_statistics_that_nothing_has_changed_need_not_be_saved():
     model = normed()
     model[0][1].eval()
@@ -220,12 +235,14 @@ def loaded_again(repair):
     return found_in_loop(model, Adam(model.parameters(), lr=1e-3), CODE, end=end)
 
 
+@pytest.mark.slow
 def test_a_copy_that_is_loaded_without_running_statistics_is_named():
     ((severity, message),) = loaded_again(lambda model, again: again.eval())
     assert severity == "warning"
     assert "into Sequential with strict=False, and lacks 0.1.running_mean, 0.1.running_var: these" in message
 
 
+@pytest.mark.slow
 def test_statistics_that_are_measured_anew_are_not_named_as_lost():
     ((_, message),) = loaded_again(lambda model, again: again(torch.randn(32, 4)))
     assert "Files have all 6 parameters of the model" in message

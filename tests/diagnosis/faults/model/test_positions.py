@@ -8,6 +8,7 @@ from torch import nn
 from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.faults.model.positions import ClampedPositions
 from hookcb.diagnosis.run import Run, Skipped
+from tests.support import each as each_nth
 from tests.support import fit
 
 V, D, T, N = 12, 16, 24, 8
@@ -77,6 +78,7 @@ def after_padding(x):
     return (torch.arange(x.shape[1]) + 2).clamp(max=15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", [each, after_padding])
 def test_positions_of_each_sequence_are_compared(positions):
     assert found(by_learner(Tagger(positions))) == [("places", "warning")]
@@ -113,7 +115,8 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", each_nth(3, RIGHT))
 def test_other_indices_are_no_clamped_positions(name):
     verdict = by_learner(RIGHT[name])
     assert found(verdict) == []

@@ -12,7 +12,7 @@ from hookcb import Callback, Diagnose, Learner, watch
 from hookcb.diagnosis.faults.model.running_statistics import RunningStatistics
 from hookcb.diagnosis.run import Absent, Run, Skipped
 from tests.diagnosis.faults.support import numbers
-from tests.support import fit
+from tests.support import each, fit
 
 
 def net(momentum=0.1, norm=nn.BatchNorm1d, **kwargs):
@@ -54,19 +54,22 @@ def test_statistics_that_stay_as_they_began_are_told_in_short_trainings_too(n, h
 
 @pytest.mark.parametrize(
     ("model", "n", "n_valid", "found"),
-    [
-        (net(momentum=0.001), 150, 2, [("warning", "1")]),
-        (net(momentum=0.001), 150, 0, [("info", "1")]),
-        (net(momentum=0.001), 50, 2, []),  # too short to say
-        (net(momentum=0.01), 150, 2, []),
-        (net(momentum=0.99), 30, 2, [("warning", "1")]),
-        (net(momentum=1.0), 30, 2, []),
-        (net(momentum=None), 30, 2, []),  # a cumulative average
-        (net(track_running_stats=False), 30, 2, [("info", "1")]),
-        (net(track_running_stats=False), 30, 0, []),
-        (net(), 30, 2, []),
-        (nn.Sequential(nn.Linear(4, 1)), 30, 2, []),
-    ],
+    each(
+        3,
+        [
+            (net(momentum=0.001), 150, 2, [("warning", "1")]),
+            (net(momentum=0.001), 150, 0, [("info", "1")]),
+            (net(momentum=0.001), 50, 2, []),  # too short to say
+            (net(momentum=0.01), 150, 2, []),
+            (net(momentum=0.99), 30, 2, [("warning", "1")]),
+            (net(momentum=1.0), 30, 2, []),
+            (net(momentum=None), 30, 2, []),  # a cumulative average
+            (net(track_running_stats=False), 30, 2, [("info", "1")]),
+            (net(track_running_stats=False), 30, 0, []),
+            (net(), 30, 2, []),
+            (nn.Sequential(nn.Linear(4, 1)), 30, 2, []),
+        ],
+    ),
 )
 def test_a_momentum_of_another_framework_is_told_and_usual_ones_are_not(model, n, n_valid, found):
     model = pickle.loads(pickle.dumps(model))
@@ -75,15 +78,18 @@ def test_a_momentum_of_another_framework_is_told_and_usual_ones_are_not(model, n
 
 @pytest.mark.parametrize(
     ("momentum", "n", "found"),
-    [
-        (lambda i: 0.1 / (i + 1), 200, [("warning", "1")]),
-        (lambda i: 0.5 * 0.9**i, 200, [("warning", "1")]),
-        (lambda i: 0.5 * 0.9**i, 90, []),  # too short to say
-        (lambda i: max(0.01, 0.5 * 0.5 ** (i // 20)), 200, []),  # as PointNet++
-        (lambda i: 1 / (i + 1), 200, []),  # a cumulative average
-        (lambda i: 0.1 if i < 8 else 0.0, 200, [("info", "1")]),  # a freeze
-        (lambda i: None if i % 2 else 0.1, 200, []),
-    ],
+    each(
+        3,
+        [
+            (lambda i: 0.1 / (i + 1), 200, [("warning", "1")]),
+            (lambda i: 0.5 * 0.9**i, 200, [("warning", "1")]),
+            (lambda i: 0.5 * 0.9**i, 90, []),  # too short to say
+            (lambda i: max(0.01, 0.5 * 0.5 ** (i // 20)), 200, []),  # as PointNet++
+            (lambda i: 1 / (i + 1), 200, []),  # a cumulative average
+            (lambda i: 0.1 if i < 8 else 0.0, 200, [("info", "1")]),  # a freeze
+            (lambda i: None if i % 2 else 0.1, 200, []),
+        ],
+    ),
 )
 def test_a_momentum_that_decays_too_fast_is_told(momentum, n, found):
     class Schedule(Callback):
@@ -120,6 +126,7 @@ def test_a_momentum_that_is_zero_in_every_second_forward_is_not_told():
     assert watched(model, each=twice) == []
 
 
+@pytest.mark.slow
 def test_statistics_that_are_put_back_are_told_and_those_computed_anew_are_not():
     model = net()
 

@@ -9,7 +9,7 @@ from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.faults.model.shrinking import MIN_SIGNAL
 from hookcb.diagnosis.run import Run, Skipped
-from tests.support import fit
+from tests.support import each, fit
 
 CODE = "init.shrinking"
 
@@ -60,6 +60,7 @@ def test_it_is_the_cause_of_small_updates_and_of_a_flat_loss(train, act):
     assert not any("multiply" in step.lower() for step in verdict.primary.next_steps)
 
 
+@pytest.mark.slow
 def test_its_advice_works():
     model = net()
     for m in model:
@@ -70,12 +71,13 @@ def test_its_advice_works():
     assert loss_of(model) < 1.1 < 1.35 < loss_of(trained(net(), data(120)).model)
 
 
-@pytest.mark.parametrize("model", [net(norm=True), net(3), net(4)])
+@pytest.mark.parametrize("model", each(2, [net(norm=True), net(3), net(4)]))
 def test_a_signal_that_is_kept_or_shrinks_little_is_ruled_out(model):
     verdict = trained(model, data()).diagnose()
     assert CODE not in {x.code for x in verdict.findings}
 
 
+@pytest.mark.slow
 def test_nothing_is_said_if_the_model_learns():
     learn = trained(net(6), data(200), torch.optim.Adam, 3e-3)
     assert loss_of(learn.model) < 0.7

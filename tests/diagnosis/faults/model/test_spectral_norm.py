@@ -1,14 +1,12 @@
 """Spectral norms that are evaluated before their first training batch."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from hookcb import Diagnose, watch
+from hookcb.cli.main import main
 
 CODE = "norm.spectral"
 
@@ -93,9 +91,8 @@ validate(model)
     ],
     ids=["first", "last", "after a forward", "loaded"],
 )
-def test_the_command_hears_validations_before_the_training(tmp_path, first, is_told):
+def test_the_command_hears_validations_before_the_training(tmp_path, capsys, first, is_told):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(first=first))
-    command = [sys.executable, "-m", "hookcb", "diagnose", str(script)]
-    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
-    assert (CODE in out) is is_told
+    main(["diagnose", str(script)])
+    assert (CODE in capsys.readouterr().out) is is_told

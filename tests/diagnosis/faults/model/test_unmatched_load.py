@@ -165,6 +165,7 @@ def read(state, tmp_path):
     return torch.load(tmp_path / "a.pt")
 
 
+@pytest.mark.slow
 def test_a_file_of_parameters_leaves_running_statistics_as_they_were(tmp_path):
     weights = dict(normed().named_parameters())
     model = normed()
@@ -180,6 +181,7 @@ def test_a_file_of_parameters_leaves_running_statistics_as_they_were(tmp_path):
     assert "begin at mean 0 and variance 1; the training has changed them since" in message
 
 
+@pytest.mark.slow
 def test_running_statistics_that_a_file_has_or_that_were_there_are_right(tmp_path):
     weights, whole = dict(normed().named_parameters()), normed().state_dict()
     for states in ([whole], [weights, whole], [whole, weights]):

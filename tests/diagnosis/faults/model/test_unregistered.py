@@ -14,6 +14,7 @@ from hookcb.diagnosis.faults.model.unregistered import Unregistered
 from hookcb.diagnosis.measurements.outside import MIN_STEPS, OutsideParameters
 from hookcb.diagnosis.run import Passed
 from tests.diagnosis.faults.support import followed, told
+from tests.support import each
 
 D, N = 12, 16
 
@@ -99,12 +100,15 @@ def unregistered(verdict):
 
 @pytest.mark.parametrize(
     ("layers", "first"),
-    [
-        ([nn.Linear(D, D), nn.Linear(D, D)], "layers[0].weight"),
-        ((nn.Linear(D, D),), "layers[0].weight"),
-        ({"in": nn.Linear(D, D)}, "layers['in'].weight"),
-        ([nn.Sequential(nn.Linear(D, D), nn.ReLU())], "layers[0].0.weight"),
-    ],
+    each(
+        2,
+        [
+            ([nn.Linear(D, D), nn.Linear(D, D)], "layers[0].weight"),
+            ((nn.Linear(D, D),), "layers[0].weight"),
+            ({"in": nn.Linear(D, D)}, "layers['in'].weight"),
+            ([nn.Sequential(nn.Linear(D, D), nn.ReLU())], "layers[0].0.weight"),
+        ],
+    ),
 )
 def test_layers_in_a_plain_container_are_named(layers, first):
     verdict = train(Listed(layers=layers))
@@ -129,6 +133,7 @@ def test_layers_that_no_attribute_has_are_told_by_their_shapes():
     assert found.message.startswith("1 parameter that the forward uses is not")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Local, Anew, Remasked])
 def test_what_a_forward_makes_anew_is_found(make):
     verdict = train(make())
@@ -138,6 +143,7 @@ def test_what_a_forward_makes_anew_is_found(make):
     assert "Create it in __init__" in found.next_steps[0]
 
 
+@pytest.mark.slow
 def test_a_layer_made_after_the_optimizer_is_in_no_optimizer():
     verdict = train(Late())
     assert not unregistered(verdict)
@@ -145,6 +151,7 @@ def test_a_layer_made_after_the_optimizer_is_in_no_optimizer():
     assert "extra.weight, extra.bias" in verdict.primary.message
 
 
+@pytest.mark.slow
 def test_a_learner_finds_a_late_layer_too():
     model = Late()
     learn = Learner([batch(i) for i in range(40)], model, F.cross_entropy, lr=0.1)
@@ -167,6 +174,7 @@ def test_a_late_layer_that_is_added_to_the_optimizer_is_healthy():
     assert "layers that came into the model later were not recorded: extra" in verdict.coverage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda p: p.float(), lambda p: p.float().t()])
 def test_a_tensor_computed_from_a_parameter_before_is_named(make):
     weight = make(nn.Parameter(numbers(D, D).double() / 4))
@@ -235,7 +243,10 @@ def without_grad(layer):
     return Teacher(), None, None
 
 
-@pytest.mark.parametrize("make", [trained, trained_now_and_then, trained_by_hand, frozen, without_grad])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make", each(2, [trained, trained_now_and_then, trained_by_hand, frozen, without_grad])
+)
 def test_what_is_trained_frozen_or_not_in_the_graph_is_no_fault(make):
     model, opt, step = make(nn.Linear(D, D))
     verdict = train(model, opt=opt, step=step or (lambda i: None))
@@ -244,6 +255,7 @@ def test_what_is_trained_frozen_or_not_in_the_graph_is_no_fault(make):
     assert has_looked(verdict)
 
 
+@pytest.mark.slow
 def test_parameters_of_a_model_that_made_the_inputs_are_not_meant():
     encoder, model = nn.Linear(D, D), Net()
     opt = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -260,6 +272,7 @@ def test_parameters_of_a_model_that_made_the_inputs_are_not_meant():
     assert has_looked(loop.diagnose())
 
 
+@pytest.mark.slow
 def test_functional_call_with_other_parameters_is_left_out_and_said():
     model = Net()
     opt = torch.optim.Adam(model.parameters(), lr=1e-2)

@@ -12,6 +12,7 @@ from hookcb.diagnosis.faults.numbers import autocast
 from hookcb.diagnosis.faults.numbers.autocast import OutsideAutocast
 from hookcb.diagnosis.run import Run, Skipped
 from tests.diagnosis.faults.support import numbers
+from tests.support import each
 
 ENTER = vars(torch.autocast)["__enter__"]
 
@@ -73,12 +74,14 @@ def test_autocast_around_the_loss_only_is_told(monkeypatch):
     assert watched(net(), model_in=False, loss_in=False) == []
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm(16), nn.BatchNorm1d(16), nn.Softmax(-1)])
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", each(2, [nn.LayerNorm(16), nn.BatchNorm1d(16), nn.Softmax(-1)]))
 def test_norms_and_softmax_are_in_float32_by_autocast_itself(norm):
     assert watched(net(norm=norm)) == []
     assert watched(net(norm=norm), loss_in=False) == []
 
 
+@pytest.mark.slow
 def test_weights_in_low_precision_and_frozen_layers_are_left_out():
     assert watched(net().bfloat16()) == []
     frozen = InFloat32(nn.Linear(16, 16).requires_grad_(False))
@@ -98,6 +101,7 @@ def doubled(inner):
     return nn.Sequential(Cast(torch.float64), inner.double(), Cast(torch.float32))
 
 
+@pytest.mark.slow
 def test_a_layer_in_float64_is_told_wherever_it_is():
     assert watched(net(doubled(nn.Linear(16, 16)))) == [("warning", "2.1")]
     assert watched(net(head=doubled(nn.Linear(16, 8)))) == [("warning", "4.1")]

@@ -108,6 +108,7 @@ def test_clipping_each_gradient_does_no_harm_if_steps_stay_as_large():
     assert isinstance(only(ConstantClipping().findings, found), Passed)
 
 
+@pytest.mark.slow
 def test_an_objective_that_need_not_fall_is_neither_flat_nor_held_back_by_clipping():
     """As that of a policy, whose gradients are all clipped to a small part."""
 

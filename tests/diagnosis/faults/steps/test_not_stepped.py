@@ -13,6 +13,7 @@ from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
 from tests.diagnosis.faults.support import followed, found_by, plain_weight, small_net, told, trained
 from tests.diagnosis.support import STAYS, evidence, only, weight
+from tests.support import each
 
 
 def net():
@@ -237,7 +238,8 @@ def stepped_by(opt, model, n=60, between=lambda i: None):
     return [f for f in w.diagnose().findings if f.code == "param.not_stepped" and f.severity != "info"]
 
 
-@pytest.mark.parametrize("n_made", [0, 3, 30, 45])
+@pytest.mark.slow
+@pytest.mark.parametrize("n_made", each(2, [0, 3, 30, 45]))
 def test_steps_that_stop_to_have_an_effect_are_found(n_made):
     model = net()
     opt = Stalling(model.parameters(), lr=1e-2)
@@ -261,6 +263,7 @@ def test_a_single_step_without_effect_is_no_finding():
     assert stepped_by(opt, model) == []
 
 
+@pytest.mark.slow
 def test_rate_zero_and_frozen_weights_are_no_steps_without_effect():
     model = net()
     groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[3].parameters(), "lr": 1e-2}]
@@ -274,6 +277,7 @@ def test_rate_zero_and_frozen_weights_are_no_steps_without_effect():
     assert stepped_by(torch.optim.Adam(model.parameters(), 1e-2), model, between=freeze) == []
 
 
+@pytest.mark.slow
 def test_optimizers_that_take_turns_are_no_steps_without_effect():
     model = net()
     parts = [torch.optim.Adam(model[i].parameters(), lr=1e-2) for i in (0, 3)]
@@ -300,6 +304,7 @@ def test_rows_of_an_embedding_that_are_not_in_a_batch_do_not_count():
 # ---- steps that are no longer made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n_stepped", "is_found"), [(25, True), (45, False)])
 def test_a_loop_that_makes_no_step_any_more_is_found_if_it_does_so_for_most_of_the_time(n_stepped, is_found):
     model = net()

@@ -1,8 +1,6 @@
 """Weights that something other than the optimizer writes in the middle of a training."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -10,9 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Callback, Diagnose, Learner, watch
+from hookcb.cli.main import main
 from hookcb.diagnosis.faults.steps.overwritten import Overwritten
 from hookcb.diagnosis.run import Run, Skipped
-from tests.support import fit
+from tests.support import each, fit
 
 CODE = "param.overwritten"
 
@@ -56,7 +55,7 @@ def initialize(model):
             m.reset_parameters()
 
 
-@pytest.mark.parametrize("step", [10, 63, 64, 100])
+@pytest.mark.parametrize("step", each(2, [10, 63, 64, 100]))
 def test_weights_that_are_initialized_again_are_found_with_their_step(step):
     model = net()
     verdict = trained(lambda i: initialize(model) if i == step else None, model=model)
@@ -65,12 +64,14 @@ def test_weights_that_are_initialized_again_are_found_with_their_step(step):
     assert f"Between step {step} and the next forward" in verdict.primary.message
 
 
+@pytest.mark.slow
 def test_one_layer_that_is_initialized_again_is_named():
     model = net()
     verdict = trained(lambda i: model[3].reset_parameters() if i == 80 else None, model=model)
     assert (verdict.primary.layer, verdict.primary.param) == ("3", "3.weight")
 
 
+@pytest.mark.slow
 def test_weights_of_another_model_that_are_loaded_are_found():
     model, other = net(), net()
     initialize(other)
@@ -79,6 +80,7 @@ def test_weights_of_another_model_that_are_loaded_are_found():
     )[0] == ("warning", 90, "0.weight")
 
 
+@pytest.mark.slow
 def test_the_first_weights_that_are_loaded_again_undo_the_training():
     model = net()
     first = copy.deepcopy(model.state_dict())
@@ -87,6 +89,7 @@ def test_the_first_weights_that_are_loaded_again_undo_the_training():
     assert "the training up to then is lost" in verdict.primary.message
 
 
+@pytest.mark.slow
 def test_a_write_through_data_is_seen_in_the_first_steps_as_it_has_no_version():
     model = net()
 
@@ -147,6 +150,7 @@ def test_weights_that_are_swapped_and_have_their_values_back_are_not_told(is_by_
     )
 
 
+@pytest.mark.slow
 def test_the_same_values_that_are_loaded_are_not_told():
     model = net()
     again = trained(lambda i: model.load_state_dict(copy.deepcopy(model.state_dict())), model=model)
@@ -178,13 +182,15 @@ def noisy(model, i):
         p.add_(torch.randn_like(p), alpha=1e-2)
 
 
-@pytest.mark.parametrize("write", [clamped, pruned_once, rounded, noisy])
+@pytest.mark.slow
+@pytest.mark.parametrize("write", each(2, [clamped, pruned_once, rounded, noisy]))
 def test_what_loops_do_to_weights_on_purpose_is_a_note(write):
     model = net()
     verdict = trained(lambda i: write(model, i), model=model)
     assert [severity for severity, *_ in found(verdict)] == ["info"]
 
 
+@pytest.mark.slow
 def test_lookahead_and_restored_weights_are_notes():
     model = net()
     slow, best = [p.detach().clone() for p in model.parameters()], {}
@@ -206,6 +212,7 @@ def test_lookahead_and_restored_weights_are_notes():
     assert [severity for severity, *_ in found(trained(restore, model=model))] == ["info"]
 
 
+@pytest.mark.slow
 def test_a_new_optimizer_afterwards_makes_it_a_new_training():
     model = net()
     with watch(model, Diagnose(show=False)) as w:
@@ -219,6 +226,7 @@ def test_a_new_optimizer_afterwards_makes_it_a_new_training():
     assert [severity for severity, *_ in found(w.diagnose())] == ["info"]
 
 
+@pytest.mark.slow
 def test_an_optimizer_whose_state_is_loaded_too_starts_anew():
     model = net()
     opt = adam(model)
@@ -244,6 +252,7 @@ class WithTarget(nn.Module):
         return self.online(x) + 0.1 * aim
 
 
+@pytest.mark.slow
 def test_a_target_inside_the_model_gets_no_gradient_and_is_left_out():
     model = WithTarget()
     verdict = trained(
@@ -252,6 +261,7 @@ def test_a_target_inside_the_model_gets_no_gradient_and_is_left_out():
     assert found(verdict) == []
 
 
+@pytest.mark.slow
 def test_loops_by_hand_and_lbfgs_are_not_judged():
     model = net()
     with watch(model, Diagnose(show=False)) as w, torch.enable_grad():
@@ -278,6 +288,7 @@ def test_loops_by_hand_and_lbfgs_are_not_judged():
     assert found(w.diagnose()) == []
 
 
+@pytest.mark.slow
 def test_weights_in_two_dtypes_and_of_odd_strides_are_compared():
     model = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 1)).double()
     model[0].float()
@@ -302,7 +313,7 @@ def test_nothing_is_said_of_a_run_without_steps():
     assert [type(x) for x in Overwritten().findings(Run())] == [Skipped]
 
 
-def test_the_command_finds_it(tmp_path):
+def test_the_command_finds_it(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text(
         "import torch\nfrom torch import nn\ntorch.manual_seed(0)\n"
@@ -316,7 +327,5 @@ def test_the_command_finds_it(tmp_path):
         "    (model(x) - x.sum(1, keepdim=True)).square().mean().backward()\n"
         "    opt.step()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "hookcb", "diagnose", str(script)], capture_output=True, text=True, check=False
-    )
-    assert f"WARNING  {CODE}  layer 0" in done.stdout
+    main(["diagnose", str(script)])
+    assert f"WARNING  {CODE}  layer 0" in capsys.readouterr().out

@@ -1,8 +1,6 @@
 """Parameters that change under an optimizer: new objects, another dtype or device."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, watch
+from hookcb.cli.main import main
 from hookcb.diagnosis.faults.steps.replaced import Converted, Replaced
 from hookcb.diagnosis.run import Run, Skipped
 
@@ -64,6 +63,7 @@ def test_parameters_that_the_optimizer_does_not_hold_any_more_are_found(change, 
     assert verdict.primary.step <= 60
 
 
+@pytest.mark.slow
 def test_a_load_that_assigns_is_named_as_the_cause():
     assert "assign=True" in trained(assigned).primary.causes[0]
     assert "assign=True" not in trained(new_head).primary.causes[0]
@@ -77,6 +77,7 @@ def test_nothing_is_said_of_new_parameters_with_a_new_optimizer():
     assert found(trained(change), "param.replaced") == []
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_new_parameters_that_the_loop_updates_by_hand():
     def change(model):
         new_head(model)
@@ -94,10 +95,12 @@ def test_nothing_is_said_of_a_frozen_replacement():
     assert found(trained(change), "param.replaced") == []
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_a_replacement_shortly_before_the_end():
     assert found(trained(new_head, at=110), "param.replaced") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_dtype_that_changes_between_steps_of_one_optimizer_is_found(dtype):
     verdict = trained(lambda model: model.to(dtype) and None)
@@ -111,11 +114,13 @@ def test_a_more_precise_dtype_is_a_note():
     assert found(trained(lambda model: model.double() and None), "param.converted") == [("info", "0.weight")]
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_a_dtype_that_changes_with_a_new_optimizer_or_before_the_first_step():
     assert found(trained(lambda model: adam(model.bfloat16())), "param.converted") == []
     assert found(trained(lambda model: model.bfloat16() and None, at=0), "param.converted") == []
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_a_copy_or_an_evaluation_in_half_precision():
     def change(model):
         copy.deepcopy(model).half()
@@ -141,29 +146,35 @@ for i in range(80):
 """
 
 
-def by_command(tmp_path, change):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(change=change))
-    command = [sys.executable, "-m", "hookcb", "diagnose", str(script)]
-    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+@pytest.fixture
+def by_command(tmp_path, capsys):
+    """What `hookcb diagnose` prints of a script that makes a change."""
+
+    def by_command(change):
+        script = tmp_path / "train.py"
+        script.write_text(SCRIPT.format(change=change))
+        main(["diagnose", str(script)])
+        return capsys.readouterr().out
+
+    return by_command
 
 
-def test_the_command_names_the_states_that_make_a_step_fail(tmp_path):
-    out = by_command(tmp_path, "model.half()")
+def test_the_command_names_the_states_that_make_a_step_fail(by_command):
+    out = by_command("model.half()")
     assert "SICK  param.converted" in out
     assert "exp_avg" in out
 
 
-def test_an_error_outside_of_a_step_is_not_told(tmp_path):
+def test_an_error_outside_of_a_step_is_not_told(by_command):
     change = (
         "opt.state[model[0].weight]['exp_avg'] = torch.zeros(32, 8, dtype=torch.float64); raise RuntimeError"
     )
-    assert "param.converted" not in by_command(tmp_path, change)
+    assert "param.converted" not in by_command(change)
 
 
-def test_the_command_finds_parameters_that_a_load_replaces(tmp_path):
+def test_the_command_finds_parameters_that_a_load_replaces(by_command):
     change = "model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)"
-    assert "SICK  param.replaced" in by_command(tmp_path, change)
+    assert "SICK  param.replaced" in by_command(change)
 
 
 @pytest.mark.parametrize("kind", [Replaced, Converted])

@@ -11,6 +11,7 @@ from hookcb.diagnosis.faults.steps.small_updates import _why_small
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from tests.diagnosis.faults.support import numbers, plain_weight, small_net
 from tests.diagnosis.support import only, series
+from tests.support import each
 
 
 def recorded(norms, scales, before=1e3):
@@ -55,7 +56,7 @@ def test_it_is_a_warning_for_optimizers_that_divide_by_the_size_of_gradients():
     assert watched(by_norm, torch.optim.AdamW).primary.code == "clip.scaled"
 
 
-@pytest.mark.parametrize("clip", [by_norm, by_value, lambda params: None])
+@pytest.mark.parametrize("clip", each(2, [by_norm, by_value, lambda params: None]))
 @pytest.mark.parametrize("limit", [1.0, 1e-3])
 def test_clipping_after_unscaling_is_not(clip, limit):
     def scaled_clip(params):

@@ -30,7 +30,7 @@ from hookcb.cli.main import main
 from hookcb.diagnosis.faults.steps.schedules import WrongSchedule
 from hookcb.diagnosis.run import Run, Skipped
 from tests.diagnosis.faults.support import numbers, small_net
-from tests.support import fit
+from tests.support import each, fit
 
 N_EPOCHS, N_EACH = 4, 16
 N = N_EPOCHS * N_EACH
@@ -75,15 +75,18 @@ def warm_cosine(n_warm, n):
 
 @pytest.mark.parametrize(
     ("make", "per"),
-    [
-        (lambda opt: OneCycleLR(opt, 1e-3, total_steps=N), "epoch"),
-        (lambda opt: CosineAnnealingLR(opt, N), "epoch"),
-        (lambda opt: CosineAnnealingLR(opt, N_EPOCHS), "batch"),
-        (lambda opt: CosineAnnealingLR(opt, 40), "batch"),  # rises again, and ends there
-        (lambda opt: MultiStepLR(opt, [2, 3, 4]), "batch"),
-        (lambda opt: LinearLR(opt, 1.0, 1e-3, total_iters=N_EPOCHS), "batch"),
-        (warm_cosine(1, N_EPOCHS), "batch"),
-    ],
+    each(
+        3,
+        [
+            (lambda opt: OneCycleLR(opt, 1e-3, total_steps=N), "epoch"),
+            (lambda opt: CosineAnnealingLR(opt, N), "epoch"),
+            (lambda opt: CosineAnnealingLR(opt, N_EPOCHS), "batch"),
+            (lambda opt: CosineAnnealingLR(opt, 40), "batch"),  # rises again, and ends there
+            (lambda opt: MultiStepLR(opt, [2, 3, 4]), "batch"),
+            (lambda opt: LinearLR(opt, 1.0, 1e-3, total_iters=N_EPOCHS), "batch"),
+            (warm_cosine(1, N_EPOCHS), "batch"),
+        ],
+    ),
 )
 def test_a_schedule_that_counts_batches_as_epochs_or_the_reverse_is_told(make, per):
     assert watched(make, per) == ["warning"]
@@ -91,33 +94,37 @@ def test_a_schedule_that_counts_batches_as_epochs_or_the_reverse_is_told(make, p
 
 @pytest.mark.parametrize(
     ("make", "per"),
-    [
-        (lambda opt: OneCycleLR(opt, 1e-3, total_steps=N), "batch"),
-        (lambda opt: OneCycleLR(opt, 1e-3, total_steps=4 * N), "batch"),  # cut on purpose
-        (lambda opt: CosineAnnealingLR(opt, N), "batch"),
-        (lambda opt: CosineAnnealingLR(opt, N - 2), "batch"),
-        (lambda opt: CosineAnnealingLR(opt, N_EPOCHS), "epoch"),
-        (lambda opt: CosineAnnealingLR(opt, 100), "epoch"),  # stopped early
-        (lambda opt: MultiStepLR(opt, [2, 3]), "epoch"),
-        (lambda opt: MultiStepLR(opt, [40, 60]), "batch"),
-        (lambda opt: LinearLR(opt, 0.1, total_iters=5), "batch"),
-        (lambda opt: ConstantLR(opt, 0.1, total_iters=5), "batch"),
-        (lambda opt: PolynomialLR(opt, N), "batch"),
-        (warm_cosine(10, N), "batch"),
-        (lambda opt: ChainedScheduler([LinearLR(opt), CosineAnnealingLR(opt, N)]), "batch"),
-        (lambda opt: CosineAnnealingWarmRestarts(opt, 10), "batch"),
-        (lambda opt: CyclicLR(opt, 1e-4, 1e-3, 5), "batch"),
-        (lambda opt: LambdaLR(opt, lambda step: 1 - step / N), "batch"),
-        (lambda opt: ExponentialLR(opt, 0.99), "batch"),
-        (lambda opt: SWALR(opt, 1e-4), "batch"),
-        (lambda opt: ReduceLROnPlateau(opt), "plateau"),
-        (lambda opt: CosineAnnealingLR(opt, N), "never"),  # of a watch it is unknown when an epoch ends
-    ],
+    each(
+        3,
+        [
+            (lambda opt: OneCycleLR(opt, 1e-3, total_steps=N), "batch"),
+            (lambda opt: OneCycleLR(opt, 1e-3, total_steps=4 * N), "batch"),  # cut on purpose
+            (lambda opt: CosineAnnealingLR(opt, N), "batch"),
+            (lambda opt: CosineAnnealingLR(opt, N - 2), "batch"),
+            (lambda opt: CosineAnnealingLR(opt, N_EPOCHS), "epoch"),
+            (lambda opt: CosineAnnealingLR(opt, 100), "epoch"),  # stopped early
+            (lambda opt: MultiStepLR(opt, [2, 3]), "epoch"),
+            (lambda opt: MultiStepLR(opt, [40, 60]), "batch"),
+            (lambda opt: LinearLR(opt, 0.1, total_iters=5), "batch"),
+            (lambda opt: ConstantLR(opt, 0.1, total_iters=5), "batch"),
+            (lambda opt: PolynomialLR(opt, N), "batch"),
+            (warm_cosine(10, N), "batch"),
+            (lambda opt: ChainedScheduler([LinearLR(opt), CosineAnnealingLR(opt, N)]), "batch"),
+            (lambda opt: CosineAnnealingWarmRestarts(opt, 10), "batch"),
+            (lambda opt: CyclicLR(opt, 1e-4, 1e-3, 5), "batch"),
+            (lambda opt: LambdaLR(opt, lambda step: 1 - step / N), "batch"),
+            (lambda opt: ExponentialLR(opt, 0.99), "batch"),
+            (lambda opt: SWALR(opt, 1e-4), "batch"),
+            (lambda opt: ReduceLROnPlateau(opt), "plateau"),
+            (lambda opt: CosineAnnealingLR(opt, N), "never"),  # of a watch it is unknown when an epoch ends
+        ],
+    ),
 )
 def test_schedules_that_fit_or_are_cut_on_purpose_are_not(make, per):
     assert watched(make, per) == []
 
 
+@pytest.mark.slow
 def test_a_cosine_that_goes_up_and_down_over_epochs_is_a_note():
     assert watched(lambda opt: CosineAnnealingLR(opt, N_EACH), n_epochs=6) == ["info"]
 
@@ -138,6 +145,7 @@ def fitted(cbs=(), make=None):
     return learn
 
 
+@pytest.mark.slow
 def test_schedules_of_a_learner_are_heard_and_nothing_is_kept():
     learn = fitted([Schedule(lambda opt: CosineAnnealingLR(opt, N))])
     assert told(learn.diagnose()) == []
@@ -151,6 +159,7 @@ def test_without_a_scheduler_nothing_is_ruled_out():
     assert [type(x) for x in WrongSchedule().findings(Run())] == [Skipped]
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_is_never_stepped_is_told():
     assert told(fitted(make=lambda opt: CosineAnnealingLR(opt, N)).diagnose()) == []  # made before the fit
 
@@ -185,9 +194,11 @@ for epoch in range(4):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize(
-    ("length", "before", "found"), [(80, "", ""), (4, "", "WARNING"), (80, "schedule.step()", "INFO")]
+    ("length", "before", "found"),
+    [(80, "", ""), (4, "", "WARNING"), (80, "schedule.step()", "INFO")],
 )
 def test_the_command_hears_a_script(length, before, found, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
@@ -220,6 +231,7 @@ def constant(opt):
     return None
 
 
+@pytest.mark.slow
 def test_of_several_optimizers_each_schedule_is_compared_with_the_steps_of_its_own():
     def whole(opt):
         return CosineAnnealingLR(opt, N)
@@ -235,6 +247,7 @@ def test_of_several_optimizers_each_schedule_is_compared_with_the_steps_of_its_o
     assert of_two(whole, lambda opt: CosineAnnealingLR(opt, N_EPOCHS), per_epoch=True) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_stepped", [1, 2])
 def test_of_several_optimizers_a_schedule_that_is_never_stepped_is_told(n_stepped):
     model = small_net()

@@ -14,6 +14,7 @@ from hookcb.diagnosis.measurements.copies import Copies
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.testing import assert_no_hooks
 from tests.diagnosis.support import measured, only
+from tests.support import each
 
 
 def net():
@@ -85,14 +86,17 @@ def test_an_average_that_is_still_near_the_start_is_a_warning(average_of, update
 
 @pytest.mark.parametrize(
     ("average_of", "update", "options"),
-    [
-        (copy.deepcopy, by_hand(0.2), {}),
-        (averaged(0.8), lambda average, model: average.update_parameters(model), {}),
-        (copy.deepcopy, lambda average, model: None, {}),
-        (copy.deepcopy, by_hand(1e-3), {"every": 1}),
-        (copy.deepcopy, by_hand(1e-3), {"every": 100}),
-        (copy.deepcopy, by_hand(1e-3), {"trains": True}),
-    ],
+    each(
+        3,
+        [
+            (copy.deepcopy, by_hand(0.2), {}),
+            (averaged(0.8), lambda average, model: average.update_parameters(model), {}),
+            (copy.deepcopy, lambda average, model: None, {}),
+            (copy.deepcopy, by_hand(1e-3), {"every": 1}),
+            (copy.deepcopy, by_hand(1e-3), {"every": 100}),
+            (copy.deepcopy, by_hand(1e-3), {"trains": True}),
+        ],
+    ),
     ids=["fast", "fast AveragedModel", "reference", "gives targets", "not evaluated", "trained"],
 )
 def test_other_copies_are_fine(average_of, update, options):
@@ -114,6 +118,7 @@ class Module(nn.Module):
         by_hand(1 - self.decay)(self.averages[0], self.net)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("decay", "is_each_step", "n"),
     [(0.98, False, 1), (0.98, True, 0), (0.6, False, 0)],
@@ -138,6 +143,7 @@ def test_an_average_of_a_part_that_has_all_weights_is_judged(decay, is_each_step
     assert found(w) == [("average.slow", "warning")] * n
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("decay", "expected"), [(0.9999, [("average.slow", "warning")]), (0.8, [])])
 def test_the_ema_of_a_learner_is_judged_as_it_is_validated(decay, expected):
     x, y = data()
@@ -207,6 +213,7 @@ def test_an_average_that_is_evaluated_with_the_statistics_of_its_start_is_a_warn
     assert stale(by_hand(0.3)) == ["warning"]
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_averages_whose_statistics_are_copied_or_not_used_or_frozen():
     assert stale(with_buffers) == []
     assert stale(by_hand(0.3), mode=True) == []
@@ -214,6 +221,7 @@ def test_nothing_is_said_of_averages_whose_statistics_are_copied_or_not_used_or_
     assert stale(lambda average, model: None) == []  # a reference
 
 
+@pytest.mark.slow
 def test_statistics_that_update_bn_renews_before_an_evaluation_are_fine():
     from torch.optim.swa_utils import update_bn
 

@@ -11,6 +11,7 @@ from hookcb import Diagnose, watch
 from hookcb.diagnosis.faults.steps.vanished_rate import VanishedRate
 from hookcb.diagnosis.run import Passed, Skipped
 from tests.diagnosis.support import FALLS, STAYS, evidence, only, weight
+from tests.support import each
 
 
 def decaying(rate, loss=STAYS, n=100):
@@ -87,6 +88,6 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", each(3, SCHEDULES))
 def test_rates_that_end_at_zero_or_follow_the_loss_are_no_fault(name):
     assert "lr.vanished" not in trained(SCHEDULES[name])
