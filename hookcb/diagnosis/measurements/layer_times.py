@@ -5,7 +5,7 @@ import re
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from math import prod
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hookcb.core.batch import parts
 from hookcb.core.torch_private import CALL_NAME, forward_hooks
@@ -24,6 +25,7 @@ from hookcb.diagnosis.measurements.operations import Operations
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import contains_compiled, named_modules
+from hookcb.hooks.own import OwnHook, register
 from hookcb.hooks.taps import Tap
 
 FIRST, MAX_TIMED = 6, 6  # batch from which layers are timed, and number of batches in which they are
@@ -61,8 +63,7 @@ class LayerTimes(Measurement):
         self._now, self._now_in_hooks = (defaultdict[str, float](float) for _ in range(2))
         self._running: list[str] = []
         self._since = 0.0
-        self._hooks: list[Hook] = []
-        self._own: set[int] = set()  # their ids
+        self._handles: list[RemovableHandle] = []
         self._n_timed, self._is_after_look = 0, False
 
     def on_model(self, run: Run) -> None:
@@ -79,20 +80,27 @@ class LayerTimes(Measurement):
         if (split := run.measured(Clock).split) is not None:
             split.leaves_out = True
         loop, gate = run.loop, partial(getattr, run.loop, "in_loop_thread")
+        enter, pause, begin, end, resume = (
+            _Timing(act, gate, self.failed)
+            for act in (self._enter, self._pause, self._begin, self._end, self._resume)
+        )
         for m in named_modules(model).values():
             if id(m) in self._names and not isinstance(m, torch.jit.ScriptModule):
-                for act, pre, prepend in (
-                    (self._pause, True, True),
-                    (self._begin, True, False),
-                    (self._end, False, True),
-                    (self._resume, False, False),
-                ):  # other hooks of the module act between the first two and between the last two
-                    self._hooks.append(Hook(m, act, pre=pre, prepend=prepend, detach=False, gate=gate))
-                    self._hooks[-1].take_error = self.failed
-        self._own = set(map(id, self._hooks))
+                after, before = map(len, forward_hooks(m))  # others, which act between two of these
+                on, on_pre = m.register_forward_hook, m.register_forward_pre_hook
+                self._handles.append(register(on_pre, pause if before else enter, prepend=True))
+                self._handles.append(register(on, end, prepend=True))
+                if before:
+                    self._handles.append(register(on_pre, begin))
+                if after:
+                    self._handles.append(register(on, resume))
         if loop.is_calling and id(model) in self._names:  # its hooks come too late for the call in progress
             self._running.append(self._names[id(model)])
             self._since = time.perf_counter()
+
+    def _enter(self, m: nn.Module, args: Any) -> None:
+        self._pause(m, args)
+        self._running.append(self._names[id(m)])
 
     def _pause(self, m: nn.Module, args: Any) -> None:
         now = time.perf_counter()
@@ -121,17 +129,17 @@ class LayerTimes(Measurement):
         """Adds the time since the last event to that of the user's hooks, which have acted since."""
         now = time.perf_counter()
         others = [hook.hook if isinstance(hook, Tap) else hook for hook in hooks.values()]
-        others = [hook for hook in others if hook is not None and id(hook) not in self._own]
+        others = [hook for hook in others if hook is not None and not isinstance(hook, _Timing)]
         with suppress(Exception):  # of an odd object; the user's forward goes on
             if (title := _title_of(others)) is not None:
                 self._now_in_hooks[title] += now - self._since
 
     def on_backward(self, run: Run, level: str = "") -> None:
         """Removes the hooks, at the latest before the backward, which may run forwards again."""
-        if not self._hooks:
+        if not self._handles:
             return
-        while self._hooks:
-            self._hooks.pop().remove()
+        while self._handles:
+            self._handles.pop().remove()
         self._n_timed += 1
         self.done = self._n_timed == MAX_TIMED
         for kept, found in ((self._all_seconds, self._now), (self._of_hooks, self._now_in_hooks)):
@@ -156,6 +164,28 @@ class LayerTimes(Measurement):
             {name: min(x) for name, x in found.items() if n >= MIN_TIMED and 2 * len(x) > n}
             for found in (self._all_seconds, self._of_hooks)
         )
+
+
+class _Timing(OwnHook):
+    """Calls a method of `LayerTimes` in the thread of the loop; an error in it costs these times only."""
+
+    def __init__(
+        self,
+        act: Callable[..., None] | None = None,
+        gate: Callable[[], bool] = bool,
+        failed: Callable[[Exception], None] | None = None,
+    ) -> None:
+        self._act, self._gate, self._failed = act, gate, failed
+
+    def __call__(self, *seen: Any) -> None:
+        """Called by torch."""
+        if self._act is None or self._failed is None:
+            return
+        try:
+            if self._gate():
+                self._act(*seen)
+        except Exception as error:  # must not be raised in the user's forward
+            self._failed(error)
 
 
 def _is_of_hook() -> bool:
