@@ -110,9 +110,10 @@ class DeadUnits(Measurement):
             self._in_batch = 0
 
     def on_between(self, run: Run) -> None:
-        n_places = min((self._places.get(name, 1) for name in self._looks), default=1)
-        n_dense = MAX_DENSE if self.n_examples * n_places < MAX_EXAMPLES else N_DENSE
-        self._is_dense = self._is_dense and run.n_steps < n_dense
+        if self._is_dense:
+            n_places = min([self._places.get(name, 1) for name in self._looks], default=1)
+            n_dense = MAX_DENSE if self.n_examples * n_places < MAX_EXAMPLES else N_DENSE
+            self._is_dense = run.n_steps < n_dense
         if not (self._is_cancelled and self._is_dense):
             self._in_step = 0
         self._is_cancelled = False

@@ -421,7 +421,11 @@ def _can_sample(p: Tensor, was_stepped: bool) -> bool:
 
 @torch.no_grad()
 def _updates(
-    params: Sequence[Tensor], lengths: Sequence[int], opt: Optimizer, of_groups: Sequence[int], is_scaled: bool
+    params: Sequence[Tensor],
+    lengths: Sequence[int],
+    opt: Optimizer,
+    of_groups: Sequence[int],
+    is_scaled: bool,
 ) -> Tensor:
     """Sizes of the updates of all sampled elements, at least; 0 where a gradient is 0 or not finite.
 

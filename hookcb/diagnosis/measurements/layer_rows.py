@@ -109,8 +109,9 @@ class LayerRows(Measurement):
 
 def float_output(name: str, output: Any) -> Tensor | None:
     """First float tensor in the output of a layer, detached; None for a copy of a layer, without a name."""
-    x = next((x for _, x in parts(output) if isinstance(x, Tensor) and has_stats(x)), None)
-    if not name or x is None or not x.is_floating_point() or not x.numel():
+    inside = [output] if type(output) is Tensor else [x for _, x in parts(output)]
+    x = next((x for x in inside if isinstance(x, Tensor) and has_stats(x)), None)
+    if not name or x is None or not x.dtype.is_floating_point or not x.numel():
         return None
     plain: Tensor = detached(x)  # also unwraps tensors of torch.func transforms
     return plain

@@ -62,7 +62,8 @@ class Replaced(Fault):
         super().__init__()
         self._own: dict[str, ReferenceType[nn.Parameter]] = {}
         self._known: Held | None = None
-        self._held: set[int] = set()
+        self._held: set[int] = set()  # ids of what optimizers have
+        self._optimizers: set[int] = set()  # ids of these
         self._latest = 0  # number of the batch that was compared last
         self._new: dict[str, _New] = {}
         self.names: frozenset[str] = frozenset()  # of those that are found
@@ -72,7 +73,10 @@ class Replaced(Fault):
         self._known = Held(run.loop.model)
 
     def on_gradients(self, run: Run) -> None:
-        self._held |= {key for opt in run.measured(Steps).optimizers.values() for key in params_of(opt)}
+        optimizers = run.measured(Steps).optimizers
+        if run.looking or optimizers.keys() != self._optimizers:
+            self._optimizers = set(optimizers)
+            self._held |= {key for opt in optimizers.values() for key in params_of(opt)}
         if not self._new and self._known is not None and self._known.is_same():  # the usual case, soon told
             self._latest = run.step
             return
@@ -167,17 +171,25 @@ class Converted(Fault):
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: dict[int, tuple[ReferenceType[Optimizer], int, dict[int, torch.dtype]]] = {}
+        # by id of the optimizer: itself, the batch, dtypes, and these by id of the parameter
+        self._known: dict[
+            int, tuple[ReferenceType[Optimizer], int, list[torch.dtype], dict[int, torch.dtype]]
+        ] = {}
 
     def on_step(self, run: Run) -> None:
         opt = run.loop.opt
         if not isinstance(opt, Optimizer):
             return
         self.unless = ""
+        dtypes = [p.dtype for group in opt.param_groups for p in group["params"]]
+        known, step, past, before = self._known.get(id(opt), (None, 0, None, {}))
+        is_known = known is not None and known() is opt
+        if is_known and dtypes == past and not run.looking:  # the usual case
+            self._known[id(opt)] = ref(opt), run.step, dtypes, before
+            return
         now = {id(p): p.dtype for group in opt.param_groups for p in group["params"]}
-        known, step, before = self._known.get(id(opt), (None, 0, now))
-        self._known[id(opt)] = ref(opt), run.step, now
-        if now != before and known is not None and known() is opt:
+        self._known[id(opt)] = ref(opt), run.step, dtypes, now
+        if is_known and now != before:
             names = {id(p): name for name, p in named_params(run.loop.model).items()}
             both = ((i, before[i], dtype) for i, dtype in now.items() if i in before and i in names)
             changed = [i for i, old, new in both if old != new and {old, new} <= FLOATS]
