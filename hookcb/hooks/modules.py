@@ -176,7 +176,7 @@ def make_ready_for_hooks(model: nn.Module) -> None:
 
 def contains_compiled(model: nn.Module) -> bool:
     """Whether the model is compiled, or anything in this process, which may contain hooks of its modules."""
-    return has_compiled() or any(map(is_compiled, model.modules()))
+    return has_compiled() or any(map(is_compiled, modules_in(model)))
 
 
 def has_compiled() -> bool:
