@@ -2,6 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -48,8 +49,12 @@ FREED = object()  # stands for a saved tensor that the backward has freed
 
 def name(node: Any) -> str:
     """Operation of a node: `Softmax` of `SoftmaxBackward0`; "" of None."""
-    full = "" if node is None else str(node.name()).rpartition("::")[2]
-    return full.partition("Backward")[0]
+    return "" if node is None else _operation(node.name())
+
+
+@lru_cache(maxsize=1_024)
+def _operation(full: str) -> str:
+    return full.rpartition("::")[2].partition("Backward")[0]
 
 
 def roots(value: Any) -> list[Any]:

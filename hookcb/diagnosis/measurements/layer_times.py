@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hookcb.core.batch import parts
 from hookcb.core.torch_private import CALL_NAME, forward_hooks
 from hookcb.core.whose import OURS, is_of_program
 from hookcb.diagnosis.fault import EVERY, Measurement
@@ -30,6 +29,7 @@ from hookcb.hooks.taps import Tap
 
 FIRST, MAX_TIMED = 6, 6  # batch from which layers are timed, and number of batches in which they are
 MIN_TIMED = 3
+NUMBERS = {bool, int, float, type(None)}
 READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal")  # for which a GPU is waited for
 ELEMENT = 16  # multiply-adds that take as long as an element of a result, which is read and written
 # operations that take far more per element, by their size or by what is in them
@@ -211,9 +211,15 @@ def _title_of(hooks: list[Any]) -> str | None:
 
 def work_of(op: str, args: tuple[Any, ...], output: Any) -> float:
     """Work of an operation in multiply-adds, of which each element of a result counts as `ELEMENT`."""
-    given = {None, *(address(x) for _, x in parts(args))}
-    results = [x for _, x in parts(output) if address(x) not in given]  # a view is no work
+    given = {None, *map(address, _inside(args))}
+    results = [x for x in _inside((output,)) if address(x) not in given]  # a view is no work
     return multiply_adds(op, args, results) + float(ELEMENT * sum(x.numel() for x in results))
+
+
+def _inside(values: tuple[Any, ...]) -> list[Any]:
+    """Arguments or results of an operation, and what is in their lists and tuples; other than numbers."""
+    items = [x for value in values for x in (value if type(value) in (list, tuple) else (value,))]
+    return [x for x in items if type(x) not in NUMBERS]
 
 
 def address(x: Any) -> int | None:
