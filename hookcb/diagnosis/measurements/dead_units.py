@@ -95,7 +95,7 @@ class DeadUnits(Measurement):
             return
         path = f"{name}.weight" if name else "weight"
         if (weight := own_weight(m)) is not None:
-            self._rows[path] = self._rows.get(path, 0) + output.numel() // len(weight)
+            self._rows[path] = self._rows.get(path, 0) + output.numel() // weight.shape[0]
 
     on_compiled_output = on_output
 
