@@ -2,7 +2,6 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -49,12 +48,7 @@ FREED = object()  # stands for a saved tensor that the backward has freed
 
 def name(node: Any) -> str:
     """Operation of a node: `Softmax` of `SoftmaxBackward0`; "" of None."""
-    return "" if node is None else _operation(node.name())
-
-
-@lru_cache(maxsize=1_024)
-def _operation(full: str) -> str:
-    return full.rpartition("::")[2].partition("Backward")[0]
+    return "" if node is None else node.name().rpartition("::")[2].partition("Backward")[0]
 
 
 def roots(value: Any) -> list[Any]:

@@ -64,17 +64,13 @@ class LedStats(Led, ActivationStats):
     _may_rest = True  # whether the hooks are on layers only in batches that are inspected
 
     def _let_act(self, training: bool | None) -> None:
+        """Takes the hooks off between batches that are inspected, unless compiled code may contain them."""
         is_change = training is not self._acts_in
         super()._let_act(training)
-        if is_change and self._may_rest:
-            self._wake_or_rest(training is None)
-
-    def _wake_or_rest(self, is_rest: bool) -> None:
-        """Takes the hooks off between batches that are inspected, unless compiled code may contain them."""
-        if is_rest:
-            for hook in self.hooks or ():
-                hook.rest()
+        if not is_change or not self._may_rest:
             return
+        if training is None:
+            return self.hooks.rest() if self.hooks else None
         is_first = not self.n_batches
         self._may_rest = not (contains_compiled(self.learn.model) if is_first else has_compiled())
         for hook, m in zip(self.hooks or (), self.layers.values(), strict=False):

@@ -295,6 +295,11 @@ class Hooks:
         for hook in self.hooks:
             hook.restart()
 
+    def rest(self) -> None:
+        """Takes all hooks off their modules, see `Hook.rest`."""
+        for hook in self.hooks:
+            hook.rest()
+
     def remove(self) -> None:
         """Removes all hooks; stored values stay."""
         for hook in self.hooks:

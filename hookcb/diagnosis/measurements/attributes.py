@@ -18,17 +18,14 @@ PLAIN = {bool, int, float, str, type(None)}  # which are no tensors and have non
 
 def with_graph(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Tensors that a computation has made, with the path of the attribute that holds them."""
-    found = [
-        (m, name, x)
-        for m in modules_in(model)
-        for name, value in (*vars(m).items(), *buffers_of(m).items())
-        if type(value) not in PLAIN and name not in OF_MODULE
-        for x in _inside(value, MAX_DEPTH)
-    ]
-    prefixes = {m: name for name, m in named_modules(model).items()} if found else {}
-    for m, name, x in found:
-        if m in prefixes:  # else it is a wrapper
-            yield f"{prefixes[m]}.{name}" if prefixes[m] else name, x
+    prefixes: dict[nn.Module, str] = {}
+    for m in modules_in(model):
+        for name, value in (*vars(m).items(), *buffers_of(m).items()):
+            if type(value) not in PLAIN and name not in OF_MODULE:
+                for x in _inside(value, MAX_DEPTH):
+                    prefixes = prefixes or {m: prefix for prefix, m in named_modules(model).items()}
+                    if m in prefixes:  # else it is a wrapper
+                        yield f"{prefixes[m]}.{name}" if prefixes[m] else name, x
 
 
 def _inside(value: Any, depth: int) -> Iterator[Tensor]:

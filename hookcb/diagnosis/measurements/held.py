@@ -29,7 +29,6 @@ MAX_WRITES = 200  # tables of writes that are kept; a loop that writes this ofte
 MAX_OPTIMIZERS = 16  # at a time
 TINY = 1e-3  # of the rate: a step of an optimizer whose rule is unknown is at least that large
 NOT_JUDGED = (StepByHand, LBFGS)
-Settings = dict[int, dict[str, Any]]
 OF_UPDATE = ("n_changed", "n_visible", "n_since")  # columns of the table of a look
 
 
@@ -421,11 +420,7 @@ def _can_sample(p: Tensor, was_stepped: bool) -> bool:
 
 @torch.no_grad()
 def _updates(
-    params: Sequence[Tensor],
-    lengths: Sequence[int],
-    opt: Optimizer,
-    of_groups: Sequence[int],
-    is_scaled: bool,
+    params: Sequence[Tensor], lengths: Sequence[int], opt: Optimizer, of_groups: list[int], is_scaled: bool
 ) -> Tensor:
     """Sizes of the updates of all sampled elements, at least; 0 where a gradient is 0 or not finite.
 
@@ -437,8 +432,9 @@ def _updates(
         if p.grad is not None and p.grad.layout is torch.strided:
             n, has_moments = None, is_adam and "exp_avg" in state and "exp_avg_sq" in state
             if has_moments and "step" in state:
-                n = state["step"] if type(state["step"]) is not Tensor or state["step"].is_cpu else None
-            alike.setdefault((k, has_moments, n if n is None else float(n)), []).append(i)
+                n = state["step"]
+            n = None if n is None or (isinstance(n, Tensor) and not n.is_cpu) else float(n)
+            alike.setdefault((k, has_moments, n), []).append(i)
     found: dict[int, Tensor] = {}
     for (k, has_moments, _), places in alike.items():
         own, of_own = [params[i] for i in places], [states[i] for i in places] if has_moments else []

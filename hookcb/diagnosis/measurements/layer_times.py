@@ -5,9 +5,8 @@ import re
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -79,21 +78,18 @@ class LayerTimes(Measurement):
             return
         if (split := run.measured(Clock).split) is not None:
             split.leaves_out = True
-        loop, gate = run.loop, partial(getattr, run.loop, "in_loop_thread")
-        enter, pause, begin, end, resume = (
-            _Timing(act, gate, self.failed)
-            for act in (self._enter, self._pause, self._begin, self._end, self._resume)
-        )
+        loop, acts = run.loop, ("_enter", "_pause", "_begin", "_end", "_resume")
+        enter, pause, begin, end, resume = (_Timing(self, act, loop) for act in acts)
         for m in named_modules(model).values():
             if id(m) in self._names and not isinstance(m, torch.jit.ScriptModule):
                 after, before = map(len, forward_hooks(m))  # others, which act between two of these
                 on, on_pre = m.register_forward_hook, m.register_forward_pre_hook
-                self._handles.append(register(on_pre, pause if before else enter, prepend=True))
-                self._handles.append(register(on, end, prepend=True))
-                if before:
-                    self._handles.append(register(on_pre, begin))
-                if after:
-                    self._handles.append(register(on, resume))
+                self._handles += [
+                    register(on_pre, pause if before else enter, prepend=True),
+                    register(on, end, prepend=True),
+                    *([register(on_pre, begin)] if before else []),
+                    *([register(on, resume)] if after else []),
+                ]
         if loop.is_calling and id(model) in self._names:  # its hooks come too late for the call in progress
             self._running.append(self._names[id(model)])
             self._since = time.perf_counter()
@@ -169,23 +165,16 @@ class LayerTimes(Measurement):
 class _Timing(OwnHook):
     """Calls a method of `LayerTimes` in the thread of the loop; an error in it costs these times only."""
 
-    def __init__(
-        self,
-        act: Callable[..., None] | None = None,
-        gate: Callable[[], bool] = bool,
-        failed: Callable[[Exception], None] | None = None,
-    ) -> None:
-        self._act, self._gate, self._failed = act, gate, failed
+    def __init__(self, times: LayerTimes | None = None, act: str = "", loop: Any = None) -> None:
+        self._times, self._act, self._loop = times, act, loop  # a copy has none
 
     def __call__(self, *seen: Any) -> None:
         """Called by torch."""
-        if self._act is None or self._failed is None:
-            return
-        try:
-            if self._gate():
-                self._act(*seen)
-        except Exception as error:  # must not be raised in the user's forward
-            self._failed(error)
+        if self._times is not None and self._loop.in_loop_thread:
+            try:
+                getattr(self._times, self._act)(*seen)
+            except Exception as error:  # must not be raised in the user's forward
+                self._times.failed(error)
 
 
 def _is_of_hook() -> bool:

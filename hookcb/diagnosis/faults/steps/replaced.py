@@ -171,25 +171,17 @@ class Converted(Fault):
 
     def __init__(self) -> None:
         super().__init__()
-        # by id of the optimizer: itself, the batch, dtypes, and these by id of the parameter
-        self._known: dict[
-            int, tuple[ReferenceType[Optimizer], int, list[torch.dtype], dict[int, torch.dtype]]
-        ] = {}
+        self._known: dict[int, tuple[ReferenceType[Optimizer], int, dict[int, torch.dtype]]] = {}
 
     def on_step(self, run: Run) -> None:
         opt = run.loop.opt
         if not isinstance(opt, Optimizer):
             return
         self.unless = ""
-        dtypes = [p.dtype for group in opt.param_groups for p in group["params"]]
-        known, step, past, before = self._known.get(id(opt), (None, 0, None, {}))
-        is_known = known is not None and known() is opt
-        if is_known and dtypes == past and not run.looking:  # the usual case
-            self._known[id(opt)] = ref(opt), run.step, dtypes, before
-            return
         now = {id(p): p.dtype for group in opt.param_groups for p in group["params"]}
-        self._known[id(opt)] = ref(opt), run.step, dtypes, now
-        if is_known and now != before:
+        known, step, before = self._known.get(id(opt), (None, 0, now))
+        self._known[id(opt)] = ref(opt), run.step, now
+        if now != before and known is not None and known() is opt:
             names = {id(p): name for name, p in named_params(run.loop.model).items()}
             both = ((i, before[i], dtype) for i, dtype in now.items() if i in before and i in names)
             changed = [i for i, old, new in both if old != new and {old, new} <= FLOATS]
