@@ -48,8 +48,7 @@ FREED = object()  # stands for a saved tensor that the backward has freed
 
 def name(node: Any) -> str:
     """Operation of a node: `Softmax` of `SoftmaxBackward0`; "" of None."""
-    full = "" if node is None else str(node.name()).rpartition("::")[2]
-    return full.partition("Backward")[0]
+    return "" if node is None else node.name().rpartition("::")[2].partition("Backward")[0]
 
 
 def roots(value: Any) -> list[Any]:

@@ -8,6 +8,7 @@ from hookcb.activations.callback import ActivationStats
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.gradients.callback import GradientHealth
+from hookcb.hooks.modules import contains_compiled, has_compiled, is_compiled, modules_in
 from hookcb.profiling.steps.timer import StepTimer
 from hookcb.records.records import module_of
 
@@ -60,6 +61,23 @@ class LedStats(Led, ActivationStats):
 
     part, usual_name = "activations", "activation_stats"
     _may_shorten = True  # each way shows what it takes
+    _may_rest = True  # whether the hooks are on layers only in batches that are inspected
+
+    def _let_act(self, training: bool | None) -> None:
+        """Takes the hooks off between batches that are inspected, unless compiled code may contain them."""
+        is_change = training is not self._acts_in
+        super()._let_act(training)
+        if not is_change or not self._may_rest:
+            return
+        if training is None:
+            self._may_rest = not has_compiled()
+            return self.hooks.rest() if self._may_rest and self.hooks else None
+        is_first = not self.n_batches
+        self._may_rest = not (contains_compiled(self.learn.model) if is_first else has_compiled())
+        for hook, m in zip(self.hooks or (), self.layers.values(), strict=False):
+            hook.wake(m)
+        if not (self._may_rest or is_first) and any(map(is_compiled, modules_in(self.learn.model))):
+            self.take_error(RuntimeError("the model was compiled in mid-training, without our hooks"))
 
     def looks_alike(self) -> bool:
         return True  # a diagnosis chooses batches by their numbers

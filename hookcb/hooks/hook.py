@@ -200,6 +200,17 @@ class Hook:
             return concat(of_ranks)
         return map_tensors(_on_cpu, item) if self.cpu else item
 
+    def rest(self) -> None:
+        """Takes it off its module, where it then costs nothing, until `wake`."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def wake(self, m: Hookable) -> None:
+        """Puts it on its module again, after the other hooks, if it rests and was not removed."""
+        if not (self._handles or self.removed):
+            self._taps.clear()
+            self._attach(m)
+
     @property
     def removed(self) -> bool:
         """Whether the hook was removed."""
@@ -209,9 +220,8 @@ class Hook:
         """Removes the hook; a second time does nothing. `stored` stays."""
         for tap in self._taps:
             tap.close()
-        for handle in self._handles:
-            handle.remove()
-        self._taps, self._handles = [], []
+        self.rest()
+        self._taps = []
 
     def __enter__(self) -> Self:
         return self
@@ -284,6 +294,11 @@ class Hooks:
         """Restarts each hook, see `Hook.restart`."""
         for hook in self.hooks:
             hook.restart()
+
+    def rest(self) -> None:
+        """Takes all hooks off their modules, see `Hook.rest`."""
+        for hook in self.hooks:
+            hook.rest()
 
     def remove(self) -> None:
         """Removes all hooks; stored values stay."""

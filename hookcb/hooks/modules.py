@@ -14,6 +14,7 @@ from hookcb.core.arguments import did_you_mean
 from hookcb.core.text import join_names
 from hookcb.core.torch_private import (
     WRAPPERS,
+    children_of,
     compile_counts,
     compiled_call,
     flattened_modules,
@@ -84,6 +85,17 @@ def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     checkpointing and FullyShardedDataParallel; these themselves are left out.
     """
     return {plain_name(name): m for name, m in unwrapped(model).named_modules() if wrapped_module(m) is None}
+
+
+def modules_in(model: nn.Module) -> list[nn.Module]:
+    """All modules of `model`, each once, level by level; in a third of the calls of `model.modules()`."""
+    found, known = [model], {model}
+    for m in found:
+        for child in children_of(m).values():
+            if child is not None and child not in known:
+                known.add(child)
+                found.append(child)
+    return found
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -164,7 +176,7 @@ def make_ready_for_hooks(model: nn.Module) -> None:
 
 def contains_compiled(model: nn.Module) -> bool:
     """Whether the model is compiled, or anything in this process, which may contain hooks of its modules."""
-    return has_compiled() or any(map(is_compiled, model.modules()))
+    return has_compiled() or any(map(is_compiled, modules_in(model)))
 
 
 def has_compiled() -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 
 from hookcb.core.text import join_names
 from hookcb.core.torch_private import children_of, parameters_of, plain_class
-from hookcb.hooks.modules import plain_name, unwrapped
+from hookcb.hooks.modules import modules_in, plain_name, unwrapped
 
 Which = str | Callable[[str, nn.Parameter], bool]
 
@@ -64,6 +64,11 @@ def named_params(model: nn.Module) -> dict[str, nn.Parameter]:
     return {plain_name(name): p for name, p in unwrapped(model).named_parameters()}
 
 
+def all_params(model: nn.Module) -> list[nn.Parameter]:
+    """All parameters of `model`, soon listed; one that several modules share comes several times."""
+    return [p for m in modules_in(model) for p in parameters_of(m).values() if p is not None]
+
+
 class Held:
     """Modules and parameters that a model holds, none of which this keeps alive.
 
@@ -81,7 +86,7 @@ class Held:
                     if x is not None
                 ],
             )
-            for m in model.modules()
+            for m in modules_in(model)
         ]
 
     def is_same(self) -> bool:
@@ -91,7 +96,8 @@ class Held:
                 return False
             children, params = children_of(m), parameters_of(m)
             for name, x in inside:
-                if (children[name] if name in children else params.get(name)) is not x():
+                here = children if name in children else params
+                if name not in here or here[name] is not x():
                     return False
         return True
 

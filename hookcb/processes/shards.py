@@ -41,6 +41,11 @@ def local_part(x: Tensor) -> Tensor:
     return part.wait() if hasattr(part, "wait") else part  # of a collective that was begun
 
 
+def local_parts(xs: Iterable[Tensor]) -> list[Tensor]:
+    """`local_part` of each tensor, with no call for plain ones, as there are many."""
+    return [x if type(x) is Tensor or type(x) is nn.Parameter else local_part(x) for x in xs]
+
+
 def is_in_memory(p: Tensor) -> bool:
     """Whether a parameter has its elements, which FullyShardedDataParallel frees in between."""
     part = local_part(p.detach())

@@ -9,19 +9,23 @@ from torch import Tensor, nn
 
 from hookcb.core.restore import OF_MODULE
 from hookcb.core.torch_private import buffers_of
-from hookcb.hooks.modules import named_modules
+from hookcb.hooks.modules import modules_in, named_modules
 
 MAX_ITEMS = 1_000  # of a list or dict that are looked at, the last ones of a list
 MAX_DEPTH = 2  # of nesting
+PLAIN = {bool, int, float, str, type(None)}  # which are no tensors and have none
 
 
 def with_graph(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Tensors that a computation has made, with the path of the attribute that holds them."""
-    for prefix, m in named_modules(model).items():
+    prefixes: dict[nn.Module, str] = {}
+    for m in modules_in(model):
         for name, value in (*vars(m).items(), *buffers_of(m).items()):
-            if name not in OF_MODULE:
-                path = f"{prefix}.{name}" if prefix else name
-                yield from ((path, x) for x in _inside(value, MAX_DEPTH))
+            if type(value) not in PLAIN and name not in OF_MODULE:
+                for x in _inside(value, MAX_DEPTH):
+                    prefixes = prefixes or {m: prefix for prefix, m in named_modules(model).items()}
+                    if m in prefixes:  # else it is a wrapper
+                        yield f"{prefixes[m]}.{name}" if prefixes[m] else name, x
 
 
 def _inside(value: Any, depth: int) -> Iterator[Tensor]:

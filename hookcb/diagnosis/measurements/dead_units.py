@@ -3,6 +3,7 @@
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -94,7 +95,7 @@ class DeadUnits(Measurement):
             return
         path = f"{name}.weight" if name else "weight"
         if (weight := own_weight(m)) is not None:
-            self._rows[path] = self._rows.get(path, 0) + output.numel() // len(weight)
+            self._rows[path] = self._rows.get(path, 0) + output.numel() // weight.shape[0]
 
     on_compiled_output = on_output
 
@@ -110,9 +111,10 @@ class DeadUnits(Measurement):
             self._in_batch = 0
 
     def on_between(self, run: Run) -> None:
-        n_places = min((self._places.get(name, 1) for name in self._looks), default=1)
-        n_dense = MAX_DENSE if self.n_examples * n_places < MAX_EXAMPLES else N_DENSE
-        self._is_dense = self._is_dense and run.n_steps < n_dense
+        if self._is_dense:
+            n_places = min([self._places.get(name, 1) for name in self._looks], default=1)
+            n_dense = MAX_DENSE if self.n_examples * n_places < MAX_EXAMPLES else N_DENSE
+            self._is_dense = run.n_steps < n_dense
         if not (self._is_cancelled and self._is_dense):
             self._in_step = 0
         self._is_cancelled = False
@@ -173,17 +175,21 @@ def _alive(layers: dict[str, Units], number: int) -> Tensor:
     `number` tells whose turn it is to have its rows read on a GPU; 0: those of all layers are.
     """
     found = {name: units.bias for name, units in layers.items() if units.bias is not None}
+    has_zero: dict[str, bool] = {}
     if found:
         by_bias = torch.cat(list(found.values())) != 0
         if by_bias.is_cpu and len(found) == len(layers) and bool(by_bias.all()):  # the usual case
             return by_bias
-        found = dict(
-            zip(found, torch.split_with_sizes(by_bias, [x.numel() for x in found.values()]), strict=True)
-        )
+        sizes = [x.numel() for x in found.values()]
+        found = dict(zip(found, torch.split_with_sizes(by_bias, sizes), strict=True))
+        if by_bias.is_cpu:  # number of units without a gradient up to the end of each layer, read together
+            ends = torch.tensor([0, *accumulate(sizes)], device="cpu")
+            n_zero = pairwise(nn.functional.pad((~by_bias).cumsum(0), (1, 0))[ends].tolist())
+            has_zero = {name: n > before for name, (before, n) in zip(found, n_zero, strict=True)}
     for i, (name, units) in enumerate(layers.items()):
         x = found.get(name)
         is_due = number == 0 or (number + i) % N_TURNS == 0
-        if x is None or (not bool(x.all()) if x.is_cpu else is_due):
+        if x is None or (has_zero[name] if x.is_cpu else is_due):
             found[name] = _with_rows(units, x)
     return torch.cat([found[name] for name in layers])
 

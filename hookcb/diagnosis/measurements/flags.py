@@ -16,7 +16,7 @@ from hookcb.diagnosis.measurements.parameters import Parameters
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.optimizer_steps import params_of
-from hookcb.hooks.params import named_params
+from hookcb.hooks.params import all_params, named_params
 from hookcb.processes.shards import is_shard
 
 MIN_WRITES = 6  # to a parameter, by its version: initializing one takes fewer, training it more
@@ -56,6 +56,7 @@ class Flags(Measurement):
         self.late: dict[str, int] = {}
         self.knows_loads = False
         self.n_idle = self.idle_since = self.n_of_idle = 0
+        self._n = 0  # parameters of the model
         self._began: dict[str, bool] = {}  # whether it was frozen
         self._params: dict[str, ReferenceType[nn.Parameter]] = {}
         self._flipped: dict[str, int] = {}
@@ -68,14 +69,16 @@ class Flags(Measurement):
         self._began = {name: not p.requires_grad for name, p in params.items()}
 
     def on_step(self, run: Run) -> None:
-        if run.looking:  # adapters may have been added
+        if run.looking and (n := len(all_params(run.loop.model))) != self._n:  # adapters may have been added
+            self._n = n
             for name, p in named_params(run.loop.model).items():
                 if name not in self._params:
                     self._params[name], self._began[name] = ref(p), not p.requires_grad
         if run.n_steps:
-            for name, p in self._alive():
-                if p.requires_grad:
-                    self._flipped.pop(name, None)
+            for name, known in self._params.items():
+                if (alive := known()) is None or alive.requires_grad:
+                    if alive is not None and name in self._flipped:
+                        del self._flipped[name]
                 elif not self._began[name]:
                     self._flipped.setdefault(name, run.step)
         opt = run.loop.opt

@@ -22,14 +22,13 @@ from hookcb.diagnosis.run import Partial, Run, Series
 from hookcb.gradients.hand_steps import StepByHand
 from hookcb.gradients.stats import is_readable
 from hookcb.hooks.params import find_params
-from hookcb.processes.shards import local_part
+from hookcb.processes.shards import local_part, local_parts
 
 N_WIDE = 64  # steps at the beginning with wide samples
 MAX_WRITES = 200  # tables of writes that are kept; a loop that writes this often means to
 MAX_OPTIMIZERS = 16  # at a time
 TINY = 1e-3  # of the rate: a step of an optimizer whose rule is unknown is at least that large
 NOT_JUDGED = (StepByHand, LBFGS)
-Settings = dict[int, dict[str, Any]]
 OF_UPDATE = ("n_changed", "n_visible", "n_since")  # columns of the table of a look
 
 
@@ -106,6 +105,9 @@ class _Held:
 
     opt: ReferenceType[Optimizer]
     ids: tuple[int, ...] = ()  # of the weights
+    known: list[ReferenceType[Tensor]] = field(default_factory=list)  # these
+    of_groups: list[int] = field(default_factory=list)  # index of the parameter group of each
+    every: list[tuple[int, bool]] = field(default_factory=list)  # ids of all, and which have a gradient
     names: list[str] = field(default_factory=list)  # in the order of the groups
     groups: list[Group] = field(default_factory=list)
     ranges: dict[bool, list[Range]] = field(default_factory=dict)  # of wide samples, and of narrow ones
@@ -125,10 +127,7 @@ class _Held:
 
     def params(self) -> list[Tensor]:
         """The weights; fewer if some are gone."""
-        opt = self.opt()
-        groups = [] if opt is None else opt.param_groups
-        found = {id(p): p for group in groups for p in group["params"]}
-        return [found[i] for i in self.ids if i in found]
+        return [p for known in self.known if (p := known()) is not None]
 
     def sample(self, wide: bool) -> list[Tensor]:
         if not wide:
@@ -140,8 +139,9 @@ class _Held:
         """Adds wide and narrow samples to the ranges of earlier values."""
         for wide in (True, False):
             now = self.after if wide and self.after else self.sample(wide)
-            known = self.ranges.setdefault(wide, [Range(x) for x in now])
-            for seen, x in zip(known, now, strict=True):
+            if wide not in self.ranges:
+                self.ranges[wide] = [Range(x) for x in now]
+            for seen, x in zip(self.ranges[wide], now, strict=True):
                 seen.add(x)
 
 
@@ -196,6 +196,7 @@ class HeldWeights(Measurement):
         if run.looking or not held.ids:
             if run.measured(OutsideParameters).has_joined:
                 self.on_model(run)
+                held.every = []
             self._arrange(held, opt)
         if self._open:
             self._close_writes(held, opt)
@@ -264,13 +265,17 @@ class HeldWeights(Measurement):
 
     def _arrange(self, held: _Held, opt: Optimizer) -> None:
         """Lists the weights that have a gradient, and takes new views of them."""
-        every = (p for group in opt.param_groups for p in group["params"])
-        known = set(held.ids)
-        found = {id(p): p for p in every if self._name(p) and _can_sample(p, id(p) in known)}
-        params, ids = list(found.values()), tuple(found)
+        every = [(id(p), p.grad is not None) for group in opt.param_groups for p in group["params"]]
+        if held.ids and every == held.every:  # the usual case
+            return
+        known, found, held.every = set(held.ids), dict[int, tuple[Tensor, int]](), every
+        for k, of_group in enumerate(opt.param_groups):
+            for p in of_group["params"]:
+                if self._name(p) and _can_sample(p, id(p) in known):
+                    found[id(p)] = p, k
+        params, ids = [p for p, _ in found.values()], tuple(found)
+        held.known, held.of_groups = list(map(ref, params)), [k for _, k in found.values()]
         if ids == held.ids:
-            for group in held.groups:
-                group.follow([params[i] for i in group.places])
             return
         by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for i, p in enumerate(params):
@@ -329,12 +334,12 @@ class HeldWeights(Measurement):
             return
         scaler = run.loop.scaler
         is_scaled = scaler is not None and any(group.get("fused") for group in opt.param_groups)
-        settings = {id(p): group for group in opt.param_groups for p in group["params"]}
         tables = []
         for i, (group, x, y) in enumerate(zip(held.groups, before, held.after, strict=True)):
             own = [params[place] for place in group.places]
             eps = torch.finfo(own[0].dtype)
-            size = _updates(own, group.lengths, opt, settings, is_scaled)
+            of_groups = [held.of_groups[place] for place in group.places]
+            size = _updates(own, group.lengths, opt, of_groups, is_scaled)
             visible = size > eps.eps * x.abs() + eps.smallest_normal
             since = torch.ones_like(visible) if held.last is None else differ(held.last[i], x)
             tables.append(group.sums(x, [differ(x, y), visible, since]))
@@ -415,23 +420,26 @@ def _can_sample(p: Tensor, was_stepped: bool) -> bool:
 
 @torch.no_grad()
 def _updates(
-    params: Sequence[Tensor], lengths: Sequence[int], opt: Optimizer, settings: Settings, is_scaled: bool
+    params: Sequence[Tensor], lengths: Sequence[int], opt: Optimizer, of_groups: list[int], is_scaled: bool
 ) -> Tensor:
     """Sizes of the updates of all sampled elements, at least; 0 where a gradient is 0 or not finite.
 
-    `lengths` are the numbers of sampled elements, `settings` the parameter groups by id of the parameter.
+    `lengths` are the numbers of sampled elements, `of_groups` the indices of the parameter groups.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}  # those that one formula with the same numbers is for
-    for i, p in enumerate(params):
+    is_adam, states = isinstance(opt, Adam | AdamW | NAdam), [opt.state.get(p, {}) for p in params]
+    for i, (p, state, k) in enumerate(zip(params, states, of_groups, strict=True)):
         if p.grad is not None and p.grad.layout is torch.strided:
-            n = opt.state.get(p, {}).get("step", math.inf)
-            n = None if isinstance(n, Tensor) and not n.is_cpu else float(n)
-            is_adam = _has_moments(p, opt)
-            alike.setdefault((id(settings[id(p)]), is_adam, n if is_adam else None), []).append(i)
+            n, has_moments = None, is_adam and "exp_avg" in state and "exp_avg_sq" in state
+            if has_moments and "step" in state:
+                n = state["step"]
+            n = None if n is None or (isinstance(n, Tensor) and not n.is_cpu) else float(n)
+            alike.setdefault((k, has_moments, n), []).append(i)
     found: dict[int, Tensor] = {}
-    for places in alike.values():
-        own, sizes = [params[i] for i in places], [lengths[i] for i in places]
-        update = _update(own, sizes, opt, settings[id(own[0])], is_scaled)
+    for (k, has_moments, _), places in alike.items():
+        own, of_own = [params[i] for i in places], [states[i] for i in places] if has_moments else []
+        sizes = [lengths[i] for i in places]
+        update = _update(own, of_own, sizes, opt, opt.param_groups[k], is_scaled)
         if len(places) == len(params):
             return update
         found |= zip(places, torch.split(update, sizes), strict=True)
@@ -439,20 +447,21 @@ def _updates(
     return torch.cat([found[i] if i in found else like.new_zeros(n) for i, n in enumerate(lengths)])
 
 
-def _has_moments(p: Tensor, opt: Optimizer) -> bool:
-    return isinstance(opt, Adam | AdamW | NAdam) and {"exp_avg", "exp_avg_sq"} <= opt.state.get(p, {}).keys()
-
-
 def _update(
-    params: Sequence[Tensor], lengths: Sequence[int], opt: Optimizer, group: dict[str, Any], is_scaled: bool
+    params: Sequence[Tensor],
+    states: Sequence[dict[str, Any]],
+    lengths: Sequence[int],
+    opt: Optimizer,
+    group: dict[str, Any],
+    is_scaled: bool,
 ) -> Tensor:
     """Sizes of updates by the rule of Adam and of SGD, of parameters with the same settings.
 
-    Other optimizers are taken to make at least a thousandth of the step of SGD with gradients below 1.
+    `states` are those with the moments of Adam. Other optimizers are taken to make at least a thousandth of
+    the step of SGD with gradients below 1.
     """
     size, rate = _placed([p.grad for p in params], params).abs(), group.get("lr", math.nan)
-    if _has_moments(params[0], opt):
-        states = [opt.state[p] for p in params]
+    if states:
         means = _placed([state["exp_avg"] for state in states], params).abs()
         squares = _placed([state.get("max_exp_avg_sq", state["exp_avg_sq"]) for state in states], params)
         (beta1, beta2), n = group.get("betas", (0.9, 0.999)), states[0].get("step", math.inf)
@@ -474,10 +483,7 @@ def _update(
 
 def _placed(xs: Sequence[Tensor | None], params: Sequence[Tensor]) -> Tensor:
     """Samples of tensors at the places of those of parameters, which depend on their order in memory."""
-    parts = []
-    for whole, p in zip(xs, params, strict=True):
-        if whole is not None:
-            x, like = local_part(whole), local_part(p)
-            same = x.stride() == like.stride()
-            parts.append(x if same else torch.empty_like(like, dtype=x.dtype).copy_(x))
-    return spread_copy(parts)
+    both = zip(local_parts([x for x in xs if x is not None]), local_parts(params), strict=True)
+    return spread_copy(
+        [x if x.stride() == p.stride() else torch.empty_like(p, dtype=x.dtype).copy_(x) for x, p in both]
+    )

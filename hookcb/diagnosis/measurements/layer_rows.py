@@ -109,8 +109,9 @@ class LayerRows(Measurement):
 
 def float_output(name: str, output: Any) -> Tensor | None:
     """First float tensor in the output of a layer, detached; None for a copy of a layer, without a name."""
-    x = next((x for _, x in parts(output) if isinstance(x, Tensor) and has_stats(x)), None)
-    if not name or x is None or not x.is_floating_point() or not x.numel():
+    inside = [output] if type(output) is Tensor else [x for _, x in parts(output)]
+    x = next((x for x in inside if isinstance(x, Tensor) and has_stats(x)), None)
+    if not name or x is None or not x.dtype.is_floating_point or not x.numel():
         return None
     plain: Tensor = detached(x)  # also unwraps tensors of torch.func transforms
     return plain
@@ -121,11 +122,11 @@ def sample_of(x: Tensor, memory: Memory | None = None) -> Tensor:
 
     Zeros for a single sample, which has no spread. `memory` lends what is needed.
     """
-    if x.ndim == 0 or len(x) < 2:
+    if x.ndim == 0 or x.shape[0] < 2:  # as `len` of a tensor takes longer
         return x.new_zeros((2, 1), dtype=torch.float32)
-    flat = x.reshape(len(x), -1)
-    if flat.numel() > MAX_ELEMENTS:
-        flat = flat[: min(len(x), MAX_ELEMENTS), :: flat.numel() // MAX_ELEMENTS]
+    flat = x.reshape(x.shape[0], -1)
+    if (n := flat.numel()) > MAX_ELEMENTS:
+        flat = flat[: min(x.shape[0], MAX_ELEMENTS), :: n // MAX_ELEMENTS]
     return flat.to(torch.float32, copy=True) if memory is None else memory.lend(flat.shape).copy_(flat)
 
 

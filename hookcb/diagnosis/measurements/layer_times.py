@@ -7,14 +7,13 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from hookcb.core.batch import parts
 from hookcb.core.torch_private import CALL_NAME, forward_hooks
 from hookcb.core.whose import OURS, is_of_program
 from hookcb.diagnosis.fault import EVERY, Measurement
@@ -24,10 +23,12 @@ from hookcb.diagnosis.measurements.operations import Operations
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import contains_compiled, named_modules
+from hookcb.hooks.own import OwnHook, register
 from hookcb.hooks.taps import Tap
 
 FIRST, MAX_TIMED = 6, 6  # batch from which layers are timed, and number of batches in which they are
 MIN_TIMED = 3
+NUMBERS = {bool, int, float, type(None)}
 READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal")  # for which a GPU is waited for
 ELEMENT = 16  # multiply-adds that take as long as an element of a result, which is read and written
 # operations that take far more per element, by their size or by what is in them
@@ -61,8 +62,7 @@ class LayerTimes(Measurement):
         self._now, self._now_in_hooks = (defaultdict[str, float](float) for _ in range(2))
         self._running: list[str] = []
         self._since = 0.0
-        self._hooks: list[Hook] = []
-        self._own: set[int] = set()  # their ids
+        self._handles: list[RemovableHandle] = []
         self._n_timed, self._is_after_look = 0, False
 
     def on_model(self, run: Run) -> None:
@@ -78,21 +78,25 @@ class LayerTimes(Measurement):
             return
         if (split := run.measured(Clock).split) is not None:
             split.leaves_out = True
-        loop, gate = run.loop, partial(getattr, run.loop, "in_loop_thread")
+        loop, acts = run.loop, ("_enter", "_pause", "_begin", "_end", "_resume")
+        enter, pause, begin, end, resume = (_Timing(self, act, loop) for act in acts)
         for m in named_modules(model).values():
             if id(m) in self._names and not isinstance(m, torch.jit.ScriptModule):
-                for act, pre, prepend in (
-                    (self._pause, True, True),
-                    (self._begin, True, False),
-                    (self._end, False, True),
-                    (self._resume, False, False),
-                ):  # other hooks of the module act between the first two and between the last two
-                    self._hooks.append(Hook(m, act, pre=pre, prepend=prepend, detach=False, gate=gate))
-                    self._hooks[-1].take_error = self.failed
-        self._own = set(map(id, self._hooks))
+                after, before = map(len, forward_hooks(m))  # others, which act between two of these
+                on, on_pre = m.register_forward_hook, m.register_forward_pre_hook
+                self._handles += [
+                    register(on_pre, pause if before else enter, prepend=True),
+                    register(on, end, prepend=True),
+                    *([register(on_pre, begin)] if before else []),
+                    *([register(on, resume)] if after else []),
+                ]
         if loop.is_calling and id(model) in self._names:  # its hooks come too late for the call in progress
             self._running.append(self._names[id(model)])
             self._since = time.perf_counter()
+
+    def _enter(self, m: nn.Module, args: Any) -> None:
+        self._pause(m, args)
+        self._running.append(self._names[id(m)])
 
     def _pause(self, m: nn.Module, args: Any) -> None:
         now = time.perf_counter()
@@ -121,17 +125,17 @@ class LayerTimes(Measurement):
         """Adds the time since the last event to that of the user's hooks, which have acted since."""
         now = time.perf_counter()
         others = [hook.hook if isinstance(hook, Tap) else hook for hook in hooks.values()]
-        others = [hook for hook in others if hook is not None and id(hook) not in self._own]
+        others = [hook for hook in others if hook is not None and not isinstance(hook, _Timing)]
         with suppress(Exception):  # of an odd object; the user's forward goes on
             if (title := _title_of(others)) is not None:
                 self._now_in_hooks[title] += now - self._since
 
     def on_backward(self, run: Run, level: str = "") -> None:
         """Removes the hooks, at the latest before the backward, which may run forwards again."""
-        if not self._hooks:
+        if not self._handles:
             return
-        while self._hooks:
-            self._hooks.pop().remove()
+        while self._handles:
+            self._handles.pop().remove()
         self._n_timed += 1
         self.done = self._n_timed == MAX_TIMED
         for kept, found in ((self._all_seconds, self._now), (self._of_hooks, self._now_in_hooks)):
@@ -158,6 +162,21 @@ class LayerTimes(Measurement):
         )
 
 
+class _Timing(OwnHook):
+    """Calls a method of `LayerTimes` in the thread of the loop; an error in it costs these times only."""
+
+    def __init__(self, times: LayerTimes | None = None, act: str = "", loop: Any = None) -> None:
+        self._times, self._act, self._loop = times, act, loop  # a copy has none
+
+    def __call__(self, *seen: Any) -> None:
+        """Called by torch."""
+        if self._times is not None and self._loop.in_loop_thread:
+            try:
+                getattr(self._times, self._act)(*seen)
+            except Exception as error:  # must not be raised in the user's forward
+                self._times.failed(error)
+
+
 def _is_of_hook() -> bool:
     """Whether the operation that is dispatched is one of hookcb's hooks, which act in the calls of layers."""
     frame, is_outside = sys._getframe(1).f_back, False
@@ -181,9 +200,15 @@ def _title_of(hooks: list[Any]) -> str | None:
 
 def work_of(op: str, args: tuple[Any, ...], output: Any) -> float:
     """Work of an operation in multiply-adds, of which each element of a result counts as `ELEMENT`."""
-    given = {None, *(address(x) for _, x in parts(args))}
-    results = [x for _, x in parts(output) if address(x) not in given]  # a view is no work
+    given = {None, *map(address, _inside(args))}
+    results = [x for x in _inside((output,)) if address(x) not in given]  # a view is no work
     return multiply_adds(op, args, results) + float(ELEMENT * sum(x.numel() for x in results))
+
+
+def _inside(values: tuple[Any, ...]) -> list[Any]:
+    """Arguments or results of an operation, and what is in their lists and tuples; other than numbers."""
+    items = [x for value in values for x in (value if type(value) in (list, tuple) else (value,))]
+    return [x for x in items if type(x) not in NUMBERS]
 
 
 def address(x: Any) -> int | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hookcb.gradients.samples import SKETCH, Gather, can_gather, works_on
-from hookcb.processes.shards import is_dtensor, local_part
+from hookcb.processes.shards import local_part, local_parts
 
 N_NARROW = 32  # elements of each matrix that are copied in every step
 WILD = 10.0  # times the largest element of the parameter; a written element that is larger is corrupt
@@ -47,7 +47,6 @@ class Group:
         self._n_narrow = [N_NARROW * (p.ndim > 1 or are_vectors) for p in params]
         some = zip(parts, self._n_narrow, strict=True)
         self._narrow = [x[len(x) // 2 :][:n] for x, n in some if n]
-        self._are_whole = not any(map(is_dtensor, params))
         self._addresses = self._at(params)
 
     def narrow(self) -> Tensor:
@@ -65,7 +64,7 @@ class Group:
             self._view(params)
 
     def _at(self, params: Sequence[Tensor]) -> list[int]:
-        return [x.data_ptr() for x in (params if self._are_whole else map(local_part, params))]
+        return [x.data_ptr() for x in local_parts(params)]
 
     def owners(self, x: Tensor) -> Tensor:
         """Index of the parameter that each element of a sample is of."""
@@ -112,9 +111,9 @@ def spread(x: Tensor) -> Tensor:
 
 def spread_copy(xs: Sequence[Tensor]) -> Tensor:
     """Copies the elements of `spread` of tensors of one dtype and device, in one operation."""
-    parts = [local_part(x) for x in xs]
-    if works_on(parts[0].device) and all(x.dtype is parts[0].dtype and can_gather(x) for x in parts):
-        return Gather(parts[0].device, parts[0].dtype).of(parts, _spread_places)
+    parts, dtype = local_parts(xs), xs[0].dtype
+    if works_on(parts[0].device) and all([x.dtype is dtype and can_gather(x) for x in parts]):
+        return Gather(parts[0].device, dtype).of(parts, _spread_places)
     return torch.cat([spread(flat(x)) for x in parts])
 
 

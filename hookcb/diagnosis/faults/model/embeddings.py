@@ -8,6 +8,7 @@ from torch import Tensor
 from hookcb.core import graph
 from hookcb.core.optim import detached_scalar
 from hookcb.core.text import as_layer
+from hookcb.core.torch_private import parameters_of
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.tokens import Tokens
 from hookcb.diagnosis.rules import MIN_BATCHES, is_trivial
@@ -53,12 +54,14 @@ class EmbeddingScales(Fault):
         names = {
             id(p): name or path
             for name, m in reversed(named_modules(run.loop.model).items())
-            for path, p in m.named_parameters(name, recurse=False)
+            for path, p in parameters_of(m).items()
+            if p is not None
         }
         if (nodes := graph.uses(run.loop.loss_node, MAX_NODES)) is None:
             return
         self.unless = ""
-        sums = {at: tables for at in nodes if len(tables := _added(at)) > 1}
+        adding = [at for at in nodes if graph.name(at) == "Add"]
+        sums = {at: tables for at in adding if len(tables := _added(at)) > 1}
         inner = {after for at in sums for after, _ in at.next_functions}
         for at, tables in sums.items():
             if at not in inner and all(id(table) in names for table in tables):
@@ -101,8 +104,12 @@ class EmbeddingScales(Fault):
 def _added(at: Any) -> list[Tensor]:
     """Tables whose rows this node adds; empty if it adds anything else."""
     if graph.name(at) == "Add":
-        parts = [_added(after) for after, _ in at.next_functions]
-        return [table for part in parts for table in part] if all(parts) else []
+        tables: list[Tensor] = []
+        for after, _ in reversed(at.next_functions):  # a residual connection is first, what it joins second
+            if not (part := _added(after)):
+                return []
+            tables = part + tables
+        return tables
     table = graph.leaf(graph.peel(graph.peel(at, SAME_SCALE), ("Embedding",)))
     return [table] if table is not None and table.ndim > 1 else []
 

@@ -62,7 +62,8 @@ class Replaced(Fault):
         super().__init__()
         self._own: dict[str, ReferenceType[nn.Parameter]] = {}
         self._known: Held | None = None
-        self._held: set[int] = set()
+        self._held: set[int] = set()  # ids of what optimizers have
+        self._optimizers: set[int] = set()  # ids of these
         self._latest = 0  # number of the batch that was compared last
         self._new: dict[str, _New] = {}
         self.names: frozenset[str] = frozenset()  # of those that are found
@@ -72,7 +73,10 @@ class Replaced(Fault):
         self._known = Held(run.loop.model)
 
     def on_gradients(self, run: Run) -> None:
-        self._held |= {key for opt in run.measured(Steps).optimizers.values() for key in params_of(opt)}
+        optimizers = run.measured(Steps).optimizers
+        if run.looking or optimizers.keys() != self._optimizers:
+            self._optimizers = set(optimizers)
+            self._held |= {key for opt in optimizers.values() for key in params_of(opt)}
         if not self._new and self._known is not None and self._known.is_same():  # the usual case, soon told
             self._latest = run.step
             return

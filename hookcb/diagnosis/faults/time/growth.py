@@ -12,6 +12,7 @@ from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.rules import median, ratio
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
+from hookcb.hooks.params import all_params
 from hookcb.profiling.memory.growth import fit_line
 
 MIN_GROWTH = 2.0  # of a batch and of its time, from the first third of the training to the last
@@ -57,7 +58,7 @@ class GrowingBatches(Fault):
 
     def on_batch(self, run: Run) -> None:
         self._n_calls = 0
-        self._trained.add(run.step, float(sum(p.requires_grad for p in run.loop.model.parameters())))
+        self._trained.add(run.step, float(sum([p.requires_grad for p in all_params(run.loop.model)])))
 
     def on_prediction(self, run: Run) -> None:
         self._n_calls += 1
