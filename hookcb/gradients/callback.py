@@ -340,8 +340,7 @@ class GradientHealth(Callback):
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"recorded": self.records.state()}
         if self._reader:
-            state |= {"n_steps": self._n_steps, "sketches": dict(self._reader.starts)}
-            state |= {"pivots": dict(self._reader.pivots)} if self._reader.pivots else {}
+            state |= {"n_steps": self._n_steps, "tracked": dict(self._reader.starts)}
             state |= {"part": self._part} if self.has_rank_state else {}
         return state
 
@@ -349,9 +348,8 @@ class GradientHealth(Callback):
         self.records = GradientRecords.from_state(state["recorded"])
         if self._reader:
             self._n_steps, self._reader.memory = state["n_steps"], self.records.memory
-            self._reader.pivots.update(state.get("pivots", {}))
             if state.get("part", ()) == self._part:  # else they are those of other elements
-                self._reader.starts.update(state.get("sketches", {}))  # those of 0.2 had other elements
+                self._reader.starts.update(state.get("tracked", {}))  # "sketches" had other elements
         if self._outputs and self.records.output_stats is not None:
             self._outputs.stats = self.records.output_stats
 

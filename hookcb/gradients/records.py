@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from fastcore.foundation import L
+from torch import Tensor
 
 from hookcb.core.arguments import check_count
 from hookcb.core.text import join_names
 from hookcb.gradients import plots
-from hookcb.gradients.capture import About, StepCapture
+from hookcb.gradients.capture import About, StepCapture, reduce_steps, step_columns
 from hookcb.gradients.flow import STORED, GradientFlow, flow_of
 from hookcb.gradients.outputs import OutputGradients
-from hookcb.gradients.reduce import Reduced, reduce_steps, step_columns
 from hookcb.gradients.report import GradientReport, param_rows
 from hookcb.gradients.stats import BUFFER_STATS, GRAD_STATS, STEP_STATS
 from hookcb.gradients.steps import SkipCount
@@ -108,7 +108,7 @@ class GradientRecords(SavedRecords):
 
     # ---- adding
 
-    def count_step(self, skipped: float | torch.Tensor) -> None:
+    def count_step(self, skipped: float | Tensor) -> None:
         """Counts a step, recorded or not; `skipped` is 1 if it was not made."""
         self._skips.add(skipped)
 
@@ -140,21 +140,21 @@ class GradientRecords(SavedRecords):
         waiting, self._waiting, self._n_elements = self._waiting, [], 0
         for steps, by_device in reduce_steps(waiting):
             records = [step.record for step in steps]
-            for reduced in by_device:
-                self._note_nonfinite(steps, reduced)
-                for name, values in zip(reduced.names, reduced.values.unbind(), strict=True):
-                    self._stores["params"].put(name, records, values)
+            for names, values in by_device:
+                self._note_nonfinite(steps, names, values)
+                for name, own in zip(names, values.unbind(), strict=True):
+                    self._stores["params"].put(name, records, own)
             self._stores["steps"].put(STEP, records, step_columns(steps, by_device))
             self._put_buffers(steps)
         self.memory.take_back(slice(self._n_lent))  # not what the step in progress has
         self._n_lent = 0
 
-    def _note_nonfinite(self, steps: Sequence[StepCapture], reduced: Reduced) -> None:
+    def _note_nonfinite(self, steps: Sequence[StepCapture], names: Sequence[str], values: Tensor) -> None:
         """Remembers the first NaN, as its record may be dropped; only on a CPU, which needs no sync."""
-        counts = reduced.values[..., GRAD_STATS.index("nonfinite")]
+        counts = values[..., GRAD_STATS.index("nonfinite")]
         if not counts.is_cpu or not bool(counts.any()):
             return
-        for name, numbers in zip(reduced.names, counts.tolist(), strict=True):
+        for name, numbers in zip(names, counts.tolist(), strict=True):
             for step, n in zip(steps, numbers, strict=True):
                 is_overflow = float(step.skipped) > 0 and float(step.scale) > 1  # a GradScaler handles it
                 if n and not is_overflow:
