@@ -156,11 +156,10 @@ class DeviceReader:
             self._addresses, self._views = addresses, [_view(p) for p in weights]
             self._places = [tracked_places(n, self.device) if n > SKETCH else None for n in self.numels]
         xs = [x if x.ndim == 1 else x.reshape(-1) for x in small]
-        for p, view, places in zip(weights, self._views, self._places, strict=True):
-            if view is None:
-                xs.append(sketch_copy(p))
-            else:
-                xs.append(view if places is None else view.index_select(0, places))
+        xs += [
+            sketch_copy(p) if view is None else view if k is None else view.index_select(0, k)
+            for p, view, k in zip(weights, self._views, self._places, strict=True)
+        ]
         if self.device.type != "cpu" or self.dtype is not torch.float32:
             return at_least_float32(torch.cat(xs))
         n = self.n_tracked + (self.n_elements if small else 0)

@@ -40,7 +40,7 @@ def moments(captures: list[Capture]) -> Tensor:
     change since the fit began, and of themselves then.
     """
     reader, whole = captures[0].reader, torch.stack([c.before for c in captures])
-    small, before = whole.split([reader.n_elements, reader.n_tracked], 1)
+    small, before = whole[:, : reader.n_elements], whole[:, reader.n_elements :]
     scale = numbers_on(reader.device, [c.scale for c in captures])[:, None]
     norm, size, largest, nonfinite, rows = _gradient_sums(captures, small).unbind(2)
     norm, largest = norm / scale, torch.where(largest < 0, largest, largest / scale)

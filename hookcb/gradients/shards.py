@@ -133,14 +133,13 @@ class ShardReader:
         """What is added up over ranks, `(n_params, 16)`, and the largest finite |gradient|; -1 for none."""
         reader = step.capture.reader
         m = moments([step.capture])[0][order]
-        norm, size, largest, nonfinite, rows, used, *weights = m.unbind(1)
-        of_weights, mean, std, *tracked = weights
+        norm, size, largest, nonfinite, rows, used, weight, mean, std, *tracked = m.unbind(1)
         n = numbers_to(m.device, reader.numels, m.dtype)[order]
         is_here = numbers_to(m.device, step.is_here, torch.bool)[order]
         n_rows = numbers_to(m.device, [s[0] if len(s) > 1 else 0 for s in reader.shapes], m.dtype)[order]
         around = (std.square() * (n - 1)).where(n > 1, 0.0)
         of_grad = [n, norm.square(), size, nonfinite, rows, n_rows, used.square()]
-        of_weights = [n, n * mean, of_weights.square(), around, n * mean.square()]
+        of_weights = [n, n * mean, weight.square(), around, n * mean.square()]
         of_weights += [x.square() * (n / n.clamp(max=SKETCH)) for x in tracked]
         sums = torch.stack(of_grad, 1).where(is_here[:, None], 0.0)
         return torch.cat([sums, torch.stack(of_weights, 1).where(n[:, None] > 0, 0.0)], 1), largest.where(

@@ -68,7 +68,7 @@ def row_norms(x: Tensor) -> Tensor:
     k = x.shape[-1] // WHOLE
     norms: Tensor
     if k > 1:
-        parts, rest = x[..., : k * WHOLE].unflatten(-1, (k, WHOLE)), x[..., k * WHOLE :]
+        parts, rest = x[..., : k * WHOLE].reshape(*x.shape[:-1], k, WHOLE), x[..., k * WHOLE :]
         of_parts, of_rest = torch.linalg.vector_norm(parts, dim=-1), torch.linalg.vector_norm(rest, dim=-1)
         x = torch.cat([of_parts, of_rest[..., None]], -1)
     norms = torch.linalg.vector_norm(x, dim=-1)

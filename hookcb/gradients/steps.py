@@ -58,11 +58,6 @@ class StepWatch:
         self._ids |= params_of(opt)
         return True
 
-    @property
-    def is_fused(self) -> bool:
-        """Whether the last step was that of a fused optimizer, where only the device knows if it was made."""
-        return self._found_inf is not None
-
     def begin(self, opt: Optimizer) -> bool:
         """Begins a step; True if the optimizer's parameters have changed."""
         self._is_open, self._found_inf = True, None
