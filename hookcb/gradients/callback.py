@@ -58,8 +58,8 @@ class GradientHealth(Callback):
         stats: `stats[record][parameter]` is a dict of `norm` (L2), `clipped_norm` (NaN if the step was
             skipped), `rms`, `abs_max` (of finite elements), `nonfinite` (number; on a GPU without Triton, in
             records without details, 1 stands for any), `zero_rows` (share, 0..1; NaN for one dimension, or if
-            no element is finite), `weight_norm`, `weight_mean`, `weight_std`, `update_ratio` (‖Δw‖/‖w‖ of this
-            step) and `drift` (the same since the fit began). The last two use 1,024 elements at most.
+            no element is finite), `weight_norm`, `weight_mean`, `weight_std`, `update_ratio` (‖Δw‖/‖w‖ of
+            this step) and `drift` (the same since the fit began). The last two use 1,024 elements at most.
             Gradient statistics use all elements; weight statistics use all up to 65,536, and 1,024 of larger
             weights, whose norm is then usually within 3 %. So does `weight_std` of more than 1,024 if it is
             below 6 % of the mean, as in a layer norm.

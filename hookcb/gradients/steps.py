@@ -127,29 +127,6 @@ def _n_params(opt: Optimizer) -> int:
     return sum(len(group["params"]) for group in opt.param_groups)
 
 
-class SkipCount:
-    """Number of skipped steps, summed on the device if only it knows."""
-
-    __slots__ = ("_n", "_on_device")
-
-    def __init__(self, n: int = 0) -> None:
-        self._n: int = n
-        self._on_device: Tensor | None = None
-
-    def add(self, skipped: Number) -> None:
-        """Counts a step; `skipped` is 1 if it was skipped."""
-        if not isinstance(skipped, Tensor):
-            self._n += int(skipped)
-        else:
-            self._on_device = skipped if self._on_device is None else self._on_device + skipped
-
-    def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        return None, {"_n": int(self), "_on_device": None}
-
-    def __int__(self) -> int:
-        return self._n + (0 if self._on_device is None else int(self._on_device))
-
-
 def scale_of(scaler: torch.amp.GradScaler | None, model: nn.Module) -> Number:
     """Factor by which a GradScaler multiplies losses; 1.0 without one. Its `get_scale` would need a sync."""
     return 1.0 if scaler is None else detached_scalar(scaler.scale(torch.ones((), device=device_of(model))))
