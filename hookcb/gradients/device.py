@@ -92,8 +92,9 @@ class DeviceReader:
         self.n_copied = 0 if self.has_kernels else sum(n <= SKETCH for n in self.numels)
         self.n_elements = sum(self.numels[: self.n_copied])
         self._addresses: list[int] = []
-        self._views: list[Tensor | None] = []  # of all elements; None without such a view
-        self._places: list[Tensor | None] = []  # of the tracked ones; None if all are
+        self._views: list[Tensor] = []  # of all elements
+        # places of the tracked ones, by index, where these are not all; None if there is no such view
+        self._places: dict[int, Tensor | None] = {}
         if self.has_kernels:
             # elements of a row, 0 without rows
             self._widths = [p.numel() // max(1, len(p)) if p.ndim > 1 else 0 for p in weights]
@@ -111,7 +112,7 @@ class DeviceReader:
         """Numbers of gradients, `scale` times too large, in the order of `params`, and of weights."""
         if self.has_kernels:
             return Capture(self, self._tracked([]), self._read(grads)[:, :-1], scale)
-        plain = [at_least_float32(g) for g in grads]
+        plain = _wide(grads)
         rows = [in_rows(g) for g in plain[self.n_copied :]]
         sums = None if is_detailed else quick_sums(rows)
         if sums is None:
@@ -127,7 +128,7 @@ class DeviceReader:
         if self.has_kernels:
             capture.clipped = self._read(grads)[:, 0]
         else:
-            capture.clipped = self._row(norms_as_read([in_rows(at_least_float32(g)) for g in grads]))
+            capture.clipped = self._row(norms_as_read([in_rows(g) for g in _wide(grads)]))
 
     def after(self, capture: Capture) -> None:
         """Reads the weights after the step."""
@@ -153,13 +154,17 @@ class DeviceReader:
             return self._gather.of(weights, tracked_places)
         addresses = [p.data_ptr() for p in weights if p.layout is torch.strided]
         if addresses != self._addresses or not self._views:  # also after `p.data` was replaced
-            self._addresses, self._views = addresses, [_view(p) for p in weights]
-            self._places = [tracked_places(n, self.device) if n > SKETCH else None for n in self.numels]
-        xs = [x if x.ndim == 1 else x.reshape(-1) for x in small]
-        xs += [
-            sketch_copy(p) if view is None else view if k is None else view.index_select(0, k)
-            for p, view, k in zip(weights, self._views, self._places, strict=True)
-        ]
+            views = [_view(p) for p in weights]
+            self._addresses, self._views = addresses, [weights[0] if x is None else x for x in views]
+            self._places = {
+                i: None if view is None else tracked_places(n, self.device)
+                for i, (n, view) in enumerate(zip(self.numels, views, strict=True))
+                if view is None or n > SKETCH
+            }
+        tracked = self._views.copy()
+        for i, places in self._places.items():
+            tracked[i] = sketch_copy(weights[i]) if places is None else tracked[i].index_select(0, places)
+        xs = [*(x if x.ndim == 1 else x.reshape(-1) for x in small), *tracked]
         if self.device.type != "cpu" or self.dtype is not torch.float32:
             return at_least_float32(torch.cat(xs))
         n = self.n_tracked + (self.n_elements if small else 0)
@@ -186,6 +191,10 @@ def usable(g: Tensor) -> Tensor | None:
     """A gradient that kernels can read, and plain operations too; None if its elements cannot be read."""
     usual = type(g) is Tensor and g.dtype in READ and g.layout is torch.strided and not g.requires_grad
     return g if usual and not g.is_neg() else plain_gradient(g)
+
+
+def _wide(xs: Sequence[Tensor]) -> list[Tensor]:
+    return [x if x.dtype is torch.float32 else at_least_float32(x) for x in xs]  # a call of each takes time
 
 
 def _without_gaps(x: Tensor) -> Tensor:
