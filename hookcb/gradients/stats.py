@@ -86,7 +86,7 @@ def gradient_sums(x: Tensor) -> Tensor:
             proportion.
 
     Returns:
-        `(…, 5)` in the widest dtype; the largest is -1 if no element is finite, and rows are NaN if none is.
+        `(…, 5)` in the widest dtype; the largest is -1 if no element is finite.
     """
     both, wide, n = (-2, -1), widest(x.device), x.shape[-2] * x.shape[-1]
     if not n:
@@ -104,8 +104,7 @@ def gradient_sums(x: Tensor) -> Tensor:
         norm = wide_norm(rows, dim=-1) * scale
     some = x if n <= WHOLE else sketch(x)[None]
     size = some.abs().sum(both) * (n / (some.shape[-2] * some.shape[-1])) * scale
-    filled = (rows != 0).sum(-1).to(wide).masked_fill_(~rows.isfinite().any(-1), math.nan)
-    return torch.stack([norm, size.to(wide), largest.to(wide), nonfinite.to(wide), filled], -1)
+    return torch.stack([x.to(wide) for x in (norm, size, largest, nonfinite, (rows != 0).sum(-1))], -1)
 
 
 def quick_sums(xs: Sequence[Tensor]) -> list[Number] | None:
