@@ -33,7 +33,7 @@ def reduced(captures: list[Capture], skipped: list[Number]) -> Reduced:
 
 
 def moments(captures: list[Capture]) -> Tensor:
-    """What is known of the parameters of one reader in R steps, `(R, n_params, 13)`.
+    """Norms, sums and extremes of the parameters of one reader in R steps, `(R, n_params, 13)`.
 
     Columns are `gradient_sums`; the norm of the gradient as the optimizer got it; norm, mean and std of the
     weights; and of tracked weights the norms of their change in the step, of themselves before it, of their

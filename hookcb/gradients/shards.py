@@ -130,7 +130,7 @@ class ShardReader:
         return {name: own for (name, *_), own in zip(self.params, by_param, strict=True) if name in names}
 
     def _sums(self, step: ShardCapture, order: list[int]) -> tuple[Tensor, Tensor]:
-        """What is added up over ranks, `(n_params, 16)`, and the largest finite |gradient|; -1 for none."""
+        """Sums to add up over ranks, `(n_params, 16)`, and the largest finite |gradient|; -1 for none."""
         reader = step.capture.reader
         m = moments([step.capture])[0][order]
         norm, size, largest, nonfinite, rows, used, weight, mean, std, *tracked = m.unbind(1)
