@@ -39,16 +39,19 @@ def is_native(x: Tensor) -> bool:
 def tracked_places(n: int, device: torch.device | str = "cpu") -> Tensor:
     """Indices of the tracked elements among n, in rising order: all up to 1,024, else 512 pairs.
 
-    Multiples of the golden ratio are spread evenly over all parts; those of a step that has no divisor in
-    common with the number of pairs, also over all indices of each dimension.
+    The step from pair to pair has no divisor in common with their number, so that they are spread over all
+    indices of each dimension. It is the largest that fits, which memory is fast at; where it would leave out
+    too much at the ends, one by the golden ratio, which goes around.
     """
     if n <= SKETCH:
         return torch.arange(n, device="cpu").to(device, non_blocking=True)
-    n_pairs = n // PAIR
-    step = round(n_pairs * 0.6180339887)
+    n_pairs, k = n // PAIR, SKETCH // PAIR
+    is_large = n_pairs > 16 * k
+    step = n_pairs // k if is_large else round(n_pairs * 0.6180339887)
     while math.gcd(step, n_pairs) != 1:
-        step += 1
-    pairs = (torch.arange(SKETCH // PAIR, device="cpu") * step % n_pairs).sort().values * PAIR
+        step += -1 if is_large else 1
+    first = (n_pairs - step * (k - 1)) // 2 if is_large else 0
+    pairs = ((first + torch.arange(k, device="cpu") * step) % n_pairs).sort().values * PAIR
     return torch.stack([pairs, pairs + 1], 1).view(-1).to(device, non_blocking=True)
 
 
