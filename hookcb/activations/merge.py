@@ -151,9 +151,9 @@ class Merger:
         return merged, maxs[-1]
 
     def _agree(self, phase: str, look: Look) -> list[str]:
-        """Agrees on new names of all ranks, on their pivots, and which ranks have the same; returns the names."""
+        """Agrees on new names, their pivots, and which ranks have the same elements; returns the names."""
         names = self._names[phase]
-        own = [name for name in look.sums if name not in names]
+        own = [name for name in look.outputs if name not in names]  # in the order of the forward
         rows = torch.stack([look.sums[name] for name in own])[:, : len(COLUMNS)].tolist() if own else []
         about = {name: (look.outputs[name], row) for name, row in zip(own, rows, strict=True)}
         of_ranks = self.ranks.gather((self._peers, about))
@@ -175,7 +175,11 @@ class Merger:
     def state(self) -> dict[str, Any]:
         """Names, pivots and copies that all have agreed on, of types that `weights_only=True` reads."""
         agreed = {
-            phase: (list(names), self._pivots[phase].tolist(), [0.0] * len(names))  # levels, in older versions
+            phase: (
+                list(names),
+                self._pivots[phase].tolist(),
+                [0.0] * len(names),
+            )  # levels, in older versions
             for phase, names in self._names.items()
         }
         return {"agreed": agreed, "copies": self._copies}

@@ -35,7 +35,7 @@ class Output(NamedTuple):
         known: `moments` of all elements if `elements` is a sample, else None.
         slab: where its sums are; None if they are not in one.
         row: its row in each record of the slab.
-        copies: number of ranks that have the same elements, as under tensor parallelism; 0 if that is unknown.
+        copies: number of ranks that have the same elements, as in tensor parallelism; 0 if that is unknown.
     """
 
     type: str
@@ -118,7 +118,7 @@ class Slab:
         self._ready: dict[tuple[str, int], Ready] = {}  # by path and call
         self.record, self._is_used, self._rests = 0, False, False  # whether the running batch has written
 
-    def take(self, path: str, call: int, x: Tensor, kind: str, written: Tensor | None = None) -> Output | None:
+    def take(self, path: str, call: int, x: Tensor, kind: str, written: Tensor | None) -> Output | None:
         """Writes the sums of a tensor to a row, in one launch; None if the kernel does not take it.
 
         Args:

@@ -16,9 +16,10 @@ from torch.compiler import is_compiling
 from hookcb.core.precision import WIDE, at_least_float32, numbers_to, scale_of, widest
 
 LAYER_STATS = ("mean", "std", "min", "max", "abs_max", "near_zero", "zeros", "nonfinite")
-# sums of z = (x - pivot) · scale, numbers of elements, extremes of the finite ones, inf and -inf if none is;
-# the counts of a histogram may follow
-COLUMNS = ("n", "pivot", "scale", "sum1", "sum2", "sum3", "sum4", "near_zero", "zeros", "nonfinite", "min", "max")
+# sums of powers of z = (x - pivot) · scale; numbers of elements; extremes of the finite ones, inf and -inf if
+# none is. The counts of a histogram may follow.
+POWERS = ("sum1", "sum2", "sum3", "sum4")
+COLUMNS = ("n", "pivot", "scale", *POWERS, "near_zero", "zeros", "nonfinite", "min", "max")
 PIVOT, SCALE, LOW, HIGH = map(COLUMNS.index, ("pivot", "scale", "min", "max"))
 NEAR = COLUMNS.index("near_zero")
 WHOLE = 8_192  # number of elements up to which shares and histograms use all
