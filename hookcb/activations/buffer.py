@@ -75,8 +75,10 @@ class OutputBuffer:
             written: what a kernel in compiled code writes to.
         """
         calls, output = self.batch.setdefault(path, []), None
-        if is_plain and not isinstance(self.sample, int) and works_on(x.device):
+        slab = self.slabs.get(x.device) if is_plain else None
+        if slab is None and is_plain and self.launches(x):
             slab = self.slab_on(x.device)
+        if slab is not None:
             output = slab.take(path, len(calls), x, kind, written)
             if output is not None and x.is_cuda and torch.cuda.is_current_stream_capturing():
                 slab.captured.setdefault(path, []).append(output)
@@ -97,7 +99,7 @@ class OutputBuffer:
 
     def written_on(self, device: torch.device, n_layers: int) -> Tensor:
         """The tensor to which compiled code on a device writes, as its compiler knows."""
-        if works_on(device):
+        if works_on(device) and not isinstance(self.sample, int):
             slab = self.slab_on(device)
             slab.reserve(2 * n_layers)
             if is_dynamo_imported():

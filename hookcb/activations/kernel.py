@@ -154,24 +154,23 @@ def _take(
     programs = tl.num_programs(0)
     if tl.atomic_add(totals, 1, sem="acq_rel") < programs - 1:
         return
-    kind, index = tl.arange(0, 16)[:, None], tl.arange(0, 256)[None, :]  # 9 of the 16 are there
-    is_low, is_high = kind == 7, kind == 8
-    empty = tl.where(is_low, inf, tl.where(is_high, -inf, 0.0)).to(tl.float64)
-    total = empty + tl.zeros((16, 256), tl.float64)
+    kind, index = tl.arange(0, 8), tl.arange(0, 256)  # of 8 columns of sums 7 are there
+    total = tl.zeros((8, 256), tl.float64)
+    low = tl.full((256,), inf, tl.float64)
+    high = tl.full((256,), -inf, tl.float64)
     for i in range(0, programs, 256):
-        is_there = (kind < 9) & (i + index < programs)
-        found = parts + kind * most + i + index
-        found = tl.load(found, mask=is_there, other=0.0, cache_modifier=".cg")  # of others, so not from L1
-        found = tl.where(is_there, found, empty)
-        ends = tl.where(is_low, tl.minimum(total, found), tl.maximum(total, found))
-        total = tl.where(is_low | is_high, ends, total + found)
-    kind = tl.arange(0, 16)
-    merged = tl.where(kind == 7, tl.min(total, 1), tl.where(kind == 8, tl.max(total, 1), tl.sum(total, 1)))
+        column, is_there = parts + i + index, i + index < programs
+        sums, are_there = column[None, :] + kind[:, None] * most, is_there[None, :] & (kind < 7)[:, None]
+        total += tl.load(sums, mask=are_there, other=0.0, cache_modifier=".cg")  # of others, so not from L1
+        low = tl.minimum(low, tl.load(column + most * 7, mask=is_there, other=inf, cache_modifier=".cg"))
+        high = tl.maximum(high, tl.load(column + most * 8, mask=is_there, other=-inf, cache_modifier=".cg"))
     row = rows + record.to(tl.int64) * stride + place
     tl.store(row, tl.cast(n, tl.float64))
     tl.store(row + 1, pivot.to(tl.float64))
     tl.store(row + 2, scale.to(tl.float64))
-    tl.store(row + 3 + kind, merged, mask=kind < 9)
+    tl.store(row + 3 + kind, tl.sum(total, 1), mask=kind < 7)
+    tl.store(row + 10, tl.min(low))
+    tl.store(row + 11, tl.max(high))
     if n_slots > 0:
         index = tl.arange(0, n_slots)
         is_used = index < bins + 2
