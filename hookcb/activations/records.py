@@ -50,9 +50,6 @@ class ActivationRecords(SavedRecords):
             path.
         of_ranks: the ranks whose samples were seen, "rank 0 of 2"; "" if there is only one.
 
-    Raises:
-        TypeError, ValueError: If an argument is invalid.
-
     >>> import torch
     >>> from hookcb import ActivationRecords
     >>> records = ActivationRecords()
@@ -299,9 +296,6 @@ class ActivationRecords(SavedRecords):
             depth: shows one row, the worst, for all layers whose names agree in the first `depth` parts, and
                 their number: `encoder.0.fc` and `encoder.1.fc` agree in one part.
             verdict: marks the layers that it has findings about: `report(verdict=learn.diagnose())`.
-
-        Raises:
-            TypeError, ValueError: If `worst` or `depth` is invalid.
         """
         return ActivationReport(
             list(self.rows(verdict)),

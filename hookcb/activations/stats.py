@@ -172,13 +172,18 @@ def take(
 def summarize(rows: Tensor, known: Sequence[Known], eps: float) -> Tensor:
     """Sums of rows of elements, `(R, n)`, as `(R, 12)`; `known` are their `moments`, or nothing.
 
-    Shares of |x| ≤ eps and of exact zeros are those of these elements.
+    Numbers of elements near zero, and of zeros, are by their shares of these elements.
     """
-    sums, size = together(known, rows.device) if known else moments(rows), rows.abs()
-    near_zero = size.le_(eps).mean(1)  # floats sum ten times as fast as bools
-    shares = torch.stack([near_zero, torch.eq(rows, 0, out=size).mean(1)], 1)
-    sums[:, NEAR : NEAR + 2] = shares * sums[:, :1]
+    sums = together(known, rows.device) if known else moments(rows)
+    sums[:, NEAR : NEAR + 2] = shares(rows, eps) * sums[:, :1]
     return sums
+
+
+def shares(rows: Tensor, eps: float) -> Tensor:
+    """Shares, 0..1, of |x| ≤ eps and of zeros in each row of `(R, n)`, as `(R, 2)`; NaN without elements."""
+    is_so = rows.abs()
+    near_zero = is_so.le_(eps).mean(1)  # floats sum ten times as fast as bools
+    return torch.stack([near_zero, torch.eq(rows, 0, out=is_so).mean(1)], 1)
 
 
 def moments(rows: Tensor) -> Tensor:
