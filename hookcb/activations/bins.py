@@ -56,12 +56,16 @@ class Bins(NamedTuple):
             `(R, n + 2)`, float32 or, where that is not exact, float64.
         """
         n = self.n + 3  # the last is that of NaN
-        slots = self._slots(rows).nan_to_num_(nan=n - 1).long()
-        slots += torch.arange(0, n * len(rows), n, device=rows.device)[:, None]
+        slots = self._slots(rows).nan_to_num_(nan=n - 1).int()
+        slots += torch.arange(0, n * len(rows), n, dtype=slots.dtype, device=rows.device)[:, None]
         dtype = torch.float32 if rows.shape[1] < 2**24 else widest(rows.device)
-        counts, one = rows.new_zeros(n * len(rows), dtype=dtype), rows.new_ones((), dtype=dtype)
-        # of one dimension, as torch's deterministic algorithms take no other; bincount would wait for a GPU
-        counts.scatter_add_(0, slots.view(-1), one.expand(slots.numel()))
+        if rows.is_cpu and not torch.compiler.is_compiling():  # elsewhere it waits for the device
+            counts = torch.bincount(slots.view(-1), minlength=n * len(rows)).to(dtype)
+        else:
+            one = rows.new_ones((), dtype=dtype)
+            counts = rows.new_zeros(n * len(rows), dtype=dtype)
+            # of one dimension, as torch's deterministic algorithms take no other
+            counts.scatter_add_(0, slots.view(-1).long(), one.expand(slots.numel()))
         return counts.view(len(rows), n)[:, :-1]
 
     def _slots(self, rows: Tensor) -> Tensor:

@@ -193,8 +193,10 @@ def moments(rows: Tensor) -> Tensor:
     is not, as elsewhere that would wait for the device.
     """
     n, is_cpu = rows.shape[1], rows.is_cpu and not is_compiling()
+    if is_cpu and len(rows) > 1 and rows.numel() > ROW:  # more would make the heap grow each time
+        return torch.cat([moments(some) for some in torch.split(rows, max(1, ROW // n))])
     if is_cpu and n > AT_ONCE:
-        return torch.cat([_joined([moments(x[None]) for x in row.split(AT_ONCE)]) for row in rows])
+        return _joined([moments(x) for x in torch.split(rows, AT_ONCE, 1)])
     z, rows = rows.to(widest(rows.device), copy=True), at_least_float32(rows)
     zero = z.new_zeros(len(z))
     one = zero + 1
