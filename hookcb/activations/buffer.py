@@ -76,7 +76,7 @@ class OutputBuffer:
         """
         calls, output = self.batch.setdefault(path, []), None
         slab = self.slabs.get(x.device) if is_plain else None
-        if slab is None and is_plain and self.launches(x):
+        if slab is None and is_plain and works_on(x.device) and not isinstance(self.sample, int):
             slab = self.slab_on(x.device)
         if slab is not None:
             output = slab.take(path, len(calls), x, kind, written)
