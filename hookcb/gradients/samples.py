@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]  # no types
 
 SKETCH = 1_024  # maximum number of elements of a parameter that are tracked from step to step
-PAIR = 2  # adjacent elements that are tracked together, as each pair is a line to fetch into the CPU's cache
+RUN = 2  # adjacent elements that are tracked together, as each run is a line to fetch into the CPU's cache
 Rule = Callable[[int], Tensor]
 COPIED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # what the kernel copies
 
@@ -35,50 +35,89 @@ def is_native(x: Tensor) -> bool:
     return type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
-@lru_cache(maxsize=256)
-def tracked_places(n: int, device: torch.device | str = "cpu") -> Tensor:
-    """Indices of the tracked elements among n, in rising order: all up to 1,024, else 512 pairs.
+def sketch_stride(n: int) -> int:
+    """Stride of the tracked runs among n: about n / 512, and coprime to n.
 
-    The step from pair to pair has no divisor in common with their number, so that they are spread over all
-    indices of each dimension. It is the largest that fits, which memory is fast at; where it would leave out
-    too much at the ends, one by the golden ratio, which goes around.
+    A stride with a divisor in common with a dimension would track only some channels.
     """
-    if n <= SKETCH:
-        return torch.arange(n, device="cpu").to(device, non_blocking=True)
-    n_pairs, k = n // PAIR, SKETCH // PAIR
-    is_large = n_pairs > 16 * k
-    step = n_pairs // k if is_large else round(n_pairs * 0.6180339887)
-    while math.gcd(step, n_pairs) != 1:
-        step += -1 if is_large else 1
-    first = (n_pairs - step * (k - 1)) // 2 if is_large else 0
-    pairs = ((first + torch.arange(k, device="cpu") * step) % n_pairs).sort().values * PAIR
-    return torch.stack([pairs, pairs + 1], 1).view(-1).to(device, non_blocking=True)
+    stride = n * RUN // SKETCH
+    while math.gcd(stride, n) != 1:
+        stride -= 1
+    return stride
 
 
-def flat(x: Tensor) -> Tensor:
-    """All elements in their order in memory, `(n,)`: a view if they are adjacent there."""
-    if x.layout is not torch.strided:
-        x = x.to_dense()
-    elif not x.is_contiguous():
+def sketch(x: Tensor) -> Tensor | None:
+    """A view of up to 1,024 elements of a dense tensor, the same at each call, spread evenly over it.
+
+    `(n,)` if it has that few, else 512 pairs, `(512, 2)`. None if there is no such view: up to 16,384
+    elements, as a stride would leave out too many at the ends, and if `x` is not a dense real tensor with
+    adjacent elements.
+    """
+    flat = _flat(x)
+    return None if flat is None or SKETCH < len(flat) <= 16 * SKETCH else _tracked(flat)
+
+
+def _flat(x: Tensor) -> Tensor | None:
+    """A flat view of a dense real tensor in the order of its memory; None if there is none."""
+    x = x.detach()
+    native = is_native(x) and x.layout is torch.strided and x.is_floating_point()
+    if not native or x.is_nested or x.is_meta or x.dtype.itemsize < 2:
+        return None
+    if not x.is_contiguous():
         x = x.permute(sorted(range(x.ndim), key=x.stride, reverse=True))
-    return x.reshape(-1)
+        if not x.is_contiguous():
+            return None
+    return x.view(-1)
 
 
-def sketch(x: Tensor) -> Tensor:
-    """Up to 1,024 elements of a tensor, the same at each call and spread evenly over it; see `flat`."""
-    x = flat(x)
-    return x if len(x) <= SKETCH else x.index_select(0, tracked_places(len(x), x.device))
+def _tracked(x: Tensor) -> Tensor:
+    n = len(x)
+    if n <= SKETCH:
+        return x
+    if n <= 16 * SKETCH:
+        return x.index_select(0, _places(n, x.device))
+    runs = x[: n // RUN * RUN].view(-1, RUN)
+    stride, k = sketch_stride(len(runs)), SKETCH // RUN
+    return runs[(len(runs) - stride * (k - 1)) // 2 :: stride][:k]
+
+
+@lru_cache(maxsize=256)
+def _places(n: int, device: torch.device) -> Tensor:
+    """1,024 of n indices: multiples of the golden ratio, spread evenly over all parts and channels."""
+    step = round(n * 0.6180339887)
+    while math.gcd(step, n) != 1:
+        step += 1
+    return (torch.arange(SKETCH, device="cpu") * step % n).sort().values.to(device, non_blocking=True)
+
+
+def sketch_places(x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """A flat view of a tensor and indices of its tracked elements, to copy them in one operation.
+
+    None if it has `sketch`, or no such view.
+    """
+    flat = _flat(x) if x.layout is torch.strided and x.is_contiguous() else None
+    is_picked = flat is not None and SKETCH < len(flat) <= 16 * SKETCH
+    return (flat, _places(len(flat), x.device)) if flat is not None and is_picked else None
+
+
+@lru_cache(maxsize=256)
+def tracked_places(n: int) -> Tensor:
+    """Indices of the tracked elements among n."""
+    return _tracked(torch.arange(n, device="cpu")).reshape(-1)
 
 
 def sketch_copy(x: Tensor) -> Tensor:
-    """Copy of `sketch`, at least float32; of a DTensor, of this rank's part.
+    """Copy of up to 1,024 elements, in one dimension, at least float32; those of `sketch` if it has one.
 
-    Complex elements become real and imaginary parts in turn.
+    Complex elements become real and imaginary parts in turn; of a DTensor, it has some of this rank's part.
     """
-    x = sketch(local_part(x.detach()))
-    if x.is_complex():
-        x = torch.view_as_real(x)
-    return at_least_float32(x.clone(memory_format=torch.contiguous_format)).view(-1)
+    x = local_part(x.detach())
+    view = sketch(x)
+    if view is None:
+        view = _tracked((x if x.layout is torch.strided else x.to_dense()).reshape(-1))
+    if view.is_complex():
+        view = torch.view_as_real(view)
+    return at_least_float32(view.clone(memory_format=torch.contiguous_format)).view(-1)
 
 
 def sketch_copies(xs: Sequence[Tensor]) -> list[Tensor]:
@@ -188,8 +227,10 @@ def _index_of(
 @lru_cache(maxsize=256)  # as many parameters have the same shape
 def _offsets(shape: torch.Size, stride: tuple[int, ...], rule: Rule) -> Tensor:
     places = rule(shape.numel())
-    found = torch.zeros_like(places)
-    for step, size in sorted(zip(stride, shape, strict=True)):
+    found, dims = torch.zeros_like(places), list(zip(stride, shape, strict=True))[::-1]
+    # as `sketch_copy`, which takes elements of these sizes in the order of indices
+    is_picked = rule is tracked_places and SKETCH < shape.numel() <= 16 * SKETCH
+    for step, size in dims if is_picked else sorted(dims):
         found += places % size * step
         places = places // size
     return found
