@@ -63,7 +63,15 @@ class OutputBuffer:
         self.read()  # each waiting row would be copied as the whole block
         return self.__dict__ | {"slabs": {}}
 
-    def take(self, path: str, x: Tensor, kind: str, is_plain: bool, written: Tensor | None = None) -> None:
+    def take(
+        self,
+        path: str,
+        x: Tensor,
+        kind: str,
+        is_plain: bool,
+        is_merged: bool = False,
+        written: Tensor | None = None,
+    ) -> None:
         """Takes what statistics need of a tensor with statistics; waits for no device.
 
         Args:
@@ -72,6 +80,7 @@ class OutputBuffer:
             kind: class of the layer.
             is_plain: whether nothing traces or transforms what is done, so that a kernel may be launched, and
                 memory used again.
+            is_merged: whether its moments join those of other ranks.
             written: what a kernel in compiled code writes to.
         """
         calls, output = self.batch.setdefault(path, []), None
@@ -83,7 +92,7 @@ class OutputBuffer:
             if output is not None and x.is_cuda and torch.cuda.is_current_stream_capturing():
                 slab.captured.setdefault(path, []).append(output)
         if output is None:
-            elements, known = take(x.detach(), self.sample, self.memory.lend if is_plain else None)
+            elements, known = take(x.detach(), self.sample, self.memory.lend if is_plain else None, is_merged)
             output = Output(kind, x.shape, x.dtype, elements, known)
         calls.append(output)
 

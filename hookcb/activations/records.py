@@ -123,7 +123,8 @@ class ActivationRecords(SavedRecords):
             self.leave_out(path, kind_of(output))
             return
         is_plain = not (is_compiling() or in_transform() or is_jit_tracing())
-        self.buffer.take(path, output if is_plain else detached(output), kind, is_plain, written)
+        x, is_merged = output if is_plain else detached(output), self.merger is not None
+        self.buffer.take(path, x, kind, is_plain, is_merged, written)
         if shape is not None or copies != 1:
             calls = self.buffer.batch[path]
             calls[-1] = calls[-1]._replace(shape=shape or calls[-1].shape, copies=copies)

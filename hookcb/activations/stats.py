@@ -126,7 +126,10 @@ def center_of(sums: Tensor) -> Tensor:
 
 
 def take(
-    x: Tensor, sample: Sample, lend: Callable[[torch.Size], Tensor] | None = None
+    x: Tensor,
+    sample: Sample,
+    lend: Callable[[torch.Size], Tensor] | None = None,
+    is_merged: bool = False,
 ) -> tuple[Tensor, Known | None]:
     """The part of a layer's output to keep until it is reduced.
 
@@ -135,6 +138,7 @@ def take(
         sample: `"auto"` keeps all of up to 8,192 elements, of more 4,096 and the moments of all; an int at
             most that many; None all.
         lend: called with a shape; returns a tensor to fill, float32 on a CPU.
+        is_merged: whether moments join those of other parts, so that float32 has too few digits for them.
 
     Returns:
         A copy of `x`, or elements `(sample,)`, float32 or float64; and `moments` of all, or None if these
@@ -160,7 +164,8 @@ def take(
         elements = torch.index_select(x, 0, places, out=lend(places.shape))
     else:
         elements = at_least_float32(x.index_select(0, places))
-    known: Known | None = _quick_moments(x) if x.is_cpu and not is_compiling() else None
+    is_quick = x.is_cpu and not (is_merged or is_compiling())
+    known: Known | None = _quick_moments(x) if is_quick else None
     if known is None:
         known = moments(x[None])
     if x.numel() < n:
