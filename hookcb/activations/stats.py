@@ -187,8 +187,9 @@ def summarize(rows: Tensor, known: Sequence[Known], eps: float) -> Tensor:
 def shares(rows: Tensor, eps: float) -> Tensor:
     """Shares, 0..1, of |x| ≤ eps and of zeros in each row of `(R, n)`, as `(R, 2)`; NaN without elements."""
     is_so = rows.abs()
-    near_zero = is_so.le_(eps).mean(1)  # floats sum ten times as fast as bools
-    return torch.stack([near_zero, torch.eq(rows, 0, out=is_so).mean(1)], 1)
+    near_zero = is_so.le_(eps).sum(1)  # floats sum ten times as fast as bools
+    counts = torch.stack([near_zero, torch.eq(rows, 0, out=is_so).sum(1)], 1)
+    return counts.to(widest(rows.device)) / rows.shape[1]
 
 
 def moments(rows: Tensor) -> Tensor:
