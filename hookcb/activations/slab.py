@@ -177,10 +177,10 @@ class Slab:
         more = n - self.sums.shape[1]
         if more <= 0:
             return
-        options: dict[str, Any] = {"dtype": torch.float64, "device": self.device}
-        new = torch.full((RECORDS, more, self._n_columns), NOT_CALLED, **options)
+        shape = RECORDS, more, self._n_columns
+        new = torch.full(shape, NOT_CALLED, dtype=torch.float64, device=self.device)
         self.sums = torch.cat([self.sums, new], 1)
-        parts = torch.empty(more, PARTS, self.most, **options)
+        parts = torch.empty(more, PARTS, self.most, dtype=torch.float64, device=self.device)
         # programs that have finished, counts of the histogram; an even number, as rows begin at 16 bytes
         totals = torch.zeros(more, 2 + self._n_slots, dtype=torch.int64, device=self.device)
         self._scratch += zip(parts, totals, strict=True)

@@ -132,6 +132,7 @@ class Facts:
         n_clipped: steps before which gradients were written to after their backward, as by clipping.
         reports_steps: whether the loop itself reports when a step begins.
         n_moved_by_hand: number of times that weights moved after a backward without an optimizer step.
+        has_other_optimizer: whether the given optimizer has no parameter of the model.
         has_ended: whether the watch is closed.
         of_rank: what the numbers are those of, if other ranks train the model too.
         way: how the reader follows the loop.
@@ -157,6 +158,7 @@ class Facts:
     eval_trains: bool = False
     reports_steps: bool = False
     n_moved_by_hand: int = 0
+    has_other_optimizer: bool = False
     has_ended: bool = False
     of_rank: str = ""
     way: Way = "watch"
@@ -236,6 +238,8 @@ def _why_no_batch(seen: Mapping[str, int], facts: Facts) -> str:
 def _why_no_step(facts: Facts) -> str:
     if facts.n_closures:
         return BY_CLOSURE
+    if facts.has_other_optimizer:
+        return "the given optimizer has no parameter of the model; give the one that trains it"
     if facts.n_moved_by_hand:
         return "weights moved without an optimizer step, which was seen only afterwards"
     return "no optimizer of the model made a step in this thread, or a GradScaler skipped it"

@@ -79,13 +79,15 @@ def watch(
     if given and all(map(_is_callback, given)):
         given, callbacks = [], [*given, *callbacks]
     optimizers = _checked_optimizers(given)
-    if _share_no_parameter(optimizers, model):
+    has_other_optimizer = _share_no_parameter(optimizers, model)
+    if has_other_optimizer:
         warn(
-            f"the given optimizer has no parameter of {type(model).__name__}: it is not followed, and the "
-            "one that trains the model is looked for, as with None"
+            f"the given optimizer has no parameter of {type(model).__name__}, so no step will be "
+            "seen; give the one that trains it, or None to find it"
         )
-        optimizers = []
-    return Watch(model, optimizers, callbacks, scaler)
+    w = Watch(model, optimizers, callbacks, scaler)
+    w.facts.has_other_optimizer = has_other_optimizer
+    return w
 
 
 def flat(*given: Callbacks) -> list[Any]:

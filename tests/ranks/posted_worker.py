@@ -200,10 +200,10 @@ CASES = {
     "rank 1 is late": lambda: watched(before_close=sleeps(1)),
     "rank 0 is late": lambda: watched(before_close=sleeps(0)),
     "freed": freed,
-    "others beside": others_beside,
     "another model": another_model,
     **{f"trace, {x.__name__ if x else None}": traced(x) for x in (None, scaled, nan)},
     "absent": absent,
+    "others beside": others_beside,  # last: loops without a group that follow are not those of rank 1
 }
 ENDING = {
     "left": left_group,

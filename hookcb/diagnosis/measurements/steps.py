@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.run import Run
 from hookcb.gradients.hand_steps import StepByHand
+from hookcb.hooks.optimizer_steps import params_of
 
 MIN_STEPS, MAX_STEPS = 3, 64  # in which gradients may be cleared too early
 
@@ -89,6 +90,7 @@ class ClearedGradients(Measurement):
     def __init__(self) -> None:
         self._param: nn.Parameter | None = None  # had a gradient when the backward ended
         self.n_steps = self.n_cleared = 0
+        self.n_moved = 0  # before the step of an optimizer without the parameter, which may have a copy
 
     def on_gradients(self, run: Run) -> None:
         param = run.measured(Steps).first_param  # as long as all steps came too late
@@ -97,13 +99,21 @@ class ClearedGradients(Measurement):
 
     def on_step(self, run: Run) -> None:
         self.n_steps += 1
-        self.n_cleared += self._param is not None and not is_there(self._param.grad)
+        if (param := self._param) is not None and not is_there(param.grad):
+            is_own = run.loop.opt is None or id(param) in params_of(run.loop.opt)
+            self.n_cleared += is_own
+            self.n_moved += not is_own
         self._param = None
         self.done |= self.n_steps >= MAX_STEPS
 
     @property
     def has_found(self) -> bool:
         return self.n_cleared >= max(MIN_STEPS, self.n_steps)
+
+    @property
+    def are_moved(self) -> bool:
+        """Whether an engine takes gradients away in the backward, for an optimizer of parts of its own."""
+        return self.n_moved >= max(MIN_STEPS, self.n_steps)
 
     def freeze(self) -> None:
         self._param = None

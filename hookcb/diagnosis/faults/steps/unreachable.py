@@ -44,6 +44,8 @@ class Unreachable(Fault):
             yield Skipped(f"fewer than {needed} steps were inspected")
         elif run.measured(ClearedGradients).has_found:
             yield Skipped("gradients were cleared between the backward and the step")
+        elif run.measured(ClearedGradients).are_moved:
+            yield Skipped("gradients were taken away in the backward, for an optimizer of other parameters")
         elif "batches" in run.sources and not has_backward and not has_gradients:  # it would have been seen
             yield Skipped("no backward was seen")
         elif unknown and "activations" not in run.sources and has_gradients:
