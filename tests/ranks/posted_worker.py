@@ -202,8 +202,8 @@ CASES = {
     "freed": freed,
     "another model": another_model,
     **{f"trace, {x.__name__ if x else None}": traced(x) for x in (None, scaled, nan)},
+    "others beside": others_beside,  # now loops without a group have other numbers on rank 1
     "absent": absent,
-    "others beside": others_beside,  # last: loops without a group that follow are not those of rank 1
 }
 ENDING = {
     "left": left_group,

@@ -94,7 +94,7 @@ class ClearedGradients(Measurement):
 
     def on_gradients(self, run: Run) -> None:
         param = run.measured(Steps).first_param  # as long as all steps came too late
-        is_gone = self.n_cleared < self.n_steps or param is None or not is_there(param.grad)
+        is_gone = self.n_cleared + self.n_moved < self.n_steps or param is None or not is_there(param.grad)
         self._param = None if is_gone else param
 
     def on_step(self, run: Run) -> None:
