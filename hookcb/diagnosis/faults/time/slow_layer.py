@@ -11,6 +11,7 @@ from hookcb.diagnosis.run import Passed, Run, Skipped
 MANY_OF_LAYER = 50  # operations of a layer that has a Python loop
 # share of the forward and seconds, less is the noise of a machine; and multiple of its share of the work
 MIN_LAYER, MIN_SECONDS, MAX_EXCESS = 0.4, 1e-3, 10.0
+MIN_PYTHON = 5e-3  # seconds without an operation, as an engine around a model takes a millisecond or two
 SEQUENTIAL = ("RNN", "LSTM", "GRU")
 
 
@@ -20,10 +21,9 @@ class SlowLayer(Fault):
 
     Formula: (seconds of its forward / its work) / (seconds of the others / their work); work is in
     multiply-adds, of which an element of a result counts as 16. Limit: 10, for a layer that takes 0.4 of the
-    forward, and 1 ms.
-    It is a note, as there may be no other way to compute it. Least of 3 to 6 batches that follow inspected
+    forward, and 1 ms; 5 ms if it runs no operation itself. It is a note, as there may be no other way to compute it. Least of 3 to 6 batches that follow inspected
     ones; modules that a layer calls do not count, nor do layers whose work is unknown, as of a sort, or whose
-    steps follow each other, as of an LSTM, nor a model that only calls others, as an engine does. A loop is
+    steps follow each other, as of an LSTM. A loop is
     named as its cause if it runs 50 operations, and a wait if one of them reads a number. On a GPU it is the
     time of the processor. Nothing is timed once anything is compiled.
 
@@ -44,7 +44,7 @@ class SlowLayer(Fault):
         large = [
             name
             for name, x in seconds.items()
-            if x > MIN_LAYER * whole and x >= MIN_SECONDS and (name or times.n_ops[name])
+            if x > MIN_LAYER * whole and x >= (MIN_SECONDS if times.n_ops[name] else MIN_PYTHON)
         ]
         parts = {name: _part(name, seconds[name], whole) for name in large}
         not_judged = [f"{parts[name]}, but {unknown[name]}" for name in large if name in unknown]
