@@ -21,11 +21,11 @@ class SlowLayer(Fault):
 
     Formula: (seconds of its forward / its work) / (seconds of the others / their work); work is in
     multiply-adds, of which an element of a result counts as 16. Limit: 10, for a layer that takes 0.4 of the
-    forward, and 1 ms; 5 ms if it runs no operation itself. It is a note, as there may be no other way to compute it. Least of 3 to 6 batches that follow inspected
-    ones; modules that a layer calls do not count, nor do layers whose work is unknown, as of a sort, or whose
-    steps follow each other, as of an LSTM. A loop is
-    named as its cause if it runs 50 operations, and a wait if one of them reads a number. On a GPU it is the
-    time of the processor. Nothing is timed once anything is compiled.
+    forward, and 1 ms; 5 ms if it runs no operation itself. It is a note, as there may be no other way to
+    compute it. Least of 3 to 6 batches that follow inspected ones; modules that a layer calls do not count,
+    nor do layers whose work is unknown, as of a sort, or whose steps follow each other, as of an LSTM. A loop
+    is named as its cause if it runs 50 operations, and a wait if one of them reads a number. On a GPU it is
+    the time of the processor. Nothing is timed once anything is compiled.
 
     Source: Williams et al., "Roofline: An Insightful Visual Performance Model for Multicore Architectures",
     2009, bounds the time of a kernel by its operations and its bytes; the limits are choices.
