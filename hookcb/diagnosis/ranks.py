@@ -29,7 +29,8 @@ Results = tuple[Sequence[Finding], Sequence[Gap]]
 def states_of(run: Run, dispatcher: Dispatcher) -> States:
     """Numbers that the parts of this rank give to a run of all ranks."""
     parts = {key_of(kind): part for kind, part in run.parts.items() if hasattr(part, "merge")}
-    return {key: dispatcher.guarded(part, part.state, run) for key, part in parts.items()}
+    states = {key: dispatcher.guarded(part, part.state, run) for key, part in parts.items()}
+    return {key: state for key, state in states.items() if state is not None}
 
 
 def of_all(run: Run, of_ranks: Mapping[int, States], together: "Together", dispatcher: Dispatcher) -> Run:

@@ -78,15 +78,15 @@ class SlowRank(Fault):
     def on_prediction(self, run: Run) -> None:
         self._n_forwards_with += n_collectives() != self._n_begun
 
-    def state(self, run: Run) -> tuple[Any, ...]:
+    def state(self, run: Run) -> tuple[Any, ...] | None:
+        if not self.is_watched:
+            return None
         # one is that in which DistributedDataParallel agrees on the order of gradients
         compares_forwards = self.is_on_cpu and self._n_begun is not None and self._n_forwards_with < 2
-        return self.is_watched, compares_forwards, socket.gethostname(), self.blocks
+        return compares_forwards, socket.gethostname(), self.blocks
 
     def merge(self, run: Run, of_ranks: Sequence[tuple[Any, ...]], rank: int) -> None:
-        are_watched, compare_forwards, hosts, blocks = zip(*of_ranks, strict=True)
-        if not all(are_watched):
-            return
+        compare_forwards, hosts, blocks = zip(*of_ranks, strict=True)
         waiting = (REST,) if all(compare_forwards) else (FORWARD, REST)
         times = RankTimes(rank, hosts, (DATA, FORWARD, REST), waiting, waits_for_main=False)
         for of_block in zip(*blocks, strict=False):
