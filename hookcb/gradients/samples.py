@@ -176,7 +176,7 @@ def can_gather(x: Tensor) -> bool:
     is_plain = (
         x.layout is torch.strided and x.dtype in COPIED and not (x.is_nested or x.is_meta or x.is_neg())
     )
-    return is_plain and type(x).__torch_dispatch__ is Tensor.__torch_dispatch__  # see `is_native`
+    return is_plain and is_native(x)
 
 
 class Gather:
