@@ -31,7 +31,7 @@ test-all: test
 interop: $(VENV)/.installed-dev $(VENV)/.installed-interop
 	$(BIN)/python -m pytest tests/interop
 
-# pages of runs in a browser; screenshots are in build/pages
+# pages of runs in a browser; with SCREENSHOTS=1 these are in build/pages
 pages: $(VENV)/.installed-dev $(VENV)/.installed-pages $(CHROMIUM)
 	CHROMIUM=$(CHROMIUM) $(BIN)/python -m pytest tests/pages
 

@@ -26,7 +26,7 @@ new MutationObserver(() => {
 DRAWN = """async () => {
   while (typeof waiting !== "undefined" && waiting.length) await new Promise(requestAnimationFrame);
 }"""
-BUILD = Path("build") / "pages"  # screenshots, for looking at
+BUILD = Path("build") / "pages"  # screenshots and measured numbers, for looking at
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +82,9 @@ def open_page(browser):
 
 @pytest.fixture
 def shoot():
-    """Writes a screenshot of the whole page to the folder build/pages."""
+    """Writes a screenshot of the whole page to build/pages if SCREENSHOTS is set: each takes seconds."""
+    if not os.environ.get("SCREENSHOTS"):
+        return lambda page, name: None
     BUILD.mkdir(parents=True, exist_ok=True)
     return lambda page, name: page.screenshot(path=BUILD / f"{name}.png", full_page=True)
 
