@@ -206,22 +206,6 @@ def test_whatever_is_imported_first_draws_no_random_number(path, run):
     run(f"from importlib import import_module\nPATH = {path!r}\n{SEEDED}{FIRST}")
 
 
-@pytest.mark.slow  # mypy reads all of hookcb, and what it needs of torch
-def test_a_type_checker_sees_the_type_of_each_public_name(tmp_path):
-    names = [name for name in hookcb.__all__ if isinstance(getattr(hookcb, name), type)]
-    file = tmp_path / "user.py"
-    lines = [f"reveal_type({name})" for name in names]
-    file.write_text(
-        "\n".join([f"from hookcb import {', '.join(names)}", *lines, "from hookcb import Nothing"])
-    )
-    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), file]
-    environment = {**os.environ, "MYPYPATH": str(ROOT.parent)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert done.stdout.count("Revealed type is") == len(names)
-    assert 'Revealed type is "Any"' not in done.stdout
-    assert 'Module "hookcb" has no attribute "Nothing"' in done.stdout
-
-
 def test_all_public_names_are_there_and_documented():
     for name in hookcb.__all__:
         assert getattr(hookcb, name).__doc__, f"{name} has no docstring"

@@ -4,8 +4,10 @@ import re
 
 import pytest
 
+import hookcb
 from hookcb import ActivationStats, Callback, GradientHealth, Learner, synth_learner
 
+TYPES = [name for name in hookcb.__all__ if isinstance(getattr(hookcb, name), type)]
 SCRIPT = """
 import hookcb
 import torch
@@ -46,16 +48,32 @@ class Wrong(Callback):
 """
 
 
-@pytest.mark.slow
-def test_right_uses_type_check_and_misspelled_ones_are_errors(tmp_path):
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What mypy says of SCRIPT, and of a file that asks for the type of each public name, read together."""
     api = pytest.importorskip("mypy.api")
-    file = tmp_path / "script.py"
-    file.write_text(SCRIPT)
-    out, _, _ = api.run(
-        ["--strict", "--cache-dir", str(tmp_path / "cache"), "--follow-imports=silent", str(file)]
+    folder = tmp_path_factory.mktemp("typed")
+    script, names = folder / "script.py", folder / "names.py"
+    script.write_text(SCRIPT)
+    asked = [f"reveal_type({name})" for name in TYPES]
+    names.write_text(
+        "\n".join([f"from hookcb import {', '.join(TYPES)}", *asked, "from hookcb import Nothing"])
     )
+    options = ["--strict", "--cache-dir", str(folder / "cache"), "--follow-imports=silent"]
+    return api.run([*options, str(script), str(names)])[0]
+
+
+@pytest.mark.slow  # mypy reads all of hookcb, and what it needs of torch
+def test_right_uses_type_check_and_misspelled_ones_are_errors(told):
     wrong = [i for i, line in enumerate(SCRIPT.splitlines(), 1) if line.endswith("# error")]
-    assert [int(n) for n in re.findall(r"script\.py:(\d+): error", out)] == wrong, out
+    assert [int(n) for n in re.findall(r"script\.py:(\d+): error", told)] == wrong, told
+
+
+@pytest.mark.slow
+def test_a_type_checker_sees_the_type_of_each_public_name(told):
+    assert told.count("Revealed type is") == len(TYPES)
+    assert 'Revealed type is "Any"' not in told
+    assert 'Module "hookcb" has no attribute "Nothing"' in told
 
 
 def test_a_callback_is_found_by_its_class():
