@@ -1,18 +1,20 @@
 """GradientReader: captures gradients and weights around an optimizer step, without a device sync."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from hookcb.core.alone import ALONE, Ranks
-from hookcb.core.precision import moved
+from hookcb.core.precision import moved, scaled_norm
 from hookcb.core.torch_private import flattened, norms_of, version_of
 from hookcb.gradients.device import Capture, DeviceReader, usable
+from hookcb.gradients.reduce import Reduced, numbers_on, reduced
 from hookcb.gradients.shards import Columns, ShardCapture, ShardReader, count_nonfinite
-from hookcb.gradients.stats import Number, elements_of, is_readable
+from hookcb.gradients.stats import Number, is_readable
 from hookcb.hooks.params import Param
 from hookcb.processes.shards import has_no_part, is_shard, local_part
 from hookcb.records.memory import Memory
@@ -73,13 +75,12 @@ class GradientReader:
     Attributes:
         memory: the same.
         starts: tracked elements of each parameter before its first step, by name.
-        pivots: mean of each sharded parameter at its first step, by name; the same on all ranks.
     """
 
     def __init__(self, params: Sequence[Param], ranks: Ranks = ALONE, memory: Memory | None = None) -> None:
         self.starts: dict[str, Tensor] = {}
+        self._pivots: dict[str, Tensor] = {}  # of sharded parameters, the same on all ranks
         self.params: list[Param] = []
-        self.pivots: dict[str, Tensor] = {}
         self.memory = Memory() if memory is None else memory
         self._ranks, self._sharded = ranks, frozenset[str]()
         self._shards: ShardReader | None = None
@@ -111,8 +112,8 @@ class GradientReader:
         self.params = [param for param in params if is_readable(param.p)]
         sharded = [param for param in self.params if is_shard(param.p)]
         self._sharded = frozenset(param.name for param in sharded)
-        tables = self.starts, self.pivots, self._ranks
-        self._shards = ShardReader(sharded, sizes or {}, *tables) if sharded else None
+        shared = self._pivots, self._ranks, self.memory
+        self._shards = ShardReader(sharded, sizes or {}, *shared) if sharded else None
         odd = [param for param in params if not is_readable(param.p)]
         self._left_out |= {param.name: type(param.p).__name__ for param in odd}
         self._buffers: dict[torch.device, list[Tensor]] = {}
@@ -191,7 +192,7 @@ class GradientReader:
         for param, g, version in self._grads:
             if g is not None and version is not None and (param.p.grad is not g or version_of(g) != version):
                 for capture in step.captures:
-                    capture.reader.at_step(capture)
+                    capture.reader.at_step(capture, [param.p.grad for param in capture.reader.params])
                 return
 
     def after_step(self, step: StepCapture, skipped: Number = 0.0) -> None:
@@ -200,16 +201,16 @@ class GradientReader:
         With sharded parameters all ranks must call it at the same step.
         """
         step.skipped = skipped
-        if step.shards is not None and self._shards is not None:
-            step.merged, step.shards = self._shards.after_step(step.shards, skipped), None
-            captured = {name for c in step.captures for name, *_ in c.reader.params} | step.merged.keys()
-            step.without_grad += [
-                name for name in step.about if name not in captured and self._ranks.world > 1
-            ]
-        for capture in step.captures:
+        of_shards = [] if step.shards is None else [step.shards.capture]
+        for capture in (*step.captures, *of_shards):
             if capture.reader.start is None:
                 capture.reader.start = self._start(capture)
             capture.reader.after(capture)
+        if step.shards is not None and self._shards is not None:
+            step.merged, step.shards = self._shards.after_step(step.shards, skipped), None
+            captured = {name for c in step.captures for name, *_ in c.reader.params} | step.merged.keys()
+            missing = [name for name in step.about if name not in captured]
+            step.without_grad += missing if self._ranks.world > 1 else []
         self._grads = []
         for device, buffers in self._buffers.items():
             values = flattened([b.detach() for b in buffers]).clone()
@@ -227,6 +228,39 @@ class GradientReader:
         return torch.cat(starts)
 
 
+def reduce_steps(steps: Sequence[StepCapture]) -> Iterator[tuple[list[StepCapture], list[Reduced]]]:
+    """Runs of steps with the same parameters, and their statistics, device by device."""
+    for _, group in groupby(steps, lambda step: (*step.merged, *(id(c.reader) for c in step.captures))):
+        run = list(group)
+        skipped = [step.skipped for step in run]
+        by_device = [
+            reduced(list(captures), skipped)
+            for captures in zip(*(step.captures for step in run), strict=True)
+        ]
+        if names := list(run[0].merged):
+            of_params = [torch.cat([step.merged[name] for step in run]) for name in names]
+            by_device.append((names, torch.stack(of_params)))
+        yield run, by_device
+
+
+def step_columns(steps: Sequence[StepCapture], by_device: Sequence[Reduced]) -> Tensor:
+    """`STEP_STATS` of steps, `(R, 7)`, from the statistics of their parameters."""
+    norms = [values[..., :2] for _, values in by_device if len(values)]
+    device = norms[0].device if norms else torch.device("cpu")
+    of_steps = [s.lr for s in steps], [s.scale for s in steps], [s.skipped for s in steps]
+    lr, scale, skipped = (numbers_on(device, numbers) for numbers in of_steps)
+    if norms:
+        whole = torch.cat([moved(x, device) for x in norms])  # (n_params, R, 2)
+        (total, clipped), mean = scaled_norm(whole, dim=0).unbind(1), whole[..., 0].mean(0)
+    else:
+        total, clipped = torch.zeros_like(lr), torch.where(skipped == 0, 0.0, torch.nan)
+        mean = torch.full_like(lr, torch.nan)
+    coef = torch.where(total == 0, torch.where(clipped == 0, 1.0, clipped), clipped / total)
+    is_double = any(x.dtype is torch.float64 for x in norms)
+    values = torch.stack([total, clipped, mean, lr, scale, skipped, coef], 1)
+    return values.to(torch.float64 if is_double else torch.float32)
+
+
 def first_nonfinite(params: Iterable[Param], ranks: Ranks = ALONE) -> tuple[str, int] | None:
     """Name of the first parameter with a NaN or infinite gradient, and the number of such elements.
 
@@ -242,13 +276,12 @@ def first_nonfinite(params: Iterable[Param], ranks: Ranks = ALONE) -> tuple[str,
         for param in every
         if not is_shard(param.p) and (g := param.p.grad) is not None and (x := usable(g)) is not None
     ]
-    elements = [(name, elements_of(x)) for name, x in grads]
-    if not elements:
+    if not grads:
         return None
-    norms = norms_of([x for _, x in elements])
+    norms = norms_of([x for _, x in grads])
     if bool(torch.stack([moved(norm, norms[0].device) for norm in norms]).isfinite().all()):
         return None
-    for name, x in elements:
+    for name, x in grads:
         if n := int(x.isfinite().logical_not_().sum()):  # 0 if only a square has overflowed
             return name, n
     return None

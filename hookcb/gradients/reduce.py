@@ -2,122 +2,119 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hookcb.core.precision import moved, numbers_to, scaled_norm, widened, widest
-from hookcb.gradients.capture import StepCapture
-from hookcb.gradients.device import Capture, Numbers
+from hookcb.core.precision import moved, numbers_to, widened, widest
+from hookcb.gradients.device import Capture
 from hookcb.gradients.samples import SKETCH
 from hookcb.gradients.stats import (
-    GradColumns,
     Number,
-    of_sums,
-    reduce_small,
+    Numbers,
+    gradient_sums,
+    norm_of_any_size,
+    ratio,
     std_of,
-    update_ratio,
     weight_stats,
 )
 
+# names of parameters on one device; of R steps, `GRAD_STATS` and mean |gradient|: (n_params, R, n_columns)
+Reduced = tuple[list[str], Tensor]
+MEAN = 7  # the column of `moments` with the mean of the weights
 
-class Reduced(NamedTuple):
-    """Statistics of parameters on one device in a run of R steps.
 
-    Attributes:
-        names: names of the parameters.
-        values: `GRAD_STATS` and mean |gradient|, `(n_params, R, n_columns)`.
+def reduced(captures: list[Capture], skipped: list[Number]) -> Reduced:
+    """Statistics of the parameters of one reader in R steps."""
+    reader = captures[0].reader
+    numels = numbers_to(reader.device, reader.numels, widest(reader.device))
+    n_rows = numbers_to(reader.device, reader.n_rows, numels.dtype)
+    values = columns_of(moments(captures), numels, n_rows, numbers_on(reader.device, skipped))
+    return [param.name for param in reader.params], values.to(reader.dtype)
+
+
+def moments(captures: list[Capture]) -> Tensor:
+    """Norms, sums and extremes of the parameters of one reader in R steps, `(R, n_params, 13)`.
+
+    Columns are `gradient_sums`; the norm of the gradient as the optimizer got it; norm, mean and std of the
+    weights; and of tracked weights the norms of their change in the step, of themselves before it, of their
+    change since the fit began, and of themselves then.
     """
-
-    names: list[str]
-    values: Tensor
-
-
-def reduce_steps(steps: Sequence[StepCapture]) -> Iterable[tuple[list[StepCapture], list[Reduced]]]:
-    """Runs of steps with the same parameters, and their statistics, device by device."""
-    for _, group in groupby(steps, _kind):
-        run = list(group)
-        n_devices = len(run[0].captures)
-        skipped = [step.skipped for step in run]
-        by_device = [_reduce([step.captures[i] for step in run], skipped) for i in range(n_devices)]
-        if names := run[0].merged:
-            of_params = [torch.cat([step.merged[name] for step in run]) for name in names]
-            by_device.append(Reduced(list(names), torch.stack(of_params)))
-        yield run, by_device
-
-
-def _kind(step: StepCapture) -> tuple[object, ...]:
-    """Key that is equal for steps that can be reduced together."""
-    return (*step.merged, *(id(c.reader) for c in step.captures))
-
-
-def _reduce(captures: list[Capture], skipped: list[Number]) -> Reduced:
     reader, whole = captures[0].reader, torch.stack([c.before for c in captures])
     small, before = whole[:, : reader.n_elements], whole[:, reader.n_elements :]
-    numels = numbers_to(reader.device, reader.numels, widest(reader.device))
-    norm, abs_max, nonfinite, zero_rows, mean_abs = _gradient_columns(captures, small, numels)
-    made = numbers_on(reader.device, skipped)[:, None] == 0
-    used = _clipped_norms(captures, norm).where(made, torch.nan)
-    rms, of_weights = norm / numels.sqrt(), _weight_columns(captures, before, numels)
-    values = [norm, used, rms, abs_max, nonfinite, zero_rows, *of_weights, mean_abs]
-    by_param = torch.stack(values, 2).to(reader.dtype).transpose(0, 1).contiguous()
-    return Reduced([param.name for param in reader.params], by_param)
+    scale = numbers_on(reader.device, [c.scale for c in captures])[:, None]
+    norm, size, largest, nonfinite, rows = _gradient_sums(captures, small).unbind(2)
+    norm, largest = norm / scale, torch.where(largest < 0, largest, largest / scale)
+    of_gradient = [norm, size / scale, largest, nonfinite, rows, _clipped_norms(captures, norm)]
+    return torch.stack([*of_gradient, *_of_weights(captures, before)], 2)
 
 
-def _gradient_columns(captures: list[Capture], small: Tensor, numels: Tensor) -> GradColumns:
-    """Statistics of all gradients; adjacent gradients of one shape that were copied are reduced together.
+def columns_of(moments: Tensor, numels: Tensor, n_rows: Tensor, skipped: Tensor) -> Tensor:
+    """`GRAD_STATS` and mean |gradient| of R steps, `(n_params, R, 12)`.
+
+    Args:
+        moments: see `moments`, `(R, n_params, 13)`.
+        numels: numbers of elements, `(n_params,)`.
+        n_rows: numbers of rows, `(n_params,)`; 0 with fewer than two dimensions.
+        skipped: 1 for steps that were not made, `(R,)`.
+    """
+    norm, size, largest, nonfinite, rows, used, *weights, change, before, drift, start = moments.unbind(2)
+    has_none = (largest < 0) | (numels == 0)  # no finite element
+    used = used.masked_fill(skipped[:, None] != 0, torch.nan)
+    zero_rows = (1 - rows / n_rows).masked_fill(has_none | (n_rows == 0), torch.nan)
+    values = [
+        norm,
+        used,
+        norm / numels.sqrt(),
+        largest.masked_fill(has_none, torch.nan),
+        nonfinite,
+        zero_rows,
+    ]
+    values += [*weights, ratio(change, before), ratio(drift, start), size / numels]
+    return torch.stack(values, 2).transpose(0, 1).contiguous()
+
+
+def _gradient_sums(captures: list[Capture], small: Tensor) -> Tensor:
+    """`gradient_sums` of all gradients in R steps, `(R, n_params, 5)`.
+
+    Adjacent gradients of one shape that were copied are reduced together.
 
     Args:
         captures: captures of R steps.
         small: the gradients that were copied, `(R, n)`.
-        numels: numbers of elements, `(n_params,)`.
     """
-    reader, n_steps, n = captures[0].reader, len(captures), captures[0].reader.n_copied
-    shapes = [(shape, len(list(same))) for shape, same in groupby(reader.shapes[:n])]
-    parts = _split(small, [k * shape.numel() for shape, k in shapes])
-    found = [
-        reduce_small(x.reshape(n_steps, k, -1) if x.shape[1] else x.new_empty(n_steps, k, 0), shape)
-        for x, (shape, k) in zip(parts, shapes, strict=True)
-    ]
-    if n < len(reader.params):
-        rows = [shape[0] if len(shape) > 1 else torch.nan for shape in reader.shapes[n:]]
-        scale = numbers_on(reader.device, [c.scale for c in captures])[:, None]
-        sums = _table([c.grads for c in captures]).view(n_steps, len(rows), -1)
-        found.append(of_sums(sums, numels[n:], numbers_to(reader.device, rows, sums.dtype), scale))
-    return GradColumns(*(torch.cat(column, 1) for column in zip(*found, strict=True)))
+    reader, n_steps, found, begin = captures[0].reader, len(captures), [], 0
+    for shape, same in groupby(reader.shapes[: reader.n_copied]):
+        n_rows, n, k = shape[0] if len(shape) > 1 else 1, shape.numel(), len(list(same))
+        x = small[:, begin : begin + k * n].reshape(n_steps, k, n_rows, n // max(1, n_rows))
+        found.append(gradient_sums(x))
+        begin += k * n
+    if reader.n_copied < len(reader.params):
+        found.append(_table([c.grads for c in captures]).view(n_steps, -1, 5))
+    return torch.cat(found, 1)
 
 
-def _weight_columns(captures: list[Capture], before: Tensor, numels: Tensor) -> list[Tensor]:
-    """Norm, mean, std, update ratio and drift of all parameters, `(R, n_params)` each.
-
-    Args:
-        captures: captures of R steps.
-        before: tracked weights before these steps, `(R, n)`.
-        numels: numbers of elements, `(n_params,)`.
-    """
-    reader, n = captures[0].reader, captures[0].reader.n_small
+def _of_weights(captures: list[Capture], before: Tensor) -> list[Tensor]:
+    """The columns of weights of `moments`, from those tracked before R steps, `(R, n)`."""
+    reader, begin, found = captures[0].reader, 0, []
+    numels = numbers_to(reader.device, reader.numels, widest(reader.device))
     after = _stacked(c.after for c in captures)
     start = before[:1] if reader.start is None else reader.start[None]
-    kinds = zip(reader.lengths, reader.is_complex, strict=True)
-    alike = [(kind, len(list(same))) for kind, same in groupby(kinds)]
-    split = [_split(x, [k * length for (length, _), k in alike]) for x in (before, after, start)]
-    found = []
-    for ((length, is_complex), k), *parts in zip(alike, *split, strict=True):
-        then, now, begun = (x.reshape(len(x), k, length) for x in parts)
-        change = now - then
-        of_step = update_ratio(change, then)
-        torch.sub(now, begun, out=change)  # new memory for this would take as long as the subtraction
-        found.append([*weight_stats(now, is_complex), of_step, update_ratio(change, begun)])
-    size, mean, std, ratio, drift = (torch.cat(column, 1) for column in zip(*found, strict=True))
-    size[:, n:] *= (numels[n:] / SKETCH).sqrt()  # a norm grows with the number of elements
+    for (length, is_complex), same in groupby(zip(reader.lengths, reader.is_complex, strict=True)):
+        end = begin + length * (k := len(list(same)))
+        then, now, first = (x[:, begin:end].reshape(len(x), k, length) for x in (before, after, start))
+        change = norm_of_any_size(now - then)
+        sizes = change, norm_of_any_size(then), norm_of_any_size(now - first), norm_of_any_size(first)
+        found.append([*weight_stats(now, is_complex), *(x.expand_as(change) for x in sizes)])
+        begin = end
+    size, mean, std, *tracked = (torch.cat(column, 1) for column in zip(*found, strict=True))
+    size *= (numels / SKETCH).clamp(min=1).sqrt()  # a norm grows with the number of elements
     if reader.middle:
-        table = _table([c.weights for c in captures]).view(len(captures), -1, 2)
-        exact, total = table.unbind(2)
+        exact, total = _table([c.weights for c in captures]).view(len(captures), 2, -1).unbind(1)
         middle = numbers_to(reader.device, reader.middle, torch.int64)
         std[:, middle] = std_of(exact, total, numels[middle], std[:, middle])
         size[:, middle], mean[:, middle] = exact, total / numels[middle]
-    return [size, mean, std, ratio, drift]
+    return [size, mean, std, *tracked]
 
 
 def _clipped_norms(captures: list[Capture], norm: Tensor) -> Tensor:
@@ -127,10 +124,6 @@ def _clipped_norms(captures: list[Capture], norm: Tensor) -> Tensor:
         return norm
     index = numbers_to(norm.device, list(clipped), torch.int64)
     return norm.index_copy(0, index, _table([*clipped.values()]).to(norm.dtype))
-
-
-def _split(x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    return torch.split(x, list(sizes), dim=1)
 
 
 def _stacked(xs: Iterable[Tensor | None]) -> Tensor:
@@ -153,21 +146,3 @@ def _table(rows: Sequence[Numbers]) -> Tensor:
     if isinstance(rows[0], Tensor):
         return widened(torch.stack(rows))  # type: ignore[arg-type]  # all are tensors
     return torch.tensor(rows, dtype=torch.float64, device="cpu")
-
-
-def step_columns(steps: Sequence[StepCapture], by_device: Sequence[Reduced]) -> Tensor:
-    """`STEP_STATS` of steps, `(R, 7)`, from the statistics of their parameters."""
-    norms = [x.values[..., :2] for x in by_device if x.names]
-    device = norms[0].device if norms else torch.device("cpu")
-    of_steps = [s.lr for s in steps], [s.scale for s in steps], [s.skipped for s in steps]
-    lr, scale, skipped = (numbers_on(device, numbers) for numbers in of_steps)
-    if norms:
-        whole = torch.cat([moved(x, device) for x in norms])  # (n_params, R, 2)
-        (total, clipped), mean = scaled_norm(whole, dim=0).unbind(1), whole[..., 0].mean(0)
-    else:
-        total, clipped = torch.zeros_like(lr), torch.where(skipped == 0, 0.0, torch.nan)
-        mean = torch.full_like(lr, torch.nan)
-    coef = torch.where(total == 0, torch.where(clipped == 0, 1.0, clipped), clipped / total)
-    is_double = any(x.dtype is torch.float64 for x in norms)
-    values = torch.stack([total, clipped, mean, lr, scale, skipped, coef], 1)
-    return values.to(torch.float64 if is_double else torch.float32)

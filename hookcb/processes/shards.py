@@ -165,13 +165,21 @@ def is_partial(x: Tensor) -> bool:
     return any(placement.is_partial() for placement in getattr(x, "placements", ()))
 
 
-def summed(x: Tensor) -> Tensor:
-    """A DTensor of which the ranks have summands, summed; a collective, which all ranks must reach."""
-    from torch.distributed.tensor import Replicate
+def is_divided_as(x: Tensor, p: Tensor) -> bool:
+    """Whether a gradient is divided as its parameter, which torch promises of plain tensors only."""
+    return not (is_dtensor(x) and is_dtensor(p)) or bool(x.placements == p.placements)  # type: ignore[attr-defined]
 
-    placements = [Replicate() if placed.is_partial() else placed for placed in x.placements]  # type: ignore[attr-defined]
-    whole: Tensor = x.redistribute(placements=placements)  # type: ignore[attr-defined]
-    return whole
+
+def divided_as(x: Tensor, p: Tensor, may_send: bool) -> Tensor | None:
+    """This rank's part of a gradient, summed and divided as its parameter is; all ranks must call it.
+
+    None if ranks have summands or other parts of it, and may not send them.
+    """
+    if is_divided_as(x, p):
+        return local_part(x)
+    pairs = zip(x.placements, p.placements, strict=True)  # type: ignore[attr-defined]
+    is_known = all(own == wanted or own.is_replicate() for own, wanted in pairs)
+    return local_part(x.redistribute(placements=p.placements)) if is_known or may_send else None  # type: ignore[attr-defined]
 
 
 def drop_gathered(model: nn.Module) -> None:
