@@ -11,9 +11,8 @@ from torch import Tensor
 from hookcb.core.alone import ALONE, Ranks
 from hookcb.core.precision import moved, scaled_norm
 from hookcb.core.torch_private import flattened, norms_of, version_of
-from hookcb.gradients.device import Capture, DeviceReader, usable
-from hookcb.gradients.reduce import Reduced, numbers_on, reduced
-from hookcb.gradients.shards import Columns, ShardCapture, ShardReader, count_nonfinite
+from hookcb.gradients.device import Capture, DeviceReader, Reduced, numbers_on, usable
+from hookcb.gradients.shards import ShardReader, count_nonfinite
 from hookcb.gradients.stats import Number, is_readable
 from hookcb.hooks.params import Param
 from hookcb.processes.shards import has_no_part, is_shard, local_part
@@ -27,7 +26,7 @@ class StepCapture:
     """Everything captured around one step.
 
     Attributes:
-        captures: numbers of gradients and weights, one item for each device.
+        captures: numbers of gradients and weights, one item for each device, and one for sharded parameters.
         lr: learning rate of the last parameter group; NaN if unknown.
         scale: factor of the GradScaler, 1.0 without one.
         about: sizes and kinds of the captured parameters, in the order of the model.
@@ -38,8 +37,6 @@ class StepCapture:
         skipped: 1.0 if the step was not made.
         record, step: index of its record and number of its batch, set when it is added to the records.
         buffers: sizes of the running statistics by name, and their concatenated values, by device.
-        shards: numbers of parameters of which this rank has a part, while the step is in progress.
-        merged: statistics of these parameters, by name.
     """
 
     captures: list[Capture]
@@ -54,8 +51,6 @@ class StepCapture:
     record: int = 0
     step: int = 0
     buffers: dict[torch.device, tuple[dict[str, int], Tensor]] = field(default_factory=dict)
-    shards: ShardCapture | None = None
-    merged: Columns = field(default_factory=dict)
 
     @property
     def n_elements(self) -> int:
@@ -82,15 +77,12 @@ class GradientReader:
         self._pivots: dict[str, Tensor] = {}  # of sharded parameters, the same on all ranks
         self.params: list[Param] = []
         self.memory = Memory() if memory is None else memory
-        self._ranks, self._sharded = ranks, frozenset[str]()
-        self._shards: ShardReader | None = None
+        self._ranks, self._sharded, self._numels = ranks, frozenset[str](), dict[int, int]()
         self._left_out: dict[str, str] = {}
-        self._key: list[int] = []
-        self._readers: list[tuple[DeviceReader, list[int]]] = []  # with indices into the gradients of a step
+        self._key: list[tuple[int, int, bool]] = []
+        self._readers: list[DeviceReader] = []
         self._about: About = {}
-        self._grads: list[
-            tuple[Param, Tensor | None, int | None]
-        ] = []  # with version counters, None for shards
+        self._grads: list[tuple[Param, Tensor | None, int]] = []  # with their versions, which shards have not
         self.refresh(params, {})
 
     def refresh(
@@ -110,10 +102,8 @@ class GradientReader:
             if (now := named.get(param.name)) is not None and now is not param.p and not is_shard(now):
                 self.starts.pop(param.name, None)
         self.params = [param for param in params if is_readable(param.p)]
-        sharded = [param for param in self.params if is_shard(param.p)]
-        self._sharded = frozenset(param.name for param in sharded)
-        shared = self._pivots, self._ranks, self.memory
-        self._shards = ShardReader(sharded, sizes or {}, *shared) if sharded else None
+        self._sharded = frozenset(param.name for param in self.params if is_shard(param.p))
+        self._numels = sizes or {}
         odd = [param for param in params if not is_readable(param.p)]
         self._left_out |= {param.name: type(param.p).__name__ for param in odd}
         self._buffers: dict[torch.device, list[Tensor]] = {}
@@ -135,50 +125,47 @@ class GradientReader:
 
         Without details those of large gradients are not read, unless some are not finite on a CPU.
         """
-        self._grads = []
+        self._grads, key = [], []
         without_grad: list[str] = []
         frozen: list[str] = []
-        grads, key = [], []
-        shards: dict[str, Tensor | None] = {}
+        grads: dict[str, Tensor | None] = {}
         for param in self.params:
             name, p, _ = param
-            g = p.grad
-            if g is None and not has_no_part(p):
+            g, is_part = p.grad, name in self._sharded
+            has_grad = g is not None or has_no_part(p)
+            if is_part:  # without a gradient, too, as all ranks merge those of the same parameters
+                key.append((id(p), local_part(p).numel(), has_grad))
+            if not has_grad:
                 (without_grad if p.requires_grad else frozen).append(name)
                 continue
-            if name in self._sharded or g is None:
-                shards[name] = g
-                self._grads.append((param, g, None))
-                key += [id(p), 0]
+            if g is None or is_part:
+                grads[name] = g
+                self._grads.append((param, g, 0))
                 continue
-            x = usable(g)
-            if x is None:
+            if (x := usable(g)) is None:
                 self._left_out[name] = type(g).__name__
                 continue
+            grads[name] = x
             self._grads.append((param, g, version_of(g)))
-            grads.append(x)
-            key += [id(p), p.numel()]
+            key.append((id(p), p.numel(), True))
         if key != self._key:
             self._key = key
-            self._arrange(self.with_grad)
-        of_shards = self._shards.before_step(shards, grad_scale) if self._shards else None
-        captures = [
-            reader.before([grads[i] for i in places], grad_scale, is_detailed)
-            for reader, places in self._readers
-        ]
-        names = without_grad, frozen, dict(self._left_out)
-        return StepCapture(captures, lr, scale, self._about, *names, shards=of_shards)
+            self._arrange()
+        captures = [reader.before(grads, grad_scale, is_detailed) for reader in self._readers]
+        return StepCapture(captures, lr, scale, self._about, without_grad, frozen, dict(self._left_out))
 
-    def _arrange(self, params: list[Param]) -> None:
+    def _arrange(self) -> None:
         by_device: dict[torch.device, list[Param]] = {}
-        whole = [param for param in params if param.name not in self._sharded]
-        for param in whole:
-            by_device.setdefault(param.p.device, []).append(param)
-        place = {id(param): i for i, param in enumerate(whole)}
-        readers = [DeviceReader(on_device, self.memory) for on_device in by_device.values()]
-        self._readers = [(reader, [place[id(param)] for param in reader.params]) for reader in readers]
-        sizes = self._shards.numels if self._shards else {}
-        self._about = {name: (sizes.get(id(p), p.numel()), p.ndim, kind) for name, p, kind in params}
+        for param in self.with_grad:
+            if param.name not in self._sharded:
+                by_device.setdefault(param.p.device, []).append(param)
+        shared = self.memory, self.starts
+        self._readers = [DeviceReader(on_device, *shared) for on_device in by_device.values()]
+        if sharded := [param for param in self.params if param.name in self._sharded]:
+            self._readers.append(ShardReader(sharded, *shared, self._numels, self._pivots, self._ranks))
+        self._about = {
+            name: (self._numels.get(id(p), p.numel()), p.ndim, kind) for name, p, kind in self.with_grad
+        }
 
     @property
     def with_grad(self) -> list[Param]:
@@ -187,13 +174,14 @@ class GradientReader:
 
     def at_step(self, step: StepCapture) -> None:
         """Captures gradients as the optimizer gets them, if they were changed since `before_step`."""
-        if step.shards is not None and self._shards is not None:  # a DTensor does not count its changes
-            self._shards.at_step(step.shards)
-        for param, g, version in self._grads:
-            if g is not None and version is not None and (param.p.grad is not g or version_of(g) != version):
-                for capture in step.captures:
-                    capture.reader.at_step(capture, [param.p.grad for param in capture.reader.params])
-                return
+        is_changed = any(
+            g is not None and (param.p.grad is not g or version_of(g) != version)
+            for param, g, version in self._grads
+            if param.name not in self._sharded  # a DTensor does not count its changes
+        )
+        for capture in step.captures:
+            if is_changed or isinstance(capture.reader, ShardReader):
+                capture.reader.at_step(capture)
 
     def after_step(self, step: StepCapture, skipped: Number = 0.0) -> None:
         """Captures the updated weights; `skipped` is 1.0 if the step was not made.
@@ -201,46 +189,24 @@ class GradientReader:
         With sharded parameters all ranks must call it at the same step.
         """
         step.skipped = skipped
-        of_shards = [] if step.shards is None else [step.shards.capture]
-        for capture in (*step.captures, *of_shards):
-            if capture.reader.start is None:
-                capture.reader.start = self._start(capture)
+        for capture in step.captures:
+            capture.skipped = skipped
             capture.reader.after(capture)
-        if step.shards is not None and self._shards is not None:
-            step.merged, step.shards = self._shards.after_step(step.shards, skipped), None
-            captured = {name for c in step.captures for name, *_ in c.reader.params} | step.merged.keys()
-            missing = [name for name in step.about if name not in captured]
-            step.without_grad += missing if self._ranks.world > 1 else []
+        if self._sharded and self._ranks.world > 1:
+            captured = {name for capture in step.captures for name in capture.names}
+            step.without_grad += [name for name in step.about if name not in captured]
         self._grads = []
         for device, buffers in self._buffers.items():
             values = flattened([b.detach() for b in buffers]).clone()
             step.buffers[device] = self._sizes[device], self.memory.keep(values)
 
-    def _start(self, capture: Capture) -> Tensor:
-        """Sketches of the parameters before their first step, which another reader may have taken."""
-        reader, starts = capture.reader, []
-        sketches = torch.split(capture.before[reader.n_elements :], reader.lengths)
-        for param, now in zip(reader.params, sketches, strict=True):
-            known = self.starts.get(param.name)
-            if known is None or len(known) != len(now):
-                known = self.starts[param.name] = now.clone()
-            starts.append(known.to(now.device, non_blocking=True))
-        return torch.cat(starts)
-
 
 def reduce_steps(steps: Sequence[StepCapture]) -> Iterator[tuple[list[StepCapture], list[Reduced]]]:
     """Runs of steps with the same parameters, and their statistics, device by device."""
-    for _, group in groupby(steps, lambda step: (*step.merged, *(id(c.reader) for c in step.captures))):
+    for _, group in groupby(steps, lambda step: [(id(c.reader), c.names) for c in step.captures]):
         run = list(group)
-        skipped = [step.skipped for step in run]
-        by_device = [
-            reduced(list(captures), skipped)
-            for captures in zip(*(step.captures for step in run), strict=True)
-        ]
-        if names := list(run[0].merged):
-            of_params = [torch.cat([step.merged[name] for step in run]) for name in names]
-            by_device.append((names, torch.stack(of_params)))
-        yield run, by_device
+        of_readers = zip(*(step.captures for step in run), strict=True)
+        yield run, [captures[0].reader.reduced(captures) for captures in of_readers]
 
 
 def step_columns(steps: Sequence[StepCapture], by_device: Sequence[Reduced]) -> Tensor:

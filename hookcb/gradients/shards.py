@@ -1,8 +1,7 @@
 """ShardReader: statistics of parameters of which each rank has a part, merged by two reductions a step."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,10 +9,9 @@ from torch import Tensor
 from hookcb.core.alone import Ranks
 from hookcb.core.precision import at_least_float32, numbers_to
 from hookcb.core.torch_private import is_flattened
-from hookcb.gradients.device import Capture, DeviceReader, usable
-from hookcb.gradients.reduce import MEAN, columns_of, moments
+from hookcb.gradients.device import Capture, DeviceReader, Reduced, usable
 from hookcb.gradients.samples import SKETCH
-from hookcb.gradients.stats import Number, in_rows, norms_as_read, plain_gradient, row_norms
+from hookcb.gradients.stats import Number, columns_of, in_rows, norms_as_read, plain_gradient, row_norms
 from hookcb.hooks.params import Param
 from hookcb.processes.shards import (
     divided_as,
@@ -26,86 +24,66 @@ from hookcb.processes.shards import (
 )
 from hookcb.records.memory import Memory
 
-Columns = dict[str, Tensor]  # statistics of a step, (1, n_columns), by name of the parameter
 # sums over a gradient: elements, Σx², Σ|x|, NaN and inf, rows not zero, rows, Σx² at the step; then over
-# weights: elements, Σ around the pivot, Σx², Σ(x - mean)², Σ(mean - pivot)², and Σx² of the tracked columns
+# weights: elements, Σ(x - pivot), Σx², Σ(x - pivot)², and Σx² of the tracked columns
 OF_GRADIENT = 7
+MEAN = 7  # the column of `moments` with the mean of the weights
 
 
-@dataclass(slots=True)
-class ShardCapture:
-    """Numbers captured around one step, for this rank's part of each sharded parameter.
-
-    Attributes:
-        capture: numbers of the parts; those of a gradient that is not here are of zeros.
-        names: parameters with a gradient, on this rank or on others.
-        is_here: whether this rank has a part of the gradient, by parameter in the order of the reader.
-        flags: whether each row of the gradient is not zero, for parameters that are not divided by rows.
-        unmoved: gradients at the step that are not divided as their parameter, by index in the reader.
-    """
-
-    capture: Capture
-    names: list[str]
-    is_here: list[bool]
-    flags: list[Tensor]
-    unmoved: dict[int, Tensor] = field(default_factory=dict)
-
-
-class ShardReader:
-    """Captures this rank's parts of gradients and weights, and merges their statistics.
+class ShardReader(DeviceReader):
+    """Reads this rank's parts of gradients and weights, and merges their statistics at each step.
 
     What it communicates depends on the parameters only, and not on what is in them: as many numbers for each.
 
     Args:
-        params: sharded parameters, on one device.
+        params: sharded parameters, on one device, with or without a gradient.
+        memory, starts: see `DeviceReader`.
         sizes: numbers of elements on all ranks together, by id, of parameters that do not tell it.
         pivots: means of the weights at their first step, by name, around which sums keep their digits; it is
             added to.
         ranks: the ranks that share their sums; alone, as under `watch`, statistics are those of the part.
-        memory: lends memory for copies.
     """
 
     def __init__(
         self,
         params: Sequence[Param],
+        memory: Memory,
+        starts: dict[str, Tensor],
         sizes: dict[int, int],
         pivots: dict[str, Tensor],
         ranks: Ranks,
-        memory: Memory,
     ) -> None:
-        self.params, self._pivots, self._ranks, self._memory = params, pivots, ranks, memory
+        super().__init__(params, memory, starts)
+        self._shared, self._means, self._ranks = params, pivots, ranks  # in the order of all ranks
+        self._order = [self.names.index(name) for name, *_ in params]
         self._is_merged = ranks.world > 1
-        self.numels = {id(p): sizes.get(id(p), p.numel()) for _, p, _ in params}
+        self._n_whole = [sizes.get(id(p), p.numel()) for _, p, _ in params]
         # of parameters that are divided along other dimensions than the first: a flag for each row
-        self._n_rows = [p.shape[0] if self._is_merged and _needs_flags(p) else 0 for _, p, _ in params]
-        self._arrange()
-
-    def _arrange(self) -> None:
-        self._reader = DeviceReader(self.params, self._memory)
-        place = {param.name: i for i, param in enumerate(self._reader.params)}
-        self._order = [place[name] for name, *_ in self.params]  # which all ranks have in common
+        self._n_flags = [p.shape[0] if self._is_merged and _needs_flags(p) else 0 for _, p, _ in params]
+        # of the step in progress: the parameters of whose gradients this rank has a part, whether each row is
+        # not zero, and gradients at the step that are not divided as their parameters
+        self._here: set[str] = set()
+        self._flags: list[Tensor] = []
+        self._unmoved: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def before_step(self, grads: dict[str, Tensor | None], grad_scale: Number) -> ShardCapture:
-        """Captures weights, and gradients by name, `grad_scale` times too large; None if none is here."""
-        if self._reader.numels != [local_part(param.p).numel() for param in self._reader.params]:
-            self._arrange()
-        # in the order of all ranks, as moving a gradient is a collective
-        found = {name: self._part(grads.get(name), p) for name, p, _ in self.params}
-        parts = [found[name] for name, *_ in self._reader.params]
-        capture = self._reader.before(parts, grad_scale, is_detailed=True)
-        is_here = [x is not None and x.numel() > 0 for x in parts]
-        with_flags = [param for param, n in zip(self.params, self._n_rows, strict=True) if n]
-        flags = [self._flags(p, found[name]) for name, p, _ in with_flags]
-        return ShardCapture(capture, list(grads), is_here, flags)
+    def before(self, grads: Mapping[str, Tensor | None], scale: Number, is_detailed: bool) -> Capture:
+        """Numbers of gradients, in which all ranks take part, and of weights; always with details."""
+        parts = {name: self._part(grads.get(name), p) for name, p, _ in self._shared}
+        capture = super().before(parts, scale, is_detailed=True)
+        capture.names = [name for name in self.names if name in grads]
+        self._here = {name for name, x in parts.items() if x is not None and x.numel()}
+        with_flags = [param for param, n in zip(self._shared, self._n_flags, strict=True) if n]
+        self._flags, self._unmoved = [self._rows_of(p, parts[name]) for name, p, _ in with_flags], {}
+        return capture
 
     def _part(self, g: Tensor | None, p: Tensor) -> Tensor | None:
         """This rank's part of a gradient, divided as its parameter; None if it is unknown here."""
         part = None if g is None else divided_as(g.detach(), p, self._is_merged)
         return None if part is None else usable(part)
 
-    def _flags(self, p: Tensor, part: Tensor | None) -> Tensor:
-        flags = torch.zeros(p.shape[0], dtype=torch.float64, device=self._reader.device)
+    def _rows_of(self, p: Tensor, part: Tensor | None) -> Tensor:
+        flags = torch.zeros(p.shape[0], dtype=torch.float64, device=self.device)
         if part is not None and part.numel():
             first = first_row(p)  # None if rows are divided in a way that leaves them apart
             begin, end = (0, len(flags)) if first is None else (first, first + len(part))
@@ -113,64 +91,74 @@ class ShardReader:
             flags[begin:end] = math.nan if first is None else filled.to(flags.dtype)
         return flags
 
-    def at_step(self, step: ShardCapture) -> None:
-        """Captures gradients as the optimizer gets them, whose hook must not communicate."""
-        grads = [param.p.grad for param in self._reader.params]
-        for i, (g, param) in enumerate(zip(grads, self._reader.params, strict=True)):
-            if g is not None and not is_divided_as(g, param.p):
-                step.unmoved[i], grads[i] = g.clone(), None
-        self._reader.at_step(step.capture, grads)
+    def at_step(self, capture: Capture) -> None:
+        """Reads the gradients again, as the optimizer gets them, whose hook must not communicate."""
+        grads = {name: p.grad for name, p, _ in self.params}
+        self._unmoved = {
+            name: g.clone()
+            for name, p, _ in self._shared
+            if (g := grads[name]) is not None and not is_divided_as(g, p)
+        }
+        known = {name: g for name, g in grads.items() if g is not None and name not in self._unmoved}
+        self._clip(capture, {name: usable(local_part(g.detach())) for name, g in known.items()})
 
     @torch.no_grad()
-    def after_step(self, step: ShardCapture, skipped: Number) -> Columns:
-        """Merges what was captured around a step on all ranks, and returns the statistics of this step.
-
-        All ranks must call it at the same step.
-        """
-        self._move(step)
-        m = moments([step.capture])[0][self._order]
-        pivots = self._agree_on_pivots(m)
-        sums, largest = self._sums(step, m, pivots)
-        maxs = torch.cat([largest, *step.flags])
+    def after(self, capture: Capture) -> None:
+        """Reads the weights after the step, and merges everything; all ranks must call it together."""
+        super().after(capture)
+        self._move(capture)
+        pivots = self._agree_on_pivots(capture)
+        sums, largest = self._sums_of(self.moments([capture])[0][self._order])
+        maxs = torch.cat([largest, *self._flags])
         self._ranks.share(sums, maxs)
-        names = step.names
-        if any(is_flattened(p) for _, p, _ in self.params):  # no rank may have a gradient
-            with_grad = {name for (name, *_), n in zip(self.params, sums[:, 0].tolist(), strict=True) if n}
-            names = [name for name in names if name in with_grad]
-        by_param = self._columns(sums, maxs, pivots, skipped)
-        return {name: own for (name, *_), own in zip(self.params, by_param, strict=True) if name in names}
+        names = set(capture.names)
+        if any(is_flattened(p) for _, p, _ in self._shared):  # no rank may have a gradient
+            with_grad = zip(self._shared, sums[:, 0].tolist(), strict=True)
+            names &= {name for (name, *_), n in with_grad if n}
+        which = [i for i, (name, *_) in enumerate(self._shared) if name in names]
+        capture.names = [self._shared[i].name for i in which]
+        capture.merged = self._columns(sums, maxs, pivots, capture.skipped)[which]
+        capture.before = capture.after = capture.before.new_empty(0)
 
-    def _move(self, step: ShardCapture) -> None:
+    def reduced(self, captures: Sequence[Capture]) -> Reduced:
+        """Statistics of the parameters in R steps."""
+        return captures[0].names, torch.cat([c.merged for c in captures if c.merged is not None], 1)
+
+    def _move(self, capture: Capture) -> None:
         """Divides gradients at the step as their parameters, and reads them."""
-        clipped = step.capture.clipped
-        for i in self._order:
-            if (g := step.unmoved.pop(i, None)) is not None and clipped is not None:
-                part = self._part(g, self._reader.params[i].p)
-                norm = 0.0 if part is None else norms_as_read([in_rows(at_least_float32(part))])[0]
-                clipped[i] = norm  # type: ignore[index]  # a list or a tensor
+        for name, g in self._unmoved.items():
+            i = self.names.index(name)
+            part = self._part(g, self.params[i].p)
+            norm = 0.0 if part is None else norms_as_read([in_rows(at_least_float32(part))])[0]
+            capture.clipped[i] = norm  # type: ignore[index]  # a list or a tensor
+        self._unmoved = {}
 
-    def _agree_on_pivots(self, m: Tensor) -> Tensor:
-        """The pivots of all parameters; of new ones, ranks share their sums of weights."""
-        if not all(name in self._pivots for name, *_ in self.params):
-            n = self._n_here(m)
+    def _agree_on_pivots(self, capture: Capture) -> Tensor:
+        """Pivots of all parameters in the order of ranks; of new ones, ranks share their sums of weights."""
+        if not all(name in self._means for name in self.names):
+            self._pivots = None
+            m = self.moments([capture])[0][self._order]
+            n = self._in_order(self.numels, m)
             pairs = torch.stack([n, (n * m[:, MEAN]).where(n > 0, 0.0)])
             self._ranks.share(pairs, pairs.new_zeros(1))
             means = (pairs[1] / pairs[0]).nan_to_num(posinf=0.0, neginf=0.0)
-            for (name, *_), mean in zip(self.params, means, strict=True):
-                self._pivots.setdefault(name, mean)
-        return torch.stack([self._pivots[name].to(m.device) for name, *_ in self.params])
+            for (name, *_), mean in zip(self._shared, means, strict=True):
+                self._means.setdefault(name, mean)
+        if self._pivots is None:
+            self._pivots = torch.stack([self._means[name].to(self.device) for name in self.names])
+        return self._pivots[self._order]
 
-    def _n_here(self, m: Tensor) -> Tensor:
-        return numbers_to(m.device, self._reader.numels, m.dtype)[self._order]
+    def _in_order(self, numbers: Sequence[float], m: Tensor) -> Tensor:
+        return numbers_to(m.device, [numbers[i] for i in self._order], m.dtype)
 
-    def _sums(self, step: ShardCapture, m: Tensor, pivots: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums to add up over ranks, `(n_params, 16)`, and the largest finite |gradient|; -1 for none."""
-        norm, size, largest, nonfinite, rows, used, weight, mean, std, *tracked = m.unbind(1)
-        n, n_rows = self._n_here(m), numbers_to(m.device, self._reader.n_rows, m.dtype)[self._order]
-        is_here = numbers_to(m.device, step.is_here, torch.bool)[self._order]
+    def _sums_of(self, m: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums to add up over ranks, `(n_params, 15)`, and the largest finite |gradient|; -1 for none."""
+        norm, size, largest, nonfinite, rows, used, weight, off, std, *tracked = m.unbind(1)
+        n, n_rows = self._in_order(self.numels, m), self._in_order(self.n_rows, m)
+        is_here = self._in_order([name in self._here for name in self.names], m) > 0
         of_grad = [n, norm.square(), size, nonfinite, rows, n_rows, used.square()]
-        off, around = mean - pivots, (std.square() * (n - 1)).where(n > 1, 0.0)
-        of_weights = [n, n * off, weight.square(), around, n * off.square()]
+        around = (std.square() * (n - 1)).where(n > 1, 0.0) + n * off.square()
+        of_weights = [n, n * off, weight.square(), around]
         of_weights += [x.square() * (n / n.clamp(max=SKETCH)) for x in tracked]
         sums = torch.stack(of_grad, 1).where(is_here[:, None], 0.0)
         sums = torch.cat([sums, torch.stack(of_weights, 1).where(n[:, None] > 0, 0.0)], 1)
@@ -179,20 +167,20 @@ class ShardReader:
     def _columns(self, sums: Tensor, maxs: Tensor, pivots: Tensor, skipped: Number) -> Tensor:
         """Statistics from sums and maxima over all ranks, `(n_params, 1, n_columns)`."""
         n_grad, norm, size, nonfinite, rows, n_rows, used = sums[:, :OF_GRADIENT].unbind(1)
-        n_weights, off, weight, around, apart, *tracked = sums[:, OF_GRADIENT:].unbind(1)
-        n = numbers_to(sums.device, [*self.numels.values()], sums.dtype) if self._is_merged else n_weights
+        n_weights, off, weight, around, *tracked = sums[:, OF_GRADIENT:].unbind(1)
+        n = numbers_to(sums.device, self._n_whole, sums.dtype) if self._is_merged else n_weights
         in_grad, in_weights = n_grad / n, n_weights / n  # replicas count once: each has added the same
-        largest, *flags = torch.split(maxs, [len(n), *filter(None, self._n_rows)])
+        largest, *flags = torch.split(maxs, [len(n), *filter(None, self._n_flags)])
         left = iter(flags)
-        for i, n_flags in enumerate(self._n_rows):
+        for i, n_flags in enumerate(self._n_flags):
             if n_flags:
                 rows[i], n_rows[i] = next(left).sum(), n_flags
-        around = (around + apart - off.square() / n_weights).clamp(min=0) / in_weights
+        around = (around - off.square() / n_weights).clamp(min=0) / in_weights
         merged = [(norm / in_grad).sqrt(), size / in_grad, largest, (nonfinite / in_grad).round(), rows]
         merged += [(used / in_grad).sqrt(), (weight / in_weights).sqrt(), pivots + off / n_weights]
         merged += [(around / (n - 1)).sqrt(), *(x.sqrt() for x in tracked)]
         made = torch.as_tensor(skipped, device=n.device)[None]
-        return columns_of(torch.stack(merged, 1)[None], n, n_rows, made).to(self._reader.dtype)
+        return columns_of(torch.stack(merged, 1)[None], n, n_rows, made).to(self.dtype)
 
 
 def count_nonfinite(params: Sequence[Param], ranks: Ranks) -> list[float]:

@@ -154,22 +154,20 @@ def norm_of_any_size(x: Tensor) -> Tensor:
     return norm
 
 
-def weight_stats(x: Tensor, is_complex: bool) -> tuple[Tensor, Tensor, Tensor]:
+def weight_stats(x: Tensor, is_complex: bool, pivot: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Norm, mean and unbiased std of tracked weights, `(…, n)`; of their magnitudes if they are complex.
 
-    Each is `(…)`, in the widest dtype; see `widest`.
+    Each is `(…)`, in the widest dtype; see `widest`. With `pivot`, `(…)`, the mean is that of distances to
+    it, which has the digits of a small spread.
     """
     if is_complex:
         x = torch.linalg.vector_norm(x.reshape(*x.shape[:-1], -1, 2), dim=-1)
     norm, n = norm_of_any_size(x), x.shape[-1]
+    x = x if pivot is None else x - pivot[..., None]
     mean = widened(x.mean(-1))
     if n < 2:
         return norm, mean, torch.full_like(norm, math.nan)
-    total = norm.square()
-    squares = torch.addcmul(total, mean, mean, value=-n)
-    if not (x.is_cpu and bool((squares > FEW_DIGITS * total).all())):  # False for NaN
-        squares = norm_of_any_size(x - mean[..., None].to(x.dtype)).square_()
-    return norm, mean, (squares / (n - 1)).sqrt_()
+    return norm, mean, norm_of_any_size(x - mean[..., None].to(x.dtype)) / math.sqrt(n - 1)
 
 
 def ratio(change: Tensor, before: Tensor) -> Tensor:
@@ -191,3 +189,22 @@ def std_of(norm: Tensor, total: Tensor, n: Tensor, of_sketch: Tensor) -> Tensor:
     """
     square = norm.square() - total.square() / n
     return torch.where(square <= FEW_DIGITS * norm.square(), of_sketch, (square / (n - 1)).sqrt())
+
+
+def columns_of(moments: Tensor, numels: Tensor, n_rows: Tensor, skipped: Tensor) -> Tensor:
+    """`GRAD_STATS` and mean |gradient| of R steps, `(n_params, R, 12)`.
+
+    Args:
+        moments: see `DeviceReader.moments`, `(R, n_params, 13)`.
+        numels: numbers of elements, `(n_params,)`.
+        n_rows: numbers of rows, `(n_params,)`; 0 with fewer than two dimensions.
+        skipped: 1 for steps that were not made, `(R,)`.
+    """
+    norm, size, largest, nonfinite, rows, used, *weights, change, before, drift, start = moments.unbind(2)
+    has_none = (largest < 0) | (numels == 0)  # no finite element
+    used = used.masked_fill(skipped[:, None] != 0, math.nan)
+    zero_rows = (1 - rows / n_rows).masked_fill(has_none | (n_rows == 0), math.nan)
+    of_gradient = [norm, used, norm / numels.sqrt(), largest.masked_fill(has_none, math.nan), nonfinite]
+    ratios = ratio(change, before), ratio(drift, start)
+    values = torch.stack([*of_gradient, zero_rows, *weights, *ratios, size / numels], 2)
+    return values.transpose(0, 1).contiguous()

@@ -177,9 +177,13 @@ def divided_as(x: Tensor, p: Tensor, may_send: bool) -> Tensor | None:
     """
     if is_divided_as(x, p):
         return local_part(x)
-    pairs = zip(x.placements, p.placements, strict=True)  # type: ignore[attr-defined]
-    is_known = all(own == wanted or own.is_replicate() for own, wanted in pairs)
-    return local_part(x.redistribute(placements=p.placements)) if is_known or may_send else None  # type: ignore[attr-defined]
+    from torch.distributed.tensor import Replicate
+
+    now, wanted = x.placements, p.placements  # type: ignore[attr-defined]
+    if not may_send and any(a != b and not a.is_replicate() for a, b in zip(now, wanted, strict=True)):
+        return None
+    summed = x.redistribute(placements=[Replicate() if a.is_partial() else a for a in now])  # type: ignore[attr-defined]
+    return local_part(summed.redistribute(placements=wanted))
 
 
 def drop_gathered(model: nn.Module) -> None:
