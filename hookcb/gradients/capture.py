@@ -12,7 +12,7 @@ from hookcb.core.alone import ALONE, Ranks
 from hookcb.core.precision import moved, scaled_norm
 from hookcb.core.torch_private import flattened, norms_of, version_of
 from hookcb.gradients.device import Capture, DeviceReader, Reduced, numbers_on, usable
-from hookcb.gradients.shards import ShardReader, count_nonfinite
+from hookcb.gradients.shards import ShardReader
 from hookcb.gradients.stats import Number, is_readable
 from hookcb.hooks.params import Param
 from hookcb.processes.shards import has_no_part, is_shard, local_part
@@ -232,22 +232,14 @@ def first_nonfinite(params: Iterable[Param], ranks: Ranks = ALONE) -> tuple[str,
 
     Waits for the device, once if all gradients are finite. With sharded parameters all ranks must call it.
     """
-    every = list(params)
-    sharded = [param for param in every if is_shard(param.p)]
-    counts = zip(sharded, count_nonfinite(sharded, ranks), strict=True) if sharded else ()
-    if found := next(((param.name, math.ceil(n)) for param, n in counts if n), None):
-        return found
-    grads = [
-        (param.name, x)
-        for param in every
-        if not is_shard(param.p) and (g := param.p.grad) is not None and (x := usable(g)) is not None
-    ]
-    if not grads:
-        return None
-    norms = norms_of([x for _, x in grads])
-    if bool(torch.stack([moved(norm, norms[0].device) for norm in norms]).isfinite().all()):
-        return None
-    for name, x in grads:
-        if n := int(x.isfinite().logical_not_().sum()):  # 0 if only a square has overflowed
-            return name, n
-    return None
+    every = [(param.name, param.p) for param in params]
+    grads = {name: x for name, p in every if p.grad is not None and (x := usable(p.grad)) is not None}
+    norms = norms_of(list(grads.values())) if grads else []
+    on_one = [moved(norm, norms[0].device) for norm in norms]
+    counts: dict[str, float] = {}
+    if on_one and not bool(torch.stack(on_one).isfinite().all()):  # 0 if only squares have overflowed
+        counts = {name: float(x.isfinite().logical_not_().sum()) for name, x in grads.items()}
+    if sharded := [name for name, p in every if is_shard(p)]:
+        of_ranks = ranks.sum([counts.get(name, 0.0) for name in sharded])
+        counts |= dict(zip(sharded, of_ranks, strict=True))
+    return next(((name, math.ceil(n)) for name, _ in every if (n := counts.get(name, 0.0))), None)

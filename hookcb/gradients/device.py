@@ -1,6 +1,6 @@
 """DeviceReader: reads gradients and weights of the parameters on one device, without a device sync."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -25,7 +25,7 @@ from hookcb.gradients.stats import (
 )
 from hookcb.gradients.sums import READ, Sums, works_on
 from hookcb.hooks.params import Param
-from hookcb.processes.shards import is_dtensor, local_part
+from hookcb.processes.shards import local_part
 from hookcb.records.memory import Memory
 
 # names of parameters on one device; of R steps, `GRAD_STATS` and mean |gradient|: (n_params, R, n_columns)
@@ -68,7 +68,7 @@ class Capture:
 
 
 class DeviceReader:
-    """Reads parameters with gradients on one device; of sharded ones, this rank's parts.
+    """Reads parameters with gradients on one device.
 
     Up to 1,024 elements of a parameter are copied before and after a step, to see what it has changed. Small
     gradients are copied too, and reduced for many steps together; large ones are reduced at their step. On a
@@ -90,10 +90,11 @@ class DeviceReader:
         middle: indices of the parameters with more than 1,024, up to 65,536 elements.
     """
 
+    is_wide = False  # whether weights are read in the widest dtype, as parts that are merged need all digits
+
     def __init__(self, params: Sequence[Param], memory: Memory, starts: dict[str, Tensor]) -> None:
         self.params = sorted(params, key=_group)
         self.names = [param.name for param in self.params]
-        self._are_shards = any(is_dtensor(param.p) for param in params)
         weights = self._weights()
         self.device, self._memory, self._starts = weights[0].device, memory, starts
         self.numels, self.shapes = [p.numel() for p in weights], [p.shape for p in weights]
@@ -106,8 +107,7 @@ class DeviceReader:
         self._pivots: Tensor | None = None  # what is subtracted from means, `(n_params,)`
         is_double = any(p.dtype in (torch.float64, torch.complex128) for p in weights)
         self.dtype = torch.float64 if is_double else torch.float32
-        # parts are merged by sums in float64, which need the digits of their means
-        self._as_read = widest(self.device) if self._are_shards else self.dtype
+        self._as_read = widest(self.device) if self.is_wide else self.dtype
         self.has_kernels = works_on(self.device) and all(map(can_gather, weights))
         self.n_copied = 0 if self.has_kernels else sum(n <= SKETCH for n in self.numels)
         self.n_elements = sum(self.numels[: self.n_copied])
@@ -122,8 +122,6 @@ class DeviceReader:
             self._sums, self._sums_of_weights = Sums(self.device), Sums(self.device)
 
     def _weights(self) -> list[Tensor]:
-        if self._are_shards:  # which costs time
-            return [local_part(param.p) for param in self.params]
         return [param.p for param in self.params]
 
     # ---- around a step
@@ -266,7 +264,7 @@ class DeviceReader:
         """The columns of weights of `moments`, from those tracked before R steps, `(R, n)`."""
         begin, at, found, pivots = 0, 0, [], self._pivots
         numels = numbers_to(self.device, self.numels, widest(self.device))
-        after = _stacked(c.after for c in captures)
+        after = torch.stack([c.after for c in captures if c.after is not None])
         start = before[:1] if self._start is None else self._start[None]
         for (length, is_complex), same in groupby(zip(self.lengths, self.is_complex, strict=True)):
             end = begin + length * (k := len(list(same)))
@@ -321,13 +319,6 @@ def _clipped_norms(captures: Sequence[Capture], norm: Tensor) -> Tensor:
         return norm
     index = numbers_to(norm.device, list(clipped), torch.int64)
     return norm.index_copy(0, index, _table([*clipped.values()]).to(norm.dtype))
-
-
-def _stacked(xs: Iterable[Tensor | None]) -> Tensor:
-    tensors = [x for x in xs if x is not None]
-    if len({x.dtype for x in tensors}) > 1:
-        tensors = [widened(x) for x in tensors]
-    return torch.stack(tensors)
 
 
 def numbers_on(device: torch.device, numbers: Sequence[Number]) -> Tensor:

@@ -11,14 +11,12 @@ from hookcb.core.precision import at_least_float32, numbers_to
 from hookcb.core.torch_private import is_flattened
 from hookcb.gradients.device import Capture, DeviceReader, Reduced, usable
 from hookcb.gradients.samples import SKETCH
-from hookcb.gradients.stats import Number, columns_of, in_rows, norms_as_read, plain_gradient, row_norms
+from hookcb.gradients.stats import Number, columns_of, in_rows, norms_as_read, row_norms
 from hookcb.hooks.params import Param
 from hookcb.processes.shards import (
-    divided_as,
     first_row,
     has_whole_rows,
     is_divided,
-    is_divided_as,
     is_dtensor,
     local_part,
 )
@@ -43,6 +41,8 @@ class ShardReader(DeviceReader):
             added to.
         ranks: the ranks that share their sums; alone, as under `watch`, statistics are those of the part.
     """
+
+    is_wide = True
 
     def __init__(
         self,
@@ -76,6 +76,9 @@ class ShardReader(DeviceReader):
         with_flags = [param for param, n in zip(self._shared, self._n_flags, strict=True) if n]
         self._flags, self._unmoved = [self._rows_of(p, parts[name]) for name, p, _ in with_flags], {}
         return capture
+
+    def _weights(self) -> list[Tensor]:
+        return [local_part(p) for _, p, _ in self.params]
 
     def _part(self, g: Tensor | None, p: Tensor) -> Tensor | None:
         """This rank's part of a gradient, divided as its parameter; None if it is unknown here."""
@@ -183,13 +186,25 @@ class ShardReader(DeviceReader):
         return columns_of(torch.stack(merged, 1)[None], n, n_rows, made).to(self.dtype)
 
 
-def count_nonfinite(params: Sequence[Param], ranks: Ranks) -> list[float]:
-    """Numbers of NaN and infinite elements in gradients of sharded parameters; all ranks must call it."""
-    counts = []
-    for param in params:
-        x = None if param.p.grad is None else plain_gradient(param.p.grad)
-        counts.append(0.0 if x is None else float(x.isfinite().logical_not_().sum()))
-    return ranks.sum(counts)
+def is_divided_as(x: Tensor, p: Tensor) -> bool:
+    """Whether a gradient is divided as its parameter, which torch promises of plain tensors only."""
+    return not (is_dtensor(x) and is_dtensor(p)) or bool(x.placements == p.placements)  # type: ignore[attr-defined]
+
+
+def divided_as(x: Tensor, p: Tensor, may_send: bool) -> Tensor | None:
+    """This rank's part of a gradient, summed and divided as its parameter is; all ranks must call it.
+
+    None if ranks have summands or other parts of it, and may not send them.
+    """
+    if is_divided_as(x, p):
+        return local_part(x)
+    from torch.distributed.tensor import Replicate
+
+    now, wanted = x.placements, p.placements  # type: ignore[attr-defined]
+    if not may_send and any(a != b and not a.is_replicate() for a, b in zip(now, wanted, strict=True)):
+        return None
+    summed = x.redistribute(placements=[Replicate() if a.is_partial() else a for a in now])  # type: ignore[attr-defined]
+    return local_part(summed.redistribute(placements=wanted))
 
 
 def _needs_flags(p: Tensor) -> bool:

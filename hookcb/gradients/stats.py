@@ -32,7 +32,7 @@ def plain_gradient(x: Tensor) -> Tensor | None:
     integers are widened to float32; of a sparse tensor with more than 1,024 elements, the rows it stores.
     """
     x = local_part(x.detach())
-    if not is_native(x) or x.is_nested or x.is_quantized or x.is_meta:
+    if not is_readable(x):
         return None
     if x.layout is not torch.strided:
         if x.layout is not torch.sparse_coo:

@@ -165,27 +165,6 @@ def is_partial(x: Tensor) -> bool:
     return any(placement.is_partial() for placement in getattr(x, "placements", ()))
 
 
-def is_divided_as(x: Tensor, p: Tensor) -> bool:
-    """Whether a gradient is divided as its parameter, which torch promises of plain tensors only."""
-    return not (is_dtensor(x) and is_dtensor(p)) or bool(x.placements == p.placements)  # type: ignore[attr-defined]
-
-
-def divided_as(x: Tensor, p: Tensor, may_send: bool) -> Tensor | None:
-    """This rank's part of a gradient, summed and divided as its parameter is; all ranks must call it.
-
-    None if ranks have summands or other parts of it, and may not send them.
-    """
-    if is_divided_as(x, p):
-        return local_part(x)
-    from torch.distributed.tensor import Replicate
-
-    now, wanted = x.placements, p.placements  # type: ignore[attr-defined]
-    if not may_send and any(a != b and not a.is_replicate() for a, b in zip(now, wanted, strict=True)):
-        return None
-    summed = x.redistribute(placements=[Replicate() if a.is_partial() else a for a in now])  # type: ignore[attr-defined]
-    return local_part(summed.redistribute(placements=wanted))
-
-
 def drop_gathered(model: nn.Module) -> None:
     """Drops the parameters that a sharded model has gathered in a forward without a backward.
 

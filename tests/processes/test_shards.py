@@ -69,10 +69,6 @@ def test_what_is_sharded_and_divided(as_rank):
     summands = by_rows.sum(0)
     assert isinstance(summands.placements[0], Partial)
     assert shards.is_partial(summands)
-    whole = spread(torch.ones(2), (2,), Replicate())
-    assert shards.divided_as(summands, whole, may_send=False) is None
-    assert shards.divided_as(summands, whole, may_send=True).shape == whole.shape
-    assert shards.divided_as(copies, by_columns, may_send=False).shape == (4, 1)
     as_rank(0, 1)
     alone = spread(plain.detach(), (1,), Shard(0))
     assert shards.is_shard(alone)
