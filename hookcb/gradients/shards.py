@@ -23,7 +23,7 @@ from hookcb.processes.shards import (
 from hookcb.records.memory import Memory
 
 # sums over a gradient: elements, Σx², Σ|x|, NaN and inf, rows not zero, rows, Σx² at the step; then over
-# weights: elements, Σ(x - pivot), Σx², Σ(x - pivot)², and Σx² of the tracked columns
+# weights: elements, Σ(x - pivot), Σ(x - pivot)², and Σx² of the tracked columns
 OF_GRADIENT = 7
 MEAN = 7  # the column of `moments` with the mean of the weights
 
@@ -155,13 +155,13 @@ class ShardReader(DeviceReader):
         return numbers_to(m.device, [numbers[i] for i in self._order], m.dtype)
 
     def _sums_of(self, m: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums to add up over ranks, `(n_params, 15)`, and the largest finite |gradient|; -1 for none."""
-        norm, size, largest, nonfinite, rows, used, weight, off, std, *tracked = m.unbind(1)
+        """Sums to add up over ranks, `(n_params, 14)`, and the largest finite |gradient|; -1 for none."""
+        norm, size, largest, nonfinite, rows, used, _, off, std, *tracked = m.unbind(1)
         n, n_rows = self._in_order(self.numels, m), self._in_order(self.n_rows, m)
         is_here = self._in_order([name in self._here for name in self.names], m) > 0
         of_grad = [n, norm.square(), size, nonfinite, rows, n_rows, used.square()]
         around = (std.square() * (n - 1)).where(n > 1, 0.0) + n * off.square()
-        of_weights = [n, n * off, weight.square(), around]
+        of_weights = [n, n * off, around]
         of_weights += [x.square() * (n / n.clamp(max=SKETCH)) for x in tracked]
         sums = torch.stack(of_grad, 1).where(is_here[:, None], 0.0)
         sums = torch.cat([sums, torch.stack(of_weights, 1).where(n[:, None] > 0, 0.0)], 1)
@@ -170,7 +170,7 @@ class ShardReader(DeviceReader):
     def _columns(self, sums: Tensor, maxs: Tensor, pivots: Tensor, skipped: Number) -> Tensor:
         """Statistics from sums and maxima over all ranks, `(n_params, 1, n_columns)`."""
         n_grad, norm, size, nonfinite, rows, n_rows, used = sums[:, :OF_GRADIENT].unbind(1)
-        n_weights, off, weight, around, *tracked = sums[:, OF_GRADIENT:].unbind(1)
+        n_weights, off, around, *tracked = sums[:, OF_GRADIENT:].unbind(1)
         n = numbers_to(sums.device, self._n_whole, sums.dtype) if self._is_merged else n_weights
         in_grad, in_weights = n_grad / n, n_weights / n  # replicas count once: each has added the same
         largest, *flags = torch.split(maxs, [len(n), *filter(None, self._n_flags)])
@@ -178,6 +178,7 @@ class ShardReader(DeviceReader):
         for i, n_flags in enumerate(self._n_flags):
             if n_flags:
                 rows[i], n_rows[i] = next(left).sum(), n_flags
+        weight = (around + pivots * (2 * off + n_weights * pivots)).clamp(min=0)
         around = (around - off.square() / n_weights).clamp(min=0) / in_weights
         merged = [(norm / in_grad).sqrt(), size / in_grad, largest, (nonfinite / in_grad).round(), rows]
         merged += [(used / in_grad).sqrt(), (weight / in_weights).sqrt(), pivots + off / n_weights]
