@@ -82,7 +82,7 @@ class GradientReader:
         self._key: list[tuple[int, int, bool]] = []
         self._readers: list[DeviceReader] = []
         self._about: About = {}
-        self._grads: list[tuple[Param, Tensor | None, int]] = []  # with their versions, which shards have not
+        self._grads: list[tuple[Param, Tensor | None, int | None]] = []  # with versions, None of shards
         self.refresh(params, {})
 
     def refresh(
@@ -140,7 +140,7 @@ class GradientReader:
                 continue
             if g is None or is_part:
                 grads[name] = g
-                self._grads.append((param, g, 0))
+                self._grads.append((param, g, None))
                 continue
             if (x := usable(g)) is None:
                 self._left_out[name] = type(g).__name__
@@ -174,14 +174,18 @@ class GradientReader:
 
     def at_step(self, step: StepCapture) -> None:
         """Captures gradients as the optimizer gets them, if they were changed since `before_step`."""
-        is_changed = any(
-            g is not None and (param.p.grad is not g or version_of(g) != version)
-            for param, g, version in self._grads
-            if param.name not in self._sharded  # a DTensor does not count its changes
-        )
+        is_changed = self._has_changed()
         for capture in step.captures:
-            if is_changed or isinstance(capture.reader, ShardReader):
+            if is_changed or isinstance(capture.reader, ShardReader):  # a DTensor does not count its changes
                 capture.reader.at_step(capture)
+
+    def _has_changed(self) -> bool:
+        for param, g, version in self._grads:  # not by `any`, which takes a call for each
+            if version is None or g is None:
+                continue
+            if param.p.grad is not g or version_of(g) != version:
+                return True
+        return False
 
     def after_step(self, step: StepCapture, skipped: Number = 0.0) -> None:
         """Captures the updated weights; `skipped` is 1.0 if the step was not made.
