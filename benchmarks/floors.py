@@ -21,7 +21,7 @@ from hookcb.activations.bins import Bins
 from hookcb.activations.buffer import MAX_BATCHES, MAX_ELEMENTS
 from hookcb.activations.stats import SAMPLED, WHOLE, _strata, shares
 from hookcb.gradients.records import MAX_STEPS
-from hookcb.gradients.samples import RUN, SKETCH, sketch, sketch_places
+from hookcb.gradients.samples import SKETCH, flat, sketch, tracked_places
 from hookcb.gradients.stats import WHOLE as MIDDLE
 
 DETAIL_EVERY = 10  # the default of GradientHealth
@@ -75,16 +75,15 @@ def of_gradients(model: nn.Module, folder: Path, stack: ExitStack) -> Callable[[
     Weights are read before and after a step: nothing tells whether they were changed in between, by `.data`.
     """
     params = list(model.parameters())
+    views = [flat(p.detach()) for p in params]
+    places = [tracked_places(len(x)) if len(x) > SKETCH else None for x in views]
     weights: list[Tensor] = []
     n_steps = count()
 
     def tracked() -> Tensor:
-        of_all = []
-        for p in params:
-            picked = sketch_places(p)
-            of_all.append(sketch(p) if picked is None else picked[0].index_select(0, picked[1]).view(-1, RUN))
-        small, runs = ([x for x in of_all if x.ndim == k] for k in (1, 2))
-        return torch.cat([torch.cat(small), torch.cat(runs).view(-1)])
+        return torch.cat(
+            [x if k is None else x.index_select(0, k) for x, k in zip(views, places, strict=True)]
+        )
 
     def look() -> None:
         is_detailed = next(n_steps) % DETAIL_EVERY == 0

@@ -58,8 +58,8 @@ class GradientHealth(Callback):
         stats: `stats[record][parameter]` is a dict of `norm` (L2), `clipped_norm` (NaN if the step was
             skipped), `rms`, `abs_max` (of finite elements), `nonfinite` (number; on a GPU without Triton, in
             records without details, 1 stands for any), `zero_rows` (share, 0..1; NaN for one dimension, or if
-            no row is finite), `weight_norm`, `weight_mean`, `weight_std`, `update_ratio` (‖Δw‖/‖w‖ of this
-            step) and `drift` (the same since the fit began). The last two use 1,024 elements at most.
+            no element is finite), `weight_norm`, `weight_mean`, `weight_std`, `update_ratio` (‖Δw‖/‖w‖ of
+            this step) and `drift` (the same since the fit began). The last two use 1,024 elements at most.
             Gradient statistics use all elements; weight statistics use all up to 65,536, and 1,024 of larger
             weights, whose norm is then usually within 3 %. So does `weight_std` of more than 1,024 if it is
             below 6 % of the mean, as in a layer norm.
@@ -110,8 +110,6 @@ class GradientHealth(Callback):
         self._outputs: OutputHooks | None = None
         self._capture: StepCapture | None = None  # of the step in progress, if it is recorded
         self._is_by_hand = False  # whether it was taken as one without an optimizer
-        self._is_idle = False  # whether nothing is done at the step in progress but to count it
-        self._plain_opt: Optimizer | None = None  # one whose steps are made unless a callback cancels them
         self._is_outdated = False  # whether to look for the parameters again before the next step
 
     # ---- events
@@ -159,9 +157,6 @@ class GradientHealth(Callback):
             return
         is_recorded = self.wants(self._n_steps)
         self._n_steps += 1
-        self._is_idle = not is_recorded and self.opt is self._plain_opt and self.learn.scaler is None
-        if self._is_idle:
-            return
         self._begin_step(self._reader, self._watch, is_recorded)
         if self.on_nonfinite == "record" or (reason := self._nonfinite()) is None:
             return
@@ -179,11 +174,7 @@ class GradientHealth(Callback):
         self.phase_state["cancelled"] = True
 
     def after_step(self) -> None:
-        is_cancelled = self.phase_state.pop("cancelled", False)
-        if self._is_idle:
-            self.records.count_step(float(is_cancelled))
-            return
-        self._end_step(is_cancelled, has_scaler=self.learn.scaler is not None)
+        self._end_step(self.phase_state.pop("cancelled", False), has_scaler=self.learn.scaler is not None)
 
     def after_epoch(self) -> None:
         self.records.flush()
@@ -282,10 +273,6 @@ class GradientHealth(Callback):
         self.records.count_step(skipped)
         capture, self._capture = self._capture, None
         if capture is not None:
-            is_plain = (
-                not self.learn.is_external and self.on_nonfinite == "record" and not self._watch.is_fused
-            )
-            self._plain_opt = self.opt if is_plain else None
             capture.not_optimized = self._watch.missing(self._reader.with_grad)
             facts = getattr(self.learn, "facts", None)  # of a loop that hookcb does not run
             self.records.is_clipped = facts is not None and facts.n_clipped > 0 and not facts.reports_steps
@@ -341,7 +328,6 @@ class GradientHealth(Callback):
         state: dict[str, Any] = {"recorded": self.records.state()}
         if self._reader:
             state |= {"n_steps": self._n_steps, "sketches": dict(self._reader.starts)}
-            state |= {"pivots": dict(self._reader.pivots)} if self._reader.pivots else {}
             state |= {"part": self._part} if self.has_rank_state else {}
         return state
 
@@ -349,7 +335,6 @@ class GradientHealth(Callback):
         self.records = GradientRecords.from_state(state["recorded"])
         if self._reader:
             self._n_steps, self._reader.memory = state["n_steps"], self.records.memory
-            self._reader.pivots.update(state.get("pivots", {}))
             if state.get("part", ()) == self._part:  # else they are those of other elements
                 self._reader.starts.update(state.get("sketches", {}))  # those of 0.2 had other elements
         if self._outputs and self.records.output_stats is not None:

@@ -1,18 +1,19 @@
 """GradientReader: captures gradients and weights around an optimizer step, without a device sync."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from hookcb.core.alone import ALONE, Ranks
-from hookcb.core.precision import moved
+from hookcb.core.precision import moved, scaled_norm
 from hookcb.core.torch_private import flattened, norms_of, version_of
-from hookcb.gradients.device import Capture, DeviceReader, usable
-from hookcb.gradients.shards import Columns, ShardCapture, ShardReader, count_nonfinite
-from hookcb.gradients.stats import Number, elements_of, is_readable
+from hookcb.gradients.device import Capture, DeviceReader, Reduced, numbers_on, usable
+from hookcb.gradients.shards import ShardReader
+from hookcb.gradients.stats import Number, is_readable
 from hookcb.hooks.params import Param
 from hookcb.processes.shards import has_no_part, is_shard, local_part
 from hookcb.records.memory import Memory
@@ -25,7 +26,7 @@ class StepCapture:
     """Everything captured around one step.
 
     Attributes:
-        captures: numbers of gradients and weights, one item for each device.
+        captures: numbers of gradients and weights, one item for each device, and one for sharded parameters.
         lr: learning rate of the last parameter group; NaN if unknown.
         scale: factor of the GradScaler, 1.0 without one.
         about: sizes and kinds of the captured parameters, in the order of the model.
@@ -36,8 +37,6 @@ class StepCapture:
         skipped: 1.0 if the step was not made.
         record, step: index of its record and number of its batch, set when it is added to the records.
         buffers: sizes of the running statistics by name, and their concatenated values, by device.
-        shards: numbers of parameters of which this rank has a part, while the step is in progress.
-        merged: statistics of these parameters, by name.
     """
 
     captures: list[Capture]
@@ -52,8 +51,6 @@ class StepCapture:
     record: int = 0
     step: int = 0
     buffers: dict[torch.device, tuple[dict[str, int], Tensor]] = field(default_factory=dict)
-    shards: ShardCapture | None = None
-    merged: Columns = field(default_factory=dict)
 
     @property
     def n_elements(self) -> int:
@@ -73,23 +70,19 @@ class GradientReader:
     Attributes:
         memory: the same.
         starts: tracked elements of each parameter before its first step, by name.
-        pivots: mean of each sharded parameter at its first step, by name; the same on all ranks.
     """
 
     def __init__(self, params: Sequence[Param], ranks: Ranks = ALONE, memory: Memory | None = None) -> None:
         self.starts: dict[str, Tensor] = {}
+        self._pivots: dict[str, Tensor] = {}  # of sharded parameters, the same on all ranks
         self.params: list[Param] = []
-        self.pivots: dict[str, Tensor] = {}
         self.memory = Memory() if memory is None else memory
-        self._ranks, self._sharded = ranks, frozenset[str]()
-        self._shards: ShardReader | None = None
+        self._ranks, self._sharded, self._numels = ranks, frozenset[str](), dict[int, int]()
         self._left_out: dict[str, str] = {}
-        self._key: list[int] = []
-        self._readers: list[tuple[DeviceReader, list[int]]] = []  # with indices into the gradients of a step
+        self._key: list[tuple[int, int, bool]] = []
+        self._readers: list[DeviceReader] = []
         self._about: About = {}
-        self._grads: list[
-            tuple[Param, Tensor | None, int | None]
-        ] = []  # with version counters, None for shards
+        self._grads: list[tuple[Param, Tensor | None, int | None]] = []  # with versions, None of shards
         self.refresh(params, {})
 
     def refresh(
@@ -109,10 +102,8 @@ class GradientReader:
             if (now := named.get(param.name)) is not None and now is not param.p and not is_shard(now):
                 self.starts.pop(param.name, None)
         self.params = [param for param in params if is_readable(param.p)]
-        sharded = [param for param in self.params if is_shard(param.p)]
-        self._sharded = frozenset(param.name for param in sharded)
-        tables = self.starts, self.pivots, self._ranks
-        self._shards = ShardReader(sharded, sizes or {}, *tables) if sharded else None
+        self._sharded = frozenset(param.name for param in self.params if is_shard(param.p))
+        self._numels = sizes or {}
         odd = [param for param in params if not is_readable(param.p)]
         self._left_out |= {param.name: type(param.p).__name__ for param in odd}
         self._buffers: dict[torch.device, list[Tensor]] = {}
@@ -134,50 +125,47 @@ class GradientReader:
 
         Without details those of large gradients are not read, unless some are not finite on a CPU.
         """
-        self._grads = []
+        self._grads, key = [], []
         without_grad: list[str] = []
         frozen: list[str] = []
-        grads, key = [], []
-        shards: dict[str, Tensor | None] = {}
+        grads: dict[str, Tensor | None] = {}
         for param in self.params:
             name, p, _ = param
-            g = p.grad
-            if g is None and not has_no_part(p):
+            g, is_part = p.grad, name in self._sharded
+            has_grad = g is not None or has_no_part(p)
+            if is_part:  # without a gradient, too, as all ranks merge those of the same parameters
+                key.append((id(p), local_part(p).numel(), has_grad))
+            if not has_grad:
                 (without_grad if p.requires_grad else frozen).append(name)
                 continue
-            if name in self._sharded or g is None:
-                shards[name] = g
+            if g is None or is_part:
+                grads[name] = g
                 self._grads.append((param, g, None))
-                key += [id(p), 0]
                 continue
-            x = usable(g)
-            if x is None:
+            if (x := usable(g)) is None:
                 self._left_out[name] = type(g).__name__
                 continue
+            grads[name] = x
             self._grads.append((param, g, version_of(g)))
-            grads.append(x)
-            key += [id(p), p.numel()]
+            key.append((id(p), p.numel(), True))
         if key != self._key:
             self._key = key
-            self._arrange(self.with_grad)
-        of_shards = self._shards.before_step(shards, grad_scale) if self._shards else None
-        captures = [
-            reader.before([grads[i] for i in places], grad_scale, is_detailed)
-            for reader, places in self._readers
-        ]
-        names = without_grad, frozen, dict(self._left_out)
-        return StepCapture(captures, lr, scale, self._about, *names, shards=of_shards)
+            self._arrange()
+        captures = [reader.before(grads, grad_scale, is_detailed) for reader in self._readers]
+        return StepCapture(captures, lr, scale, self._about, without_grad, frozen, dict(self._left_out))
 
-    def _arrange(self, params: list[Param]) -> None:
+    def _arrange(self) -> None:
         by_device: dict[torch.device, list[Param]] = {}
-        whole = [param for param in params if param.name not in self._sharded]
-        for param in whole:
-            by_device.setdefault(param.p.device, []).append(param)
-        place = {id(param): i for i, param in enumerate(whole)}
-        readers = [DeviceReader(on_device, self.memory) for on_device in by_device.values()]
-        self._readers = [(reader, [place[id(param)] for param in reader.params]) for reader in readers]
-        sizes = self._shards.numels if self._shards else {}
-        self._about = {name: (sizes.get(id(p), p.numel()), p.ndim, kind) for name, p, kind in params}
+        for param in self.with_grad:
+            if param.name not in self._sharded:
+                by_device.setdefault(param.p.device, []).append(param)
+        shared = self.memory, self.starts
+        self._readers = [DeviceReader(on_device, *shared) for on_device in by_device.values()]
+        if sharded := [param for param in self.params if param.name in self._sharded]:
+            self._readers.append(ShardReader(sharded, *shared, self._numels, self._pivots, self._ranks))
+        self._about = {
+            name: (self._numels.get(id(p), p.numel()), p.ndim, kind) for name, p, kind in self.with_grad
+        }
 
     @property
     def with_grad(self) -> list[Param]:
@@ -186,13 +174,18 @@ class GradientReader:
 
     def at_step(self, step: StepCapture) -> None:
         """Captures gradients as the optimizer gets them, if they were changed since `before_step`."""
-        if step.shards is not None and self._shards is not None:  # a DTensor does not count its changes
-            self._shards.at_step(step.shards)
-        for param, g, version in self._grads:
-            if g is not None and version is not None and (param.p.grad is not g or version_of(g) != version):
-                for capture in step.captures:
-                    capture.reader.at_step(capture)
-                return
+        is_changed = self._has_changed()
+        for capture in step.captures:
+            if is_changed or isinstance(capture.reader, ShardReader):  # a DTensor does not count its changes
+                capture.reader.at_step(capture)
+
+    def _has_changed(self) -> bool:
+        for param, g, version in self._grads:  # not by `any`, which takes a call for each
+            if version is None or g is None:
+                continue
+            if param.p.grad is not g or version_of(g) != version:
+                return True
+        return False
 
     def after_step(self, step: StepCapture, skipped: Number = 0.0) -> None:
         """Captures the updated weights; `skipped` is 1.0 if the step was not made.
@@ -200,31 +193,42 @@ class GradientReader:
         With sharded parameters all ranks must call it at the same step.
         """
         step.skipped = skipped
-        if step.shards is not None and self._shards is not None:
-            step.merged, step.shards = self._shards.after_step(step.shards, skipped), None
-            captured = {name for c in step.captures for name, *_ in c.reader.params} | step.merged.keys()
-            step.without_grad += [
-                name for name in step.about if name not in captured and self._ranks.world > 1
-            ]
         for capture in step.captures:
-            if capture.reader.start is None:
-                capture.reader.start = self._start(capture)
+            capture.skipped = skipped
             capture.reader.after(capture)
+        if self._sharded and self._ranks.world > 1:
+            captured = {name for capture in step.captures for name in capture.names}
+            step.without_grad += [name for name in step.about if name not in captured]
         self._grads = []
         for device, buffers in self._buffers.items():
             values = flattened([b.detach() for b in buffers]).clone()
             step.buffers[device] = self._sizes[device], self.memory.keep(values)
 
-    def _start(self, capture: Capture) -> Tensor:
-        """Sketches of the parameters before their first step, which another reader may have taken."""
-        reader, starts = capture.reader, []
-        sketches = torch.split(capture.before[reader.n_elements :], reader.lengths)
-        for param, now in zip(reader.params, sketches, strict=True):
-            known = self.starts.get(param.name)
-            if known is None or len(known) != len(now):
-                known = self.starts[param.name] = now.clone()
-            starts.append(known.to(now.device, non_blocking=True))
-        return torch.cat(starts)
+
+def reduce_steps(steps: Sequence[StepCapture]) -> Iterator[tuple[list[StepCapture], list[Reduced]]]:
+    """Runs of steps with the same parameters, and their statistics, device by device."""
+    for _, group in groupby(steps, lambda step: [(id(c.reader), c.names) for c in step.captures]):
+        run = list(group)
+        of_readers = zip(*(step.captures for step in run), strict=True)
+        yield run, [captures[0].reader.reduced(captures) for captures in of_readers]
+
+
+def step_columns(steps: Sequence[StepCapture], by_device: Sequence[Reduced]) -> Tensor:
+    """`STEP_STATS` of steps, `(R, 7)`, from the statistics of their parameters."""
+    norms = [values[..., :2] for _, values in by_device if len(values)]
+    device = norms[0].device if norms else torch.device("cpu")
+    of_steps = [s.lr for s in steps], [s.scale for s in steps], [s.skipped for s in steps]
+    lr, scale, skipped = (numbers_on(device, numbers) for numbers in of_steps)
+    if norms:
+        whole = torch.cat([moved(x, device) for x in norms])  # (n_params, R, 2)
+        (total, clipped), mean = scaled_norm(whole, dim=0).unbind(1), whole[..., 0].mean(0)
+    else:
+        total, clipped = torch.zeros_like(lr), torch.where(skipped == 0, 0.0, torch.nan)
+        mean = torch.full_like(lr, torch.nan)
+    coef = torch.where(total == 0, torch.where(clipped == 0, 1.0, clipped), clipped / total)
+    is_double = any(x.dtype is torch.float64 for x in norms)
+    values = torch.stack([total, clipped, mean, lr, scale, skipped, coef], 1)
+    return values.to(torch.float64 if is_double else torch.float32)
 
 
 def first_nonfinite(params: Iterable[Param], ranks: Ranks = ALONE) -> tuple[str, int] | None:
@@ -232,23 +236,14 @@ def first_nonfinite(params: Iterable[Param], ranks: Ranks = ALONE) -> tuple[str,
 
     Waits for the device, once if all gradients are finite. With sharded parameters all ranks must call it.
     """
-    every = list(params)
-    sharded = [param for param in every if is_shard(param.p)]
-    counts = zip(sharded, count_nonfinite(sharded, ranks), strict=True) if sharded else ()
-    if found := next(((param.name, math.ceil(n)) for param, n in counts if n), None):
-        return found
-    grads = [
-        (param.name, x)
-        for param in every
-        if not is_shard(param.p) and (g := param.p.grad) is not None and (x := usable(g)) is not None
-    ]
-    elements = [(name, elements_of(x)) for name, x in grads]
-    if not elements:
-        return None
-    norms = norms_of([x for _, x in elements])
-    if bool(torch.stack([moved(norm, norms[0].device) for norm in norms]).isfinite().all()):
-        return None
-    for name, x in elements:
-        if n := int(x.isfinite().logical_not_().sum()):  # 0 if only a square has overflowed
-            return name, n
-    return None
+    every = [(param.name, param.p) for param in params]
+    grads = {name: x for name, p in every if p.grad is not None and (x := usable(p.grad)) is not None}
+    norms = norms_of(list(grads.values())) if grads else []
+    on_one = [moved(norm, norms[0].device) for norm in norms]
+    counts: dict[str, float] = {}
+    if on_one and not bool(torch.stack(on_one).isfinite().all()):  # 0 if only squares have overflowed
+        counts = {name: float(x.isfinite().logical_not_().sum()) for name, x in grads.items()}
+    if sharded := [name for name, p in every if is_shard(p)]:
+        of_ranks = ranks.sum([counts.get(name, 0.0) for name in sharded])
+        counts |= dict(zip(sharded, of_ranks, strict=True))
+    return next(((name, math.ceil(n)) for name, _ in every if (n := counts.get(name, 0.0))), None)

@@ -12,8 +12,7 @@ from torch import nn
 
 from hookcb.core.console import as_text
 from hookcb.gradients import plots
-from hookcb.gradients.capture import GradientReader, StepCapture
-from hookcb.gradients.reduce import reduce_steps
+from hookcb.gradients.capture import GradientReader, StepCapture, reduce_steps
 from hookcb.gradients.stats import GRAD_STATS
 from hookcb.hooks.params import find_params
 from hookcb.records.tables import Column, fitted
@@ -115,5 +114,9 @@ def read_gradients(model: nn.Module) -> tuple[StepCapture, dict[str, dict[str, f
             )
         reader.after_step(capture)
         ((_, by_device),) = reduce_steps([capture])
-    rows = {name: row for x in by_device for name, row in zip(x.names, x.values[:, 0].tolist(), strict=True)}
+    rows = {
+        name: row
+        for names, values in by_device
+        for name, row in zip(names, values[:, 0].tolist(), strict=True)
+    }
     return capture, {name: dict(zip(STORED, rows[name], strict=True)) for name in capture.about}

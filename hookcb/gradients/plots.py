@@ -36,10 +36,6 @@ def flow_bars(
 
     `layers` has name, mean and largest; a value that is 0 or not finite leaves a gap, marked by a cross.
 
-    Raises:
-        ModuleNotFoundError: Without matplotlib.
-        ValueError: If there is nothing to draw.
-
     Source: A. Rossi ("RoshanRane"), "Check gradient flow in network", discuss.pytorch.org, 2018.
     """
     check_any(layers, len(layers))
@@ -71,10 +67,6 @@ def update_lines(
 
     A step without a change leaves a gap. Colors go from dark for the first parameter to light for the last.
     Of more than 12, the five that end farthest from 1e-3 are named beside their ends.
-
-    Raises:
-        ModuleNotFoundError: Without matplotlib.
-        ValueError: If there is nothing to draw.
 
     Source: A. Karpathy, "Building makemore part 3", 2022.
     """

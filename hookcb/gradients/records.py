@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from fastcore.foundation import L
+from torch import Tensor
 
 from hookcb.core.arguments import check_count
 from hookcb.core.text import join_names
 from hookcb.gradients import plots
-from hookcb.gradients.capture import About, StepCapture
+from hookcb.gradients.capture import About, StepCapture, reduce_steps, step_columns
 from hookcb.gradients.flow import STORED, GradientFlow, flow_of
 from hookcb.gradients.outputs import OutputGradients
-from hookcb.gradients.reduce import Reduced, reduce_steps, step_columns
 from hookcb.gradients.report import GradientReport, param_rows
-from hookcb.gradients.stats import BUFFER_STATS, GRAD_STATS, STEP_STATS
-from hookcb.gradients.steps import SkipCount
+from hookcb.gradients.stats import BUFFER_STATS, GRAD_STATS, STEP_STATS, Number
 from hookcb.records.memory import Memory
 from hookcb.records.records import Layer, LayerRecords, SavedRecords
 from hookcb.records.store import StatStore
@@ -96,7 +95,7 @@ class GradientRecords(SavedRecords):
         self._n_elements = 0
         self.memory, self._n_lent = Memory(), 0  # which lends to captured steps; number of those that wait
         self._last_about: About = {}
-        self._skips = SkipCount()
+        self._skipped: Number = 0  # steps, on the device if only it knows
         self.about: About = {}
         self.without_grad: list[str] = []
         self.frozen: list[str] = []
@@ -108,9 +107,9 @@ class GradientRecords(SavedRecords):
 
     # ---- adding
 
-    def count_step(self, skipped: float | torch.Tensor) -> None:
+    def count_step(self, skipped: Number) -> None:
         """Counts a step, recorded or not; `skipped` is 1 if it was not made."""
-        self._skips.add(skipped)
+        self._skipped = self._skipped + skipped
 
     def add_step(self, capture: StepCapture, epoch: int, step: int) -> None:
         """Adds a record."""
@@ -140,21 +139,21 @@ class GradientRecords(SavedRecords):
         waiting, self._waiting, self._n_elements = self._waiting, [], 0
         for steps, by_device in reduce_steps(waiting):
             records = [step.record for step in steps]
-            for reduced in by_device:
-                self._note_nonfinite(steps, reduced)
-                for name, values in zip(reduced.names, reduced.values.unbind(), strict=True):
-                    self._stores["params"].put(name, records, values)
+            for names, values in by_device:
+                self._note_nonfinite(steps, names, values)
+                for name, own in zip(names, values.unbind(), strict=True):
+                    self._stores["params"].put(name, records, own)
             self._stores["steps"].put(STEP, records, step_columns(steps, by_device))
             self._put_buffers(steps)
         self.memory.take_back(slice(self._n_lent))  # not what the step in progress has
         self._n_lent = 0
 
-    def _note_nonfinite(self, steps: Sequence[StepCapture], reduced: Reduced) -> None:
+    def _note_nonfinite(self, steps: Sequence[StepCapture], names: Sequence[str], values: Tensor) -> None:
         """Remembers the first NaN, as its record may be dropped; only on a CPU, which needs no sync."""
-        counts = reduced.values[..., GRAD_STATS.index("nonfinite")]
+        counts = values[..., GRAD_STATS.index("nonfinite")]
         if not counts.is_cpu or not bool(counts.any()):
             return
-        for name, numbers in zip(reduced.names, counts.tolist(), strict=True):
+        for name, numbers in zip(names, counts.tolist(), strict=True):
             for step, n in zip(steps, numbers, strict=True):
                 is_overflow = float(step.skipped) > 0 and float(step.scale) > 1  # a GradScaler handles it
                 if n and not is_overflow:
@@ -188,7 +187,7 @@ class GradientRecords(SavedRecords):
     @property
     def skipped(self) -> int:
         """Number of steps without an update in the whole fit; reading it waits for the device."""
-        return int(self._skips)
+        return int(self._skipped)
 
     @property
     def step_stats(self) -> L:
@@ -353,6 +352,9 @@ class GradientRecords(SavedRecords):
         state["outputs"] = None if self.output_stats is None else self.output_stats.state()
         return state
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_skipped": self.skipped}
+
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
         """New records from the value of `state`."""
@@ -360,7 +362,7 @@ class GradientRecords(SavedRecords):
         for name in STATE:
             setattr(records, name, state[name])
         records._stores = {name: StatStore.from_state(store) for name, store in state["stores"].items()}
-        records._skips = SkipCount(state["skipped"])
+        records._skipped = state["skipped"]
         if records.output_stats is not None:
             records.output_stats = OutputGradients.from_state(state["outputs"])
         return records

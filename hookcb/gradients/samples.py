@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]  # no types
 
 SKETCH = 1_024  # maximum number of elements of a parameter that are tracked from step to step
-RUN = 2  # adjacent elements that are tracked together, as each run is a line to fetch into the CPU's cache
+FEW = 16 * SKETCH  # up to which elements are tracked one by one
+PAIR = 2  # adjacent elements that are tracked together, as each pair is a line to fetch into the CPU's cache
 Rule = Callable[[int], Tensor]
 COPIED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # what the kernel copies
 
@@ -35,89 +36,63 @@ def is_native(x: Tensor) -> bool:
     return type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
-def sketch_stride(n: int) -> int:
-    """Stride of the tracked runs among n: about n / 512, and coprime to n.
+@lru_cache(maxsize=256)
+def tracked_places(n: int, device: torch.device | str = "cpu") -> Tensor:
+    """Indices of the tracked elements among n, in rising order: all up to 1,024, up to 16,384 single ones.
 
-    A stride with a divisor in common with a dimension would track only some channels.
+    Among more, 512 pairs at equal distances, which memory is fast at. Among fewer those would leave out too
+    much at the ends, and a step by the golden ratio goes around. Neither step has a divisor in common with
+    their number, so that they are spread over all indices of each dimension.
     """
-    stride = n * RUN // SKETCH
-    while math.gcd(stride, n) != 1:
-        stride -= 1
-    return stride
-
-
-def sketch(x: Tensor) -> Tensor | None:
-    """A view of up to 1,024 elements of a dense tensor, the same at each call, spread evenly over it.
-
-    `(n,)` if it has that few, else 512 pairs, `(512, 2)`. None if there is no such view: up to 16,384
-    elements, as a stride would leave out too many at the ends, and if `x` is not a dense real tensor with
-    adjacent elements.
-    """
-    flat = _flat(x)
-    return None if flat is None or SKETCH < len(flat) <= 16 * SKETCH else _tracked(flat)
-
-
-def _flat(x: Tensor) -> Tensor | None:
-    """A flat view of a dense real tensor in the order of its memory; None if there is none."""
-    x = x.detach()
-    native = is_native(x) and x.layout is torch.strided and x.is_floating_point()
-    if not native or x.is_nested or x.is_meta or x.dtype.itemsize < 2:
-        return None
-    if not x.is_contiguous():
-        x = x.permute(sorted(range(x.ndim), key=x.stride, reverse=True))
-        if not x.is_contiguous():
-            return None
-    return x.view(-1)
-
-
-def _tracked(x: Tensor) -> Tensor:
-    n = len(x)
     if n <= SKETCH:
-        return x
-    if n <= 16 * SKETCH:
-        return x.index_select(0, _places(n, x.device))
-    runs = x[: n // RUN * RUN].view(-1, RUN)
-    stride, k = sketch_stride(len(runs)), SKETCH // RUN
-    return runs[(len(runs) - stride * (k - 1)) // 2 :: stride][:k]
+        places = torch.arange(n, device="cpu")
+    elif n <= FEW:
+        step = _coprime(round(n * 0.6180339887), n, 1)
+        places = (torch.arange(SKETCH, device="cpu") * step % n).sort().values
+    else:
+        n_pairs, k = n // PAIR, SKETCH // PAIR
+        step = _coprime(n_pairs // k, n_pairs, -1)
+        first = (n_pairs - step * (k - 1)) // 2
+        pairs = (first + torch.arange(k, device="cpu") * step) * PAIR
+        places = torch.stack([pairs, pairs + 1], 1).view(-1)
+    return places.to(device, non_blocking=True)
 
 
-@lru_cache(maxsize=256)
-def _places(n: int, device: torch.device) -> Tensor:
-    """1,024 of n indices: multiples of the golden ratio, spread evenly over all parts and channels."""
-    step = round(n * 0.6180339887)
+def _coprime(step: int, n: int, way: int) -> int:
     while math.gcd(step, n) != 1:
-        step += 1
-    return (torch.arange(SKETCH, device="cpu") * step % n).sort().values.to(device, non_blocking=True)
+        step += way
+    return step
 
 
-def sketch_places(x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """A flat view of a tensor and indices of its tracked elements, to copy them in one operation.
-
-    None if it has `sketch`, or no such view.
-    """
-    flat = _flat(x) if x.layout is torch.strided and x.is_contiguous() else None
-    is_picked = flat is not None and SKETCH < len(flat) <= 16 * SKETCH
-    return (flat, _places(len(flat), x.device)) if flat is not None and is_picked else None
+def _is_by_memory(n: int) -> bool:
+    """Whether elements are counted in their order in memory; of those tracked one by one, as indices go."""
+    return not SKETCH < n <= FEW
 
 
-@lru_cache(maxsize=256)
-def tracked_places(n: int) -> Tensor:
-    """Indices of the tracked elements among n."""
-    return _tracked(torch.arange(n, device="cpu")).reshape(-1)
+def flat(x: Tensor) -> Tensor:
+    """All elements, `(n,)`, in the order in which they are tracked: a view if they are adjacent in memory."""
+    if x.layout is not torch.strided:
+        x = x.to_dense()
+    elif not x.is_contiguous() and _is_by_memory(x.numel()):
+        x = x.permute(sorted(range(x.ndim), key=x.stride, reverse=True))
+    return x.reshape(-1)
+
+
+def sketch(x: Tensor) -> Tensor:
+    """Up to 1,024 elements of a tensor, the same at each call and spread evenly over it; see `flat`."""
+    x = flat(x)
+    return x if len(x) <= SKETCH else x.index_select(0, tracked_places(len(x), x.device))
 
 
 def sketch_copy(x: Tensor) -> Tensor:
-    """Copy of up to 1,024 elements, in one dimension, at least float32; those of `sketch` if it has one.
+    """Copy of `sketch`, at least float32; of a DTensor, of this rank's part.
 
-    Complex elements become real and imaginary parts in turn; of a DTensor, it has some of this rank's part.
+    Complex elements become real and imaginary parts in turn.
     """
-    x = local_part(x.detach())
-    view = sketch(x)
-    if view is None:
-        view = _tracked((x if x.layout is torch.strided else x.to_dense()).reshape(-1))
-    if view.is_complex():
-        view = torch.view_as_real(view)
-    return at_least_float32(view.clone(memory_format=torch.contiguous_format)).view(-1)
+    x = sketch(local_part(x.detach()))
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    return at_least_float32(x.clone(memory_format=torch.contiguous_format)).view(-1)
 
 
 def sketch_copies(xs: Sequence[Tensor]) -> list[Tensor]:
@@ -227,10 +202,9 @@ def _index_of(
 @lru_cache(maxsize=256)  # as many parameters have the same shape
 def _offsets(shape: torch.Size, stride: tuple[int, ...], rule: Rule) -> Tensor:
     places = rule(shape.numel())
-    found, dims = torch.zeros_like(places), list(zip(stride, shape, strict=True))[::-1]
-    # as `sketch_copy`, which takes elements of these sizes in the order of indices
-    is_picked = rule is tracked_places and SKETCH < shape.numel() <= 16 * SKETCH
-    for step, size in dims if is_picked else sorted(dims):
+    found, dims = torch.zeros_like(places), list(zip(stride, shape, strict=True))
+    by_memory = rule is not tracked_places or _is_by_memory(shape.numel())
+    for step, size in sorted(dims) if by_memory else dims[::-1]:
         found += places % size * step
         places = places // size
     return found

@@ -1,17 +1,12 @@
-"""Statistics of gradients and weights: pure functions from tensors to small tensors.
-
-Small tensors, up to 1,024 elements, are copied and reduced for many steps together. Larger gradients are
-reduced at their step, in one pass for the norms of their rows and, in some steps, more for their details.
-"""
+"""Statistics of gradients and weights: pure functions from tensors to small tensors."""
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hookcb.core.precision import WIDE, at_least_float32, scaled_norm, wide_norm, widened, widest
+from hookcb.core.precision import at_least_float32, wide_norm, widened, widest
 from hookcb.core.torch_private import norms_of
 from hookcb.gradients.samples import SKETCH, is_native, sketch
 from hookcb.processes.shards import local_part
@@ -27,43 +22,24 @@ SAFE_LOW, SAFE_HIGH = 1e-15, 1e15
 FEW_DIGITS = 4e-3  # Σx² - n·mean² has too few digits of Σx² left if it is a smaller share of it
 
 Number = float | Tensor  # a float on a CPU, as reading needs no sync there; else a 0-d tensor
-
-
-class GradSummary(NamedTuple):
-    """Summary of one large gradient."""
-
-    rows: Tensor  # L2 norm of each row, along the first dimension: (n_rows,)
-    largest: Number  # of the finite |x|; -1 if there is none
-    nonfinite: Number  # number of NaN and infinities
+Numbers = Sequence[float] | Tensor  # the same for several, made one tensor later, for many steps together
 
 
 def plain_gradient(x: Tensor) -> Tensor | None:
-    """A whole gradient as a dense or sparse real tensor; None if its elements cannot be read.
+    """A whole gradient as a dense real tensor; None if its elements cannot be read.
 
     Of a DTensor, this rank's part; complex elements become their magnitudes; half precision, float8 and
-    integers are widened to float32; a sparse tensor is coalesced, and made dense up to 1,024 elements.
+    integers are widened to float32; of a sparse tensor with more than 1,024 elements, the rows it stores.
     """
     x = local_part(x.detach())
-    if not is_native(x) or x.is_nested or x.is_quantized or x.is_meta:
+    if not is_readable(x):
         return None
     if x.layout is not torch.strided:
         if x.layout is not torch.sparse_coo:
             x = x.to_sparse_coo()  # type: ignore[no-untyped-call]
         x = x.coalesce()
-        if x.sparse_dim() != 1 or x.numel() <= SKETCH:
-            x = x.to_dense()
-        elif x.is_complex() or x.dtype not in WIDE:
-            values = plain_gradient(x.values())
-            return None if values is None else _sparse(x, values)
-        else:
-            return x
-    if x.is_complex():
-        return x.abs()
-    return at_least_float32(x)
-
-
-def _sparse(x: Tensor, values: Tensor) -> Tensor:
-    return torch.sparse_coo_tensor(x.indices(), values, x.shape, is_coalesced=True, check_invariants=False)
+        x = x.to_dense() if x.sparse_dim() != 1 or x.numel() <= SKETCH else x.values()
+    return x.abs() if x.is_complex() else at_least_float32(x)
 
 
 def is_readable(p: Tensor) -> bool:
@@ -72,194 +48,102 @@ def is_readable(p: Tensor) -> bool:
     return is_native(part) and not (part.is_nested or part.is_quantized or part.is_meta)
 
 
-def row_norms(x: Tensor) -> Tensor:
-    """L2 norm of each row of `x` along its first dimension, `(n_rows,)`; `(1,)` with fewer than two.
+def in_rows(x: Tensor) -> Tensor:
+    """Rows of a tensor along its first dimension, `(n_rows, n)`; one row if it has fewer than two dimensions.
 
-    In the dtype of `x`. A row that a sparse tensor does not store has norm 0.
+    Within a row, the order is that of memory; a view if each row has no gaps.
     """
-    norms: Tensor
-    if x.layout is not torch.strided:
-        norms = torch.zeros(x.shape[0], dtype=x.dtype, device=x.device)
-        return norms.index_copy_(0, x.indices()[0], row_norms(x.values().flatten(1)))
     if x.ndim < 2:
-        return _norms(x.reshape(1, -1))
-    if x.is_contiguous():
-        return _norms(x.view(x.shape[0], -1))
-    norms = torch.linalg.vector_norm(x, dim=list(range(1, x.ndim)))
-    return norms
+        return x.reshape(1, -1)
+    if not x.is_contiguous():
+        x = x.permute(0, *sorted(range(1, x.ndim), key=x.stride, reverse=True))
+    return x.flatten(1)
 
 
-def _norms(rows: Tensor) -> Tensor:
-    """L2 norms of rows; of long ones in parts, as torch's loses 1e-5 of 10⁶ elements, 3 % of 2·10⁸."""
-    k = rows.shape[1] // WHOLE
+def row_norms(x: Tensor) -> Tensor:
+    """L2 norms of rows, `(…, n_rows)` of `(…, n_rows, n)`, in their dtype.
+
+    Of long rows in parts, as torch's norm loses 1e-5 of 10⁶ elements, 3 % of 2·10⁸.
+    """
+    k = x.shape[-1] // WHOLE
     norms: Tensor
     if k > 1:
-        parts, rest = rows[:, : k * WHOLE].view(-1, k, WHOLE), rows[:, k * WHOLE :]
-        of_parts, of_rest = torch.linalg.vector_norm(parts, dim=2), torch.linalg.vector_norm(rest, dim=1)
-        rows = torch.cat([of_parts, of_rest[:, None]], 1)
-    norms = torch.linalg.vector_norm(rows, dim=1)
+        parts, rest = x[..., : k * WHOLE].reshape(*x.shape[:-1], k, WHOLE), x[..., k * WHOLE :]
+        of_parts, of_rest = torch.linalg.vector_norm(parts, dim=-1), torch.linalg.vector_norm(rest, dim=-1)
+        x = torch.cat([of_parts, of_rest[..., None]], -1)
+    norms = torch.linalg.vector_norm(x, dim=-1)
     return norms
 
 
-def summarize_gradient(x: Tensor) -> GradSummary:
-    """Summary of a large gradient from `plain_gradient`.
-
-    On a CPU, extremes tell whether a second pass is needed, for NaN, infinities and squares that would leave
-    the range of float32. Other devices always count NaN and infinities, as reading the extremes needs a sync.
-    """
-    elements = elements_of(x)
-    if elements.numel() == 0:
-        return GradSummary(row_norms(x), 0.0, 0.0)
-    if not x.is_cpu:
-        others = elements.isfinite().logical_not_()
-        return GradSummary(row_norms(x), elements.abs().masked_fill_(others, -1).amax(), others.sum())
-    size = _largest(elements)
-    if SAFE_LOW < size < SAFE_HIGH or size == 0:  # False for NaN
-        return GradSummary(row_norms(x), size, 0.0)
-    finite = elements[elements.isfinite()]
-    scale = size if 0 < size < math.inf else 1.0  # else squares leave the range of float64 too
-    rows, largest = row_norms(x.double() / scale) * scale, _largest(finite) if len(finite) else -1.0
-    return GradSummary(rows, largest, float(elements.numel() - len(finite)))
-
-
-def large_sums(xs: Sequence[Tensor], is_detailed: bool) -> list[Number]:
+def gradient_sums(x: Tensor) -> Tensor:
     """Norm, Σ|x|, largest finite |x|, number of NaN and infinities, and of rows that are not zero.
 
-    Without details the second and the third are NaN, and each is read once, not three times; 1 stands for any
-    number of NaN and infinities on other devices than the CPU, where telling needs a sync. On a CPU there are
-    details all the same if any gradient has NaN, infinities, or squares that would leave float32.
+    On a CPU the norm tells whether a second pass is needed, for NaN, infinities and squares that would leave
+    the range of float32. Other devices always make it, as telling needs a sync.
 
     Args:
-        xs: large gradients on one device, from `plain_gradient`.
-        is_detailed: whether to read the details.
+        x: rows of gradients, `(…, n_rows, n)`, see `in_rows`. Above 65,536 elements, Σ|x| is that of 1,024 in
+            proportion.
 
     Returns:
-        Five numbers for each gradient, one after another.
+        `(…, 5)` in the widest dtype; the largest is -1 if no element is finite.
     """
-    quick = None if is_detailed else _quick_sums(xs)
-    if quick is not None:
-        return quick
-    numbers: list[Number] = []
-    for x in xs:
-        rows, largest, nonfinite = summarize_gradient(x)
-        filled = torch.where(rows.isfinite().any(), (rows != 0).sum(), math.nan)
-        numbers += number_of(wide_norm(rows, dim=0)), _size(x), largest, nonfinite, number_of(filled)
-    return numbers
+    both, wide, n = (-2, -1), widest(x.device), x.shape[-2] * x.shape[-1]
+    if not n:
+        return torch.zeros(*x.shape[:-2], 5, dtype=wide, device=x.device)
+    rows = row_norms(x)
+    norm, largest = wide_norm(rows, dim=-1), torch.maximum(-x.amin(both), x.amax(both))
+    nonfinite, scale = torch.zeros_like(norm), torch.ones_like(norm)
+    is_safe = (norm > SAFE_LOW) & (norm < SAFE_HIGH) | (largest == 0)  # False for NaN
+    if not (x.is_cpu and bool(is_safe.all())):
+        others = x.isfinite().logical_not_()
+        largest = x.abs().masked_fill_(others, -1).amax(both)
+        unit = largest.where(largest > 0, 1.0)
+        x = x / unit[..., None, None]
+        rows, nonfinite, scale = row_norms(x), others.sum(both), unit.to(wide)
+        norm = wide_norm(rows, dim=-1) * scale
+    some = x if n <= WHOLE else sketch(x)[None]
+    size = some.abs().sum(both) * (n / (some.shape[-2] * some.shape[-1])) * scale
+    return torch.stack([x.to(wide) for x in (norm, size, largest, nonfinite, (rows != 0).sum(-1))], -1)
 
 
-def _quick_sums(xs: Sequence[Tensor]) -> list[Number] | None:
-    """The numbers of `large_sums` without details; None if they must be read."""
+def quick_sums(xs: Sequence[Tensor]) -> list[Number] | None:
+    """The numbers of `gradient_sums` without Σ|x| and the largest, which are NaN; each tensor is read once.
+
+    1 stands for any number of NaN and infinities on other devices than the CPU. On a CPU, None if any
+    gradient has some, or squares that leave float32, which takes `gradient_sums` to tell.
+    """
+    rows = [row_norms(x) for x in xs]
     numbers: list[Number] = []
     if xs and not xs[0].is_cpu:
-        stored = [elements_of(x) for x in xs]
-        sizes = norms_of([x if x.numel() else x.new_zeros(1) for x in stored], math.inf)
-        for rows, size in zip(map(row_norms, xs), sizes, strict=True):
+        sizes = norms_of([x if x.numel() else x.new_zeros(1) for x in xs], math.inf)
+        for own, size in zip(rows, sizes, strict=True):
             nonfinite = size.isfinite().logical_not_()
-            numbers += wide_norm(rows, dim=0), math.nan, math.nan, nonfinite, (rows != 0).sum()
+            numbers += wide_norm(own, dim=-1), math.nan, math.nan, nonfinite, (own != 0).sum()
         return numbers
-    for x in xs:
-        rows = row_norms(x)
-        norm = torch.linalg.vector_norm(rows, dtype=torch.float64).item()
-        elements = elements_of(x)
-        if not SAFE_LOW < norm < SAFE_HIGH and (norm != 0 or (elements.numel() and _largest(elements) != 0)):
+    for x, own in zip(xs, rows, strict=True):
+        norm = torch.linalg.vector_norm(own, dtype=torch.float64).item()
+        if not SAFE_LOW < norm < SAFE_HIGH and (norm != 0 or x.count_nonzero()):
             return None
-        numbers += norm, math.nan, math.nan, 0.0, rows.count_nonzero().item()
+        numbers += norm, math.nan, math.nan, 0.0, own.count_nonzero().item()
     return numbers
 
 
-def _largest(x: Tensor) -> float:
-    """The largest |x| on a CPU, from minimum and maximum, which take less time than `aminmax`."""
-    low, high = x.amin().item(), x.amax().item()
-    return max(-low, high)
+def norms_as_read(xs: Sequence[Tensor]) -> list[Number]:
+    """L2 norm of each tensor in rows, in a few kernels; on a CPU even if squares leave float32."""
+    if not xs:
+        return []
+    norms = norms_of([x if x.numel() <= WHOLE else row_norms(x.reshape(1, -1)) for x in xs])
+    if not xs[0].is_cpu:
+        return list(norms)
+    known = [norm.item() for norm in norms]
+    return [
+        norm if SAFE_LOW < norm < SAFE_HIGH else wide_norm(x.reshape(-1), dim=0).item()
+        for norm, x in zip(known, xs, strict=True)
+    ]
 
 
-def _size(x: Tensor) -> Number:
-    """Σ|x| of a gradient from `plain_gradient`; above 65,536 elements, that of 1,024 in proportion."""
-    tracked = sketch(x) if x.numel() > WHOLE else None
-    if tracked is None:
-        return number_of(elements_of(x).abs().sum())  # a fifth of the time of the L1 norm
-    return number_of(tracked.abs().mean()) * x.numel()
-
-
-def number_of(x: Tensor) -> Number:
-    """A float on a CPU, as reading needs no sync there; else the tensor itself."""
-    return x.item() if x.is_cpu else x
-
-
-def elements_of(x: Tensor) -> Tensor:
-    """The stored elements of a tensor from `plain_gradient`."""
-    return x if x.layout is torch.strided else x.values()
-
-
-class GradColumns(NamedTuple):
-    """Statistics of gradients by record and parameter, each `(R, k)`, in the widest dtype; see `widest`."""
-
-    norm: Tensor  # L2
-    abs_max: Tensor  # of finite elements
-    nonfinite: Tensor  # number
-    zero_rows: Tensor  # share, 0..1; NaN with fewer than two dimensions, or if no row is finite
-    mean_abs: Tensor
-
-
-def reduce_small(x: Tensor, shape: torch.Size) -> GradColumns:
-    """Statistics of k small gradients of one shape in R records, `(R, k, n)`."""
-    n, wide = x.shape[-1], widest(x.device)
-    nothing = torch.full(x.shape[:-1], math.nan, dtype=wide, device=x.device)
-    if not n:
-        zero = torch.zeros_like(nothing)
-        return GradColumns(zero, nothing, zero, nothing, nothing)
-    size = x.abs()
-    of_rows = size.reshape(*x.shape[:2], shape[0], -1).amax(3) if len(shape) > 1 else size
-    abs_max, nonfinite, norm_of = of_rows.amax(2), torch.zeros_like(nothing), torch.linalg.vector_norm
-    if not (x.is_cpu and bool(((abs_max > SAFE_LOW) & (abs_max < SAFE_HIGH)).all())):
-        others = size.isfinite().logical_not_()
-        x, size, nonfinite, norm_of = x.to(wide), size.to(wide), others.sum(2).to(wide), scaled_norm
-        abs_max = size.masked_fill(others, 0).amax(2).masked_fill(others.all(2), math.nan)
-    zero_rows = _zero_rows(of_rows, wide) if len(shape) > 1 else nothing
-    norm, total = norm_of(x, dim=2).to(wide), torch.linalg.vector_norm(x, 1, dim=2).to(wide)
-    return GradColumns(norm, abs_max.to(wide), nonfinite, zero_rows, total / n)
-
-
-def of_sums(sums: Tensor, numels: Tensor, n_rows: Tensor, scale: Tensor) -> GradColumns:
-    """Statistics of k gradients in R records from `large_sums` or `Sums`.
-
-    Args:
-        sums: the sums, `(R, k, 5)`.
-        numels: number of elements of each, `(k,)`.
-        n_rows: number of rows of each, `(k,)`; NaN for one dimension.
-        scale: factor by which the gradients were too large, `(R, 1)`.
-    """
-    norm, size, largest, nonfinite, rows = sums.unbind(2)
-    has_none = largest < 0  # no finite element
-    zero_rows = (1 - rows / n_rows).masked_fill(has_none, math.nan)
-    abs_max = largest.masked_fill(has_none, math.nan) / scale
-    return GradColumns(norm / scale, abs_max, nonfinite, zero_rows, size / scale / numels)
-
-
-def _zero_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Share of zeros among sizes of rows, along the last dimension; NaN if none is finite."""
-    return (rows == 0).mean(-1, dtype=dtype).masked_fill(rows.isfinite().logical_not_().all(-1), math.nan)
-
-
-def update_ratio(change: Tensor, before: Tensor) -> Tensor:
-    """Size of a change of weights relative to the weights, ‖after - before‖ / ‖before‖.
-
-    Usual is 1e-3 for a step of a healthy run; far above, the learning rate is too high.
-
-    Args:
-        change: differences of weights, `(…, n)`.
-        before: the weights they are relative to.
-
-    Returns:
-        `(…)`; 0 if nothing has changed, inf if all weights were zero before.
-
-    Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
-    """
-    size = _norm_of_any_size(change)
-    return torch.where(size == 0, size, size / _norm_of_any_size(before))
-
-
-def _norm_of_any_size(x: Tensor) -> Tensor:
+def norm_of_any_size(x: Tensor) -> Tensor:
     """L2 norm along the last dimension, though squares of the elements may be tiny or huge."""
     if not x.is_cpu:
         return wide_norm(x, dim=-1)
@@ -270,22 +154,31 @@ def _norm_of_any_size(x: Tensor) -> Tensor:
     return norm
 
 
-def weight_stats(x: Tensor, is_complex: bool) -> tuple[Tensor, Tensor, Tensor]:
+def weight_stats(x: Tensor, is_complex: bool, pivot: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Norm, mean and unbiased std of tracked weights, `(…, n)`; of their magnitudes if they are complex.
 
-    Each is `(…)`, in the widest dtype; see `widest`.
+    Each is `(…)`, in the widest dtype; see `widest`. With `pivot`, `(…)`, the mean is that of distances to
+    it, which has the digits of a small spread.
     """
     if is_complex:
         x = torch.linalg.vector_norm(x.reshape(*x.shape[:-1], -1, 2), dim=-1)
-    norm, n = _norm_of_any_size(x), x.shape[-1]
+    norm, n = norm_of_any_size(x), x.shape[-1]
+    x = x if pivot is None else x - pivot[..., None]
     mean = widened(x.mean(-1))
     if n < 2:
         return norm, mean, torch.full_like(norm, math.nan)
-    total = norm.square()
-    squares = torch.addcmul(total, mean, mean, value=-n)
-    if not (x.is_cpu and bool((squares > FEW_DIGITS * total).all())):  # False for NaN
-        squares = _norm_of_any_size(x - mean[..., None].to(x.dtype)).square_()
-    return norm, mean, (squares / (n - 1)).sqrt_()
+    return norm, mean, norm_of_any_size(x - mean[..., None].to(x.dtype)) / math.sqrt(n - 1)
+
+
+def ratio(change: Tensor, before: Tensor) -> Tensor:
+    """Size of a change of weights relative to the weights, ‖after - before‖ / ‖before‖, from these norms.
+
+    0 if nothing has changed, inf if all weights were zero before. Usual is 1e-3 for a step of a healthy run;
+    far above, the learning rate is too high.
+
+    Source: A. Karpathy, CS231n notes, "Ratio of weights:updates".
+    """
+    return torch.where(change == 0, change, change / before)
 
 
 def std_of(norm: Tensor, total: Tensor, n: Tensor, of_sketch: Tensor) -> Tensor:
@@ -296,3 +189,22 @@ def std_of(norm: Tensor, total: Tensor, n: Tensor, of_sketch: Tensor) -> Tensor:
     """
     square = norm.square() - total.square() / n
     return torch.where(square <= FEW_DIGITS * norm.square(), of_sketch, (square / (n - 1)).sqrt())
+
+
+def columns_of(moments: Tensor, numels: Tensor, n_rows: Tensor, skipped: Tensor) -> Tensor:
+    """`GRAD_STATS` and mean |gradient| of R steps, `(n_params, R, 12)`.
+
+    Args:
+        moments: see `DeviceReader.moments`, `(R, n_params, 13)`.
+        numels: numbers of elements, `(n_params,)`.
+        n_rows: numbers of rows, `(n_params,)`; 0 with fewer than two dimensions.
+        skipped: 1 for steps that were not made, `(R,)`.
+    """
+    norm, size, largest, nonfinite, rows, used, *weights, change, before, drift, start = moments.unbind(2)
+    has_none = (largest < 0) | (numels == 0)  # no finite element
+    used = used.masked_fill(skipped[:, None] != 0, math.nan)
+    zero_rows = (1 - rows / n_rows).masked_fill(has_none | (n_rows == 0), math.nan)
+    of_gradient = [norm, used, norm / numels.sqrt(), largest.masked_fill(has_none, math.nan), nonfinite]
+    ratios = ratio(change, before), ratio(drift, start)
+    values = torch.stack([*of_gradient, zero_rows, *weights, *ratios, size / numels], 2)
+    return values.transpose(0, 1).contiguous()

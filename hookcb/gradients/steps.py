@@ -58,11 +58,6 @@ class StepWatch:
         self._ids |= params_of(opt)
         return True
 
-    @property
-    def is_fused(self) -> bool:
-        """Whether the last step was that of a fused optimizer, where only the device knows if it was made."""
-        return self._found_inf is not None
-
     def begin(self, opt: Optimizer) -> bool:
         """Begins a step; True if the optimizer's parameters have changed."""
         self._is_open, self._found_inf = True, None
@@ -130,29 +125,6 @@ class StepWatch:
 
 def _n_params(opt: Optimizer) -> int:
     return sum(len(group["params"]) for group in opt.param_groups)
-
-
-class SkipCount:
-    """Number of skipped steps, summed on the device if only it knows."""
-
-    __slots__ = ("_n", "_on_device")
-
-    def __init__(self, n: int = 0) -> None:
-        self._n: int = n
-        self._on_device: Tensor | None = None
-
-    def add(self, skipped: Number) -> None:
-        """Counts a step; `skipped` is 1 if it was skipped."""
-        if not isinstance(skipped, Tensor):
-            self._n += int(skipped)
-        else:
-            self._on_device = skipped if self._on_device is None else self._on_device + skipped
-
-    def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        return None, {"_n": int(self), "_on_device": None}
-
-    def __int__(self) -> int:
-        return self._n + (0 if self._on_device is None else int(self._on_device))
 
 
 def scale_of(scaler: torch.amp.GradScaler | None, model: nn.Module) -> Number:

@@ -165,15 +165,6 @@ def is_partial(x: Tensor) -> bool:
     return any(placement.is_partial() for placement in getattr(x, "placements", ()))
 
 
-def summed(x: Tensor) -> Tensor:
-    """A DTensor of which the ranks have summands, summed; a collective, which all ranks must reach."""
-    from torch.distributed.tensor import Replicate
-
-    placements = [Replicate() if placed.is_partial() else placed for placed in x.placements]  # type: ignore[attr-defined]
-    whole: Tensor = x.redistribute(placements=placements)  # type: ignore[attr-defined]
-    return whole
-
-
 def drop_gathered(model: nn.Module) -> None:
     """Drops the parameters that a sharded model has gathered in a forward without a backward.
 

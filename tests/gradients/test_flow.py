@@ -3,6 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hookcb import (
     GradientHealth,
@@ -52,3 +56,25 @@ def test_flow_needs_a_model_and_a_backward():
     assert [layer for layer, *_ in gradient_flow(model)] == ["0", "2"]
     with pytest.raises(TypeError, match=r"must be an nn\.Module, got 'resnet'"):
         gradient_flow("resnet")
+
+
+@pytest.fixture
+def mesh():
+    """That of two ranks, of which this process is the second, and no other exists."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("placement", "flow"),
+    [(Shard(0), [("layer", 5.5, 7.0)]), (Replicate(), [("layer", 5.5, 7.0)]), (Partial(), [])],
+    ids=["divided", "whole", "summands"],
+)
+def test_a_gradient_is_divided_as_its_parameter_as_far_as_nothing_is_sent(mesh, placement, flow):
+    whole = torch.arange(8.0).view(4, 2)
+    part = whole[2:] if placement == Shard(0) else whole
+    model = nn.ModuleDict({"layer": nn.Linear(2, 4, bias=False)})
+    model["layer"].weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)]))
+    model["layer"].weight.grad = DTensor.from_local(part, mesh, [placement])
+    assert gradient_flow(model) == flow
