@@ -183,12 +183,7 @@ def load_validated(learn: Any, state: Any, file: Path, strict: bool) -> bool:
     if not isinstance(state, dict) or set(state) != KEYS:
         return False
     model: nn.Module = learn.model
-    own = model.state_dict()
-    weights = fitted(model, state["model"], file, "model", own)
-    found = ((name, x["averaged"]) for name, x in state["cbs"].items() if has_average(x) and x["validated"])
-    for name, averaged in found:
-        average = fitted(model, averaged, file, f"cbs.{name}.averaged", own)
-        weights |= {name: x for name, x in average.items() if name in weights}
+    weights = _validated_weights(model, state, file, model.state_dict())
     model.load_state_dict(weights, strict=strict)
     return True
 
@@ -214,12 +209,17 @@ def read_whole_weights(path: Path) -> tuple[Path, dict[str, Any]]:
     state, nothing = read_any(path, torch.device("cpu"), ALONE), nn.Module()
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise ValueError(f"{path} is neither a checkpoint nor a file of learn.save")
-    weights = fitted(nothing, state["model"], path, "model", {})
+    return path, _validated_weights(nothing, state, path, {})
+
+
+def _validated_weights(model: nn.Module, state: Any, file: Path, own: dict[str, Any]) -> dict[str, Any]:
+    """Weights that the fit of a checkpoint validated, by the names in the model, or those in the file."""
+    weights = fitted(model, state["model"], file, "model", own)
     for name, saved in state.get("cbs", {}).items():
-        if has_average(saved) and saved["validated"]:
-            average = fitted(nothing, saved["averaged"], path, f"cbs.{name}.averaged", {})
+        if has_average(saved) and saved.get("validated"):
+            average = fitted(model, saved["averaged"], file, f"cbs.{name}.averaged", own)
             weights |= {name: x for name, x in average.items() if name in weights}
-    return path, weights
+    return weights
 
 
 def read_any(file: Path, device: torch.device, ranks: Ranks) -> Any:
