@@ -20,15 +20,8 @@ from hookcb.core.state import TrainingState
 from hookcb.core.torch_private import buffers_of
 from hookcb.hooks.modules import unsaved_buffers
 from hookcb.processes.groups import is_sharded, without_replicas
-from hookcb.processes.shards import divided_like, is_dtensor, local_part
-from hookcb.training.checkpoint.folder import (
-    MARKER,
-    has_tensors,
-    rank_name,
-    read_tensors,
-    remove_unfinished_folders,
-    write_folder,
-)
+from hookcb.processes.shards import is_dtensor, local_part
+from hookcb.training.checkpoint.folder import MARKER, rank_name, whole_again, write_folder
 from hookcb.training.checkpoint.names import with_own_names, with_plain_names
 from hookcb.training.checkpoint.position import Position, check_position, rest_of_epoch
 
@@ -252,22 +245,16 @@ def _for_callback(model: nn.Module, saved: Any, file: Path, name: str, took_over
         saved = {**saved, "averaged": fitted(model, saved["averaged"], file, f"cbs.{name}.averaged", named)}
     if "position" in saved:
         saved = {**saved, "took_over": (took_over.samples, took_over.batches)}
-    wanted: dict[str, Tensor] = {}
-    filled = _filled(saved, ("cbs", name), None, wanted)
-    read_tensors(file, wanted)
-    return filled
+    return whole_again(saved, f"cbs.{name}", file)
 
 
 def read_opt(opt: Optimizer, saved: dict[str, Any], file: Path) -> dict[str, Any]:
     """State of an optimizer in a file or folder, divided as its parameters are."""
-    params = dict(enumerate(p for group in opt.param_groups for p in group["params"]))
-    wanted: dict[str, Tensor] = {}
-    states = {
-        i: _filled(x, ("opt", "state", str(i)), params.get(i), wanted) for i, x in saved["state"].items()
-    }
-    groups = _filled(saved["param_groups"], ("opt", "param_groups"), None, wanted)
-    read_tensors(file, wanted)
-    return {**saved, "state": states, "param_groups": groups}
+    params = {str(i): p for i, p in enumerate(p for group in opt.param_groups for p in group["params"])}
+    read: dict[str, Any] = whole_again(
+        saved, "opt", file, lambda place: params.get(place.removeprefix("opt.state.").partition(".")[0])
+    )
+    return read
 
 
 def fitted(
@@ -282,39 +269,9 @@ def fitted(
         part: of the state, such as "model".
         own: tensors of this model by name.
     """
-    wanted: dict[str, Tensor] = {}
     names = with_own_names(model, {name: name for name in saved}, own)
-    filled = copy.copy(with_own_names(model, saved, own))  # not a new one, as it has attributes
-    for name, name_there in names.items():
-        filled[name] = _filled(saved[name_there], (part, name_there), own.get(name), wanted)
-    read_tensors(file, wanted)
-    return filled
-
-
-def _filled(value: Any, path: tuple[str, ...], like: Any, wanted: dict[str, Tensor]) -> Any:
-    """A copy of a saved value with tensors in place of those on "meta", to be read by the names in `wanted`.
-
-    Args:
-        value: as it was read.
-        path: its place in the state.
-        like: a tensor of this model; those of its shape are divided as it is.
-        wanted: gets the tensors to read.
-    """
-    if isinstance(value, Tensor):
-        is_divided = isinstance(like, Tensor) and is_dtensor(like) and like.shape == value.shape
-        if not value.is_meta:
-            return divided_like(value, like) if is_divided else value
-        empty = torch.empty_like(like.detach(), dtype=value.dtype) if is_divided else None
-        wanted[".".join(path)] = x = torch.empty_like(value, device="cpu") if empty is None else empty
-        return x
-    if isinstance(value, dict) and has_tensors(value):
-        filled = copy.copy(value)
-        for key, item in value.items():
-            filled[key] = _filled(item, (*path, str(key)), like, wanted)
-        return filled
-    if isinstance(value, list | tuple) and has_tensors(value):
-        return type(value)(_filled(x, (*path, str(i)), like, wanted) for i, x in enumerate(value))
-    return value
+    like = {f"{part}.{there}": own.get(name) for name, there in names.items()}
+    return with_own_names(model, whole_again(saved, part, file, like.get), own)
 
 
 def check_fits(state: dict[str, Any], learn: TrainingState) -> None:
@@ -404,14 +361,6 @@ def checkpoints_in(folder: Path) -> list[Path]:
                 # the end of an epoch sorts behind its batches, with a suffix or without
                 ages[file] = written.stat().st_mtime_ns, f"{file.stem}."
     return sorted(ages, key=ages.__getitem__)
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Removes incomplete files of a killed `Checkpoint`; only safe if no one else uses the folder."""
-    for kind in ("epoch-*.pt*.partial", "best.pt*.partial"):
-        for left in folder.glob(kind):
-            left.unlink()
-    remove_unfinished_folders(folder)
 
 
 def loaders_of(learn: Any) -> list[Any]:
