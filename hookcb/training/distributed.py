@@ -1,7 +1,5 @@
 """Distributed: one training on several processes, from the same script."""
 
-import difflib
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -24,6 +22,7 @@ from hookcb.processes.groups import MAX_SHOWN
 from hookcb.processes.loaders import Share, divided, with_loaders
 from hookcb.processes.process_group import n_processes, open_group, own_device
 from hookcb.processes.wrap import is_wrapped, layout, prepared, replicated, sharded
+from hookcb.training.compile import check_options
 from hookcb.training.engine import Engine
 
 MODES = ("ddp", "fsdp2")
@@ -125,7 +124,8 @@ class Distributed(Callback):
                 "the mesh has no names of its dimensions, which say which processes get the same samples; "
                 "make it with mesh_dim_names, or give sizes by name, mesh={'dp': 2, 'tp': 4}"
             )
-        _check_options(mode, options)
+        if options:
+            check_options(_wrapper_of(mode), options, NOT_OPTIONS)
         self.mode, self.shard, self.prepare, self.mesh, self.options = mode, shard, prepare, mesh, options
         self._is_on = False  # while the model is wrapped
         self._whole: nn.Module | None = None  # the user's model, while it is replicated
@@ -282,6 +282,14 @@ def _can_train(model: nn.Module) -> bool:
     return any(p.requires_grad for p in params) and not any(map(is_lazy, params))
 
 
+def _wrapper_of(mode: str) -> Callable[..., Any]:
+    if mode == "ddp":
+        return DistributedDataParallel
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard
+
+
 def _names_of(mesh: Any) -> tuple[str, ...]:
     return tuple(mesh) if isinstance(mesh, Mapping) else tuple(mesh.mesh_dim_names or ())
 
@@ -290,23 +298,3 @@ def _make_mesh(sizes: Mapping[str, int], device: torch.device) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def _check_options(mode: str, options: dict[str, Any]) -> None:
-    """Checks that torch has the options.
-
-    Raises:
-        TypeError: If it lacks one; the message names a similar one.
-    """
-    if not options:
-        return
-    if mode == "ddp":
-        function: Callable[..., Any] = DistributedDataParallel
-    else:
-        from torch.distributed.fsdp import fully_shard as function
-    possible = [key for key in inspect.signature(function).parameters if key not in NOT_OPTIONS]
-    for key in options:
-        if key not in possible:
-            close = difflib.get_close_matches(key, possible, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(possible)}"
-            raise TypeError(f"{function.__name__} has no option {key!r} that can be given here; {hint}")

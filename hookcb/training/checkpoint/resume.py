@@ -71,30 +71,29 @@ class Resume:
             return None
         if not isinstance(resume, str | Path):
             raise TypeError(f"resume must be the path of a checkpoint or folder, or 'latest', got {resume!r}")
-        if resume != LATEST:
-            file = Path(resume)
-            if not file.exists():
-                raise FileNotFoundError(
-                    f"there is no {file}; give a file that a Checkpoint has written, or a folder of them"
+        folder = Path(resume)
+        if resume == LATEST:
+            folders = [cb.folder for cb in learn.cbs if isinstance(cb, Checkpoint)]
+            if not folders:
+                raise ValueError(
+                    "resume is 'latest', but no Checkpoint is attached; add one, cbs=Checkpoint(folder), "
+                    "or give a path"
                 )
-            in_it = file.is_dir() and not is_folder_of_ranks(file)
-            return cls._newest(file, learn) if in_it else cls(file, _read(file, learn.ranks), learn)
-        folders = [cb.folder for cb in learn.cbs if isinstance(cb, Checkpoint)]
-        if not folders:
-            raise ValueError(
-                "resume is 'latest', but no Checkpoint is attached; add one, cbs=Checkpoint(folder), "
-                "or give a path"
+            folder = folders[0]
+        elif not folder.exists():
+            raise FileNotFoundError(
+                f"there is no {folder}; give a file that a Checkpoint has written, or a folder of them"
             )
-        folder = folders[0]
-        learn.ranks.check_alike({f"checkpoints in {folder}": [file.name for file in checkpoints_in(folder)]})
-        return cls._newest(folder, learn) if checkpoints_in(folder) else None
-
-    @classmethod
-    def _newest(cls, folder: Path, learn: TrainingState) -> Self:
-        """Returns the state of the newest intact file."""
-        broken = []
+        elif not folder.is_dir() or is_folder_of_ranks(folder):
+            return cls(folder, _read(folder, learn.ranks), learn)
         files = checkpoints_in(folder)
         learn.ranks.check_alike({f"checkpoints in {folder}": [file.name for file in files]})
+        return cls._newest(folder, files, learn) if files or resume != LATEST else None
+
+    @classmethod
+    def _newest(cls, folder: Path, files: list[Path], learn: TrainingState) -> Self:
+        """Returns the state of the newest intact file."""
+        broken = []
         for file in reversed(files):
             try:
                 state = _read(file, learn.ranks)

@@ -78,22 +78,19 @@ def save_state(state: dict[str, Any], file: Path, learn: TrainingState) -> None:
         save_whole(state, file)
         return
     _check_divided(learn.opt)
-    own = {cb.name for cb in learn.cbs if cb.has_rank_state}
-    mine: dict[str, Any] = {key: state[key] for key in OF_RANK}
-    of_model = {"buffers": dict(learn.model.named_buffers()), "grads": state["grads"]}
-    for part, named in of_model.items():
-        local = {name: x for name, x in named.items() if not is_dtensor(x)}
-        mine[part] = with_plain_names(learn.model, local)
-    mine["cbs"] = {name: x for name, x in state["cbs"].items() if name in own}
-    common = {**state, "ranks": [rank_name(rank) for rank in range(learn.ranks.world)]}
-    for part in ("model", "buffers", "grads"):
-        common[part] = with_plain_names(learn.model, state[part])
-    averaged = without_replicas(learn.model)
-    common["cbs"] = {
+    model, averaged = learn.model, without_replicas(learn.model)
+    plain = {part: with_plain_names(model, state[part]) for part in ("model", "buffers", "grads")}
+    cbs = {
         name: {**x, "averaged": with_plain_names(averaged, x["averaged"])} if has_average(x) else x
         for name, x in state["cbs"].items()
     }
-    write_folder(common, mine, file, learn.ranks)
+    ranks = [rank_name(rank) for rank in range(learn.ranks.world)]
+    mine = {key: state[key] for key in OF_RANK}
+    mine["cbs"] = {cb.name: cbs[cb.name] for cb in learn.cbs if cb.has_rank_state and cb.name in cbs}
+    buffers = with_plain_names(model, dict(model.named_buffers()))
+    for part, named in (("buffers", buffers), ("grads", plain["grads"])):
+        mine[part] = {name: x for name, x in named.items() if not is_dtensor(x)}
+    write_folder({**state, **plain, "cbs": cbs, "ranks": ranks}, mine, file, learn.ranks)
 
 
 def _check_divided(opt: Optimizer) -> None:
