@@ -66,9 +66,6 @@ class Distributed(Callback):
         **options: options of DistributedDataParallel, such as `find_unused_parameters`, or of `fully_shard`,
             such as `mp_policy`.
 
-    Raises:
-        TypeError, ValueError: If an argument is invalid, or not one of the mode.
-
     >>> from hookcb import Distributed, synth_learner
     >>> learn = synth_learner(cbs=Distributed())
     >>> with learn.no_logging():

@@ -81,7 +81,6 @@ class SWA(AverageCallback, RateCallback):
 
     @property
     def first(self) -> int:
-        """First epoch that counts."""
         return int(self.start * self.n_epoch) if isinstance(self.start, float) else self.start
 
     def _average(self, averages: list[Tensor], now: list[Tensor]) -> None:
@@ -166,5 +165,4 @@ class _TakesInputs(nn.Module):
         self.model = model
 
     def forward(self, xb: Any) -> Any:
-        """The model's output."""
         return self.model(**xb) if isinstance(xb, Mapping) else self.model(*xb)
