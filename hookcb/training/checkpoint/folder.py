@@ -273,7 +273,9 @@ def _apart(state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {key: _mapped(value, put, key) for key, value in state.items()}
 
 
-def whole_again(saved: Any, place: str, folder: Path, like: Callable[[str], Any] = lambda place: None) -> Any:
+def with_tensors(
+    saved: Any, place: str, folder: Path, like: Callable[[str], Any] = lambda place: None
+) -> Any:
     """A copy of a part of a state with the tensors that are in torch's files of a folder.
 
     Args:

@@ -14,13 +14,13 @@ from hookcb.core.state import TrainingState
 from hookcb.training.checkpoint.callback import Checkpoint
 from hookcb.training.checkpoint.folder import check_not_part, is_folder_of_ranks, read_folder
 from hookcb.training.checkpoint.state import (
-    KEYS,
     READ,
     check_fits,
     check_world,
     checkpoints_in,
     fitted,
     has_average,
+    is_checkpoint,
     restore,
 )
 from hookcb.training.progress import Progress
@@ -173,20 +173,6 @@ class Resume:
             )
 
 
-def load_validated(learn: Any, state: Any, file: Path, strict: bool) -> bool:
-    """Loads the weights that the fit of a checkpoint validated, also an average of `EMA`.
-
-    Returns:
-        Whether it is a checkpoint; else nothing was loaded.
-    """
-    if not isinstance(state, dict) or set(state) != KEYS:
-        return False
-    model: nn.Module = learn.model
-    weights = _validated_weights(model, state, file, model.state_dict())
-    model.load_state_dict(weights, strict=strict)
-    return True
-
-
 def read_whole_weights(path: Path) -> tuple[Path, dict[str, Any]]:
     """Reads the weights that a checkpoint's fit validated, or those of a file of `learn.save`, as they are.
 
@@ -208,11 +194,18 @@ def read_whole_weights(path: Path) -> tuple[Path, dict[str, Any]]:
     state, nothing = read_any(path, torch.device("cpu"), ALONE), nn.Module()
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise ValueError(f"{path} is neither a checkpoint nor a file of learn.save")
-    return path, _validated_weights(nothing, state, path, {})
+    return path, validated_weights(nothing, state, path, {})
 
 
-def _validated_weights(model: nn.Module, state: Any, file: Path, own: dict[str, Any]) -> dict[str, Any]:
-    """Weights that the fit of a checkpoint validated, by the names in the model, or those in the file."""
+def validated_weights(model: nn.Module, state: Any, file: Path, own: dict[str, Any]) -> dict[str, Any]:
+    """Weights in a checkpoint or a file of `learn.save`; if an average of `EMA` was validated, these.
+
+    Args:
+        model: gives the names, if it has them.
+        state: as it was read.
+        file: from which it was read.
+        own: the tensors of the model by name.
+    """
     weights = fitted(model, state["model"], file, "model", own)
     for name, saved in state.get("cbs", {}).items():
         if has_average(saved) and saved.get("validated"):
@@ -245,6 +238,6 @@ def _read(file: Path, ranks: Ranks) -> dict[str, Any]:
             f"{file} was written by another version of hookcb, in format {state['format']!r}, but this one "
             f"reads formats {' and '.join(map(str, READ))}; resume with the version that wrote it"
         )
-    if not isinstance(state, dict) or set(state) != KEYS:
+    if not is_checkpoint(state):
         raise ValueError(f"{file} is not a checkpoint of a fit; give a file that a Checkpoint has written")
     return state

@@ -21,7 +21,7 @@ from hookcb.core.torch_private import buffers_of
 from hookcb.hooks.modules import unsaved_buffers
 from hookcb.processes.groups import is_sharded, without_replicas
 from hookcb.processes.shards import is_dtensor, local_part
-from hookcb.training.checkpoint.folder import MARKER, rank_name, whole_again, write_folder
+from hookcb.training.checkpoint.folder import MARKER, rank_name, with_tensors, write_folder
 from hookcb.training.checkpoint.names import with_own_names, with_plain_names
 from hookcb.training.checkpoint.position import Position, check_position, rest_of_epoch
 
@@ -112,6 +112,11 @@ def _check_divided(opt: Optimizer) -> None:
 def in_folder(learn: TrainingState) -> bool:
     """Whether a checkpoint is a folder, to which each rank writes its part."""
     return learn.ranks.world > 1 or is_sharded(learn.model)
+
+
+def is_checkpoint(state: Any) -> bool:
+    """Whether what was read is the state of a fit."""
+    return isinstance(state, dict) and set(state) == KEYS
 
 
 def has_average(saved: Any) -> bool:
@@ -242,13 +247,13 @@ def _for_callback(model: nn.Module, saved: Any, file: Path, name: str, took_over
         saved = {**saved, "averaged": fitted(model, saved["averaged"], file, f"cbs.{name}.averaged", named)}
     if "position" in saved:
         saved = {**saved, "took_over": (took_over.samples, took_over.batches)}
-    return whole_again(saved, f"cbs.{name}", file)
+    return with_tensors(saved, f"cbs.{name}", file)
 
 
 def read_opt(opt: Optimizer, saved: dict[str, Any], file: Path) -> dict[str, Any]:
     """State of an optimizer in a file or folder, divided as its parameters are."""
     params = {str(i): p for i, p in enumerate(p for group in opt.param_groups for p in group["params"])}
-    read: dict[str, Any] = whole_again(
+    read: dict[str, Any] = with_tensors(
         saved, "opt", file, lambda place: params.get(place.removeprefix("opt.state.").partition(".")[0])
     )
     return read
@@ -268,7 +273,7 @@ def fitted(
     """
     names = with_own_names(model, {name: name for name in saved}, own)
     like = {f"{part}.{there}": own.get(name) for name, there in names.items()}
-    return with_own_names(model, whole_again(saved, part, file, like.get), own)
+    return with_own_names(model, with_tensors(saved, part, file, like.get), own)
 
 
 def check_fits(state: dict[str, Any], learn: TrainingState) -> None:

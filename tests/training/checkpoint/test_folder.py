@@ -16,7 +16,7 @@ from hookcb.training.checkpoint.folder import (
     read_folder,
     remove_checkpoint,
     remove_unfinished,
-    whole_again,
+    with_tensors,
     write_folder,
 )
 
@@ -40,7 +40,7 @@ def test_tensors_of_the_model_are_read_apart_from_the_rest(written):
     assert state["model"]["w"].shape == (2, 3)
     assert torch.equal(state["cbs"]["a"][0], torch.ones(2))
     assert state["cbs"]["a"][1] == 5
-    model = whole_again(state["model"], "model", written)
+    model = with_tensors(state["model"], "model", written)
     assert torch.equal(model["w"], STATE["model"]["w"])
     assert STATE["model"]["w"].device.type == "cpu"  # what was written is unchanged
 
@@ -75,7 +75,7 @@ def test_the_table_of_contents_runs_no_code(written):
 
     (written / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises((ValueError, pickle.UnpicklingError), match="does not belong"):
-        whole_again(torch.empty(2, 3, device="meta"), "model.w", written)
+        with_tensors(torch.empty(2, 3, device="meta"), "model.w", written)
     assert not (written / "evil").exists()
 
 
