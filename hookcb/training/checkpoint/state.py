@@ -148,7 +148,7 @@ def restore(learn: TrainingState, state: dict[str, Any], file: Path) -> "enumera
     Returns:
         In the middle of a training, the remaining batches with their numbers; else None.
     """
-    batches, is_same, position = None, is_same_world(state, learn), position_in(state)
+    is_same = _n_writers(state) == learn.ranks.world
     mine = read_saved(file / rank_name(learn.ranks.rank), CPU) if state["ranks"] and is_same else {}
     state = {**state, **{key: mine[key] for key in OF_RANK if key in mine}}
     _start_workers(learn, state)
@@ -156,11 +156,7 @@ def restore(learn: TrainingState, state: dict[str, Any], file: Path) -> "enumera
         for dl, saved in zip(loaders_of(learn), state["loaders"], strict=False):
             if saved is not None:
                 dl.load_state_dict(saved)
-    took_over = Position()
-    if state["phase"] == "train" and must_take_over(state, learn):
-        batches, took_over = _rest_of_epoch(learn, state, position)
-    elif state["phase"] == "train":
-        batches = _batches_left(learn, state)
+    batches, took_over = _batches_left(learn, state) if state["phase"] == "train" else (None, Position())
     model, named = learn.model, dict(learn.model.named_parameters())
     model.load_state_dict(fitted(model, state["model"], file, "model", model.state_dict()))
     buffers = dict(model.named_buffers())
@@ -200,36 +196,28 @@ def _summed_here(grads: dict[str, Any], params: dict[str, Any], file: Path) -> d
     return grads
 
 
-def is_same_world(state: dict[str, Any], learn: TrainingState) -> bool:
-    """Whether as many processes have written a state as train now."""
-    return (len(state["ranks"]) or 1) == learn.ranks.world
+def _n_writers(state: dict[str, Any]) -> int:
+    """Number of processes that have written a state."""
+    return len(state["ranks"]) or 1
 
 
-def must_take_over(state: dict[str, Any], learn: TrainingState) -> bool:
+def _must_take_over(state: dict[str, Any], learn: TrainingState) -> bool:
     """Whether the samples left of an epoch are divided anew, as another number of ranks has begun it."""
-    position = position_in(state)
-    return not is_same_world(state, learn) or (position is not None and position["took_over"] > 0)
+    position = _position_in(state)
+    return _n_writers(state) != learn.ranks.world or (position is not None and position["took_over"] > 0)
 
 
-def position_in(state: dict[str, Any]) -> dict[str, Any] | None:
+def _position_in(state: dict[str, Any]) -> Any:
     """Position in the epoch in samples, as `Position.saved` gave it; None if it was not saved."""
-    of_checkpoints = (x for x in state["cbs"].values() if isinstance(x, dict) and "random_of_phase" in x)
-    found: dict[str, Any] | None = next((x["position"] for x in of_checkpoints if x.get("position")), None)
-    return found
-
-
-def _rest_of_epoch(learn: TrainingState, state: dict[str, Any], position: Any) -> tuple[Any, Position]:
-    """The batches that these ranks take of an epoch that others have begun."""
-    rest, began = rest_of_epoch(position, learn.dl)
-    learn.iter, learn.epoch_began = began.batches - 1, state["train_iter"] - began.batches
-    return enumerate(rest, began.batches), began
+    cbs = [x for x in state["cbs"].values() if isinstance(x, dict)]
+    return next((x["position"] for x in cbs if "random_of_phase" in x and x.get("position")), None)
 
 
 def _seed_rank(state: dict[str, Any], learn: TrainingState, file: Path) -> None:
     """Seeds the random numbers of this rank, as other ranks than before cannot go on with theirs."""
     drawn = zlib.crc32(state["random"]["torch"].numpy().tobytes())
     set_seed(zlib.crc32(repr((drawn, state["epoch"], state["train_iter"], learn.ranks.rank)).encode()))
-    n, now = len(state["ranks"]) or 1, learn.ranks.world
+    n, now = _n_writers(state), learn.ranks.world
     warn(
         f"{file} was written by {n} process{'es' if n > 1 else ''} and is resumed by {now}, so "
         "random numbers, as of dropout and augmentations, are others than they would have been",
@@ -311,10 +299,9 @@ def check_world(state: dict[str, Any], learn: TrainingState) -> None:
     Raises:
         ValueError: If they cannot; the message says why.
     """
-    if state["phase"] == "train" and must_take_over(state, learn):
-        check_position(position_in(state), learn.dls.train)
-    if state["grads"] and not is_same_world(state, learn):
-        n = len(state["ranks"]) or 1
+    if state["phase"] == "train" and _must_take_over(state, learn):
+        check_position(_position_in(state), learn.dls.train)
+    if state["grads"] and (n := _n_writers(state)) != learn.ranks.world:
         raise ValueError(
             f"was written while {n} process{'es' if n > 1 else ''} accumulated gradients, which "
             f"{learn.ranks.world} cannot continue; resume with as many, or from another checkpoint"
@@ -378,12 +365,16 @@ def _start_workers(learn: TrainingState, state: dict[str, Any]) -> None:
             iter(dl)
 
 
-def _batches_left(learn: TrainingState, state: dict[str, Any]) -> "enumerate[Any]":
-    """Begins the epoch's training again, and skips the batches that were trained on."""
+def _batches_left(learn: TrainingState, state: dict[str, Any]) -> "tuple[enumerate[Any], Position]":
+    """The batches left of an epoch, with their numbers, and where it was taken over from other ranks."""
+    if _must_take_over(state, learn):
+        rest, began = rest_of_epoch(_position_in(state), learn.dl)
+        learn.iter, learn.epoch_began = began.batches - 1, state["train_iter"] - began.batches
+        return enumerate(rest, began.batches), began
     done = state["iter"]
     learn.iter = done - 1
     if state["loaders"][0] is not None:  # its `load_state_dict` has skipped them
-        return enumerate(learn.dl, done)
+        return enumerate(learn.dl, done), Position()
     set_random_state(state["random_of_phase"], *loaders_of(learn))
     batches = enumerate(learn.dl)
     if (skipped := sum(1 for _ in islice(batches, done))) < done:
@@ -391,7 +382,7 @@ def _batches_left(learn: TrainingState, state: dict[str, Any]) -> "enumerate[Any
             f"the checkpoint is of batch {done} of an epoch, but the training loader has only {skipped} "
             "batches; resume with the data it was written with"
         )
-    return batches
+    return batches, Position()
 
 
 def _plain(value: Any, where: str) -> Any:
