@@ -130,7 +130,7 @@ class Distributed(Callback):
         self._layout: list[tuple[Any, ...]] = []  # of its parameters when it was
         self._made: tuple[nn.Module, nn.Module] | None = None  # a model, and what it became for good
         self._share = Share(1, 0)
-        self._parts: list[tuple[Any, Any]] = []  # the learner's loaders, and what was made of them
+        self._parts: dict[str, tuple[Any, Any]] = {}  # the learner's loaders, and what was made of them
         self._left: dict[str, str] = {}  # loaders that are not divided, and why
 
     # ---- around a fit
@@ -256,18 +256,15 @@ class Distributed(Callback):
 
     def _divided_all(self, dls: Any) -> Any:
         """The learner's loaders, divided once, as they may have workers that stay."""
-        self._left, before = {}, self._parts
-        loaders = {"training": dls.train, "validation": getattr(dls, "valid", None)}
-        self._parts = []
-        for role, loader in loaders.items():
-            known = [
-                part for i, (other, part) in enumerate(before) if other is loader and i == len(self._parts)
-            ]
-            part, why = (known[0], "") if known else divided(loader, self._share, role == "training")
+        self._left = {}
+        for role, loader in (("training", dls.train), ("validation", getattr(dls, "valid", None))):
+            if role in self._parts and self._parts[role][0] is loader:
+                continue
+            part, why = divided(loader, self._share, role == "training")
+            self._parts[role] = None if why else loader, part
             if why and loader is not None:
                 self._left[role] = why
-            self._parts.append((None if why else loader, part))
-        return with_loaders(dls, *(part for _, part in self._parts))
+        return with_loaders(dls, *(part for _, part in self._parts.values()))
 
     def _own_part(self, loader: Any) -> Any:
         return divided(loader, self._share, training=False)[0]
