@@ -73,12 +73,7 @@ class Compile(Callback):
 
 
 def check_options(function: Callable[..., Any], options: Iterable[str], others: Container[str]) -> None:
-    """Checks that a function of torch has the options.
-
-    Args:
-        function: the function, or a class.
-        options: their names.
-        others: parameters that are not options.
+    """Checks that a function of torch has the options, not counting its parameters `others`.
 
     Raises:
         TypeError: If it lacks one; the message names a similar one.

@@ -99,9 +99,6 @@ def write_folder(state: dict[str, Any], mine: dict[str, Any], folder: Path, rank
         mine: what only this rank has.
         folder: replaced if it exists.
         ranks: those that write.
-
-    Raises:
-        OSError: If it cannot be written.
     """
     tensors: dict[str, Tensor] = {}
     partial = _partial(folder)

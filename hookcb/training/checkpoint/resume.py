@@ -176,11 +176,8 @@ class Resume:
 def read_whole_weights(path: Path) -> tuple[Path, dict[str, Any]]:
     """Reads the weights that a checkpoint's fit validated, or those of a file of `learn.save`, as they are.
 
-    Args:
-        path: file or folder; of a folder of checkpoints, the newest one is read.
-
     Returns:
-        What was read, and weights by the names in it, on the CPU.
+        What was read, of a folder of checkpoints the newest one, and weights by the names in it, on the CPU.
 
     Raises:
         FileNotFoundError, ValueError: If there is none, or it is damaged; the message names it.
@@ -200,11 +197,7 @@ def read_whole_weights(path: Path) -> tuple[Path, dict[str, Any]]:
 def validated_weights(model: nn.Module, state: Any, file: Path, own: dict[str, Any]) -> dict[str, Any]:
     """Weights in a checkpoint or a file of `learn.save`; if an average of `EMA` was validated, these.
 
-    Args:
-        model: gives the names, if it has them.
-        state: as it was read.
-        file: from which it was read.
-        own: the tensors of the model by name.
+    They have the names of the model's `own` tensors, as far as it has such.
     """
     weights = fitted(model, state["model"], file, "model", own)
     for name, saved in state.get("cbs", {}).items():

@@ -36,8 +36,6 @@ CPU = torch.device("cpu")
 def capture(learn: TrainingState, phase: str, random_of_phase: dict[str, Any]) -> dict[str, Any]:
     """State of the running fit, to be saved at once, as its tensors are those in use.
 
-    On several ranks it has the names of the model without wrappers.
-
     Args:
         learn: the learner.
         phase: "train" after a batch, "validate" after the training of an epoch, "epoch" after an epoch.
@@ -138,12 +136,7 @@ def check_whole(learn: TrainingState) -> None:
 
 
 def restore(learn: TrainingState, state: dict[str, Any], file: Path) -> "enumerate[Any] | None":
-    """Restores the result of `capture`.
-
-    Args:
-        learn: the learner.
-        state: as it was read, on several ranks without the tensors.
-        file: from which it was read.
+    """Restores the result of `capture`, which was read from `file`, on several ranks without the tensors.
 
     Returns:
         In the middle of a training, the remaining batches with their numbers; else None.
@@ -250,15 +243,7 @@ def read_opt(opt: Optimizer, saved: dict[str, Any], file: Path) -> dict[str, Any
 def fitted(
     model: nn.Module, saved: dict[str, Any], file: Path, part: str, own: dict[str, Any]
 ) -> dict[str, Any]:
-    """Tensors of a file or folder by the names of this model, divided as its own are.
-
-    Args:
-        model: the model.
-        saved: values by the names in the file.
-        file: from which they were read, on several ranks without the tensors.
-        part: of the state, such as "model".
-        own: tensors of this model by name.
-    """
+    """The tensors `saved` of a part of a state by the names of this model, divided as its `own` are."""
     names = with_own_names(model, {name: name for name in saved}, own)
     like = {f"{part}.{there}": own.get(name) for name, there in names.items()}
     return with_own_names(model, with_tensors(saved, part, file, like.get), own)
