@@ -122,3 +122,14 @@ def test_a_copy_stays_when_the_original_is_removed(written, monkeypatch, has_lin
     remove_checkpoint(written)
     assert os.listdir(written.parent) == ["best"]
     read_folder(written.with_name("best"), ALONE)
+
+
+def test_a_file_is_copied_and_removed_as_a_folder_is(tmp_path):
+    file, best = tmp_path / "epoch-0001.pt", tmp_path / "best.pt"
+    for content in (b"first", b"second"):
+        file.write_bytes(content)
+        copy_checkpoint(file, best)
+        assert best.read_bytes() == content
+    for _ in range(2):
+        remove_checkpoint(file)
+    assert os.listdir(tmp_path) == ["best.pt"]
