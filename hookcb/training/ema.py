@@ -41,6 +41,7 @@ class EMA(AverageCallback):
         model: the averaged model, in eval mode; each fit creates a new one. It has the same names as the
             trained model, so `learn.model.load_state_dict(learn.ema.model.state_dict())` works. Of a
             DistributedDataParallel, it is a copy of the model inside.
+        n_averaged: number of steps in the average.
 
     Raises:
         AttributeError: If there is no averaged model, before the first fit, and for a sharded model.
