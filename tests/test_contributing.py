@@ -32,6 +32,7 @@ INTERNAL = {  # callbacks that are not for users, and whose they are
     "LRFinder": "Learner.lr_find",
     "RateCallback": "the base of schedules",
     "SteppedRate": "the base of schedules",
+    "AverageCallback": "the base of EMA and SWA",
     "EndAtLimit": "hookcb diagnose --steps",
     "LookForNan": "hookcb diagnose --trace-nan",
 }

@@ -47,7 +47,7 @@ def bar():
     display._TerminalBar(rich.console.Console(force_terminal=True)).close()
 
 check(bar)
-check(display._NotebookTable, False)
+check(display._NotebookTable, rich.console.Console(), False)
 check(plots.layer_lines, "a", {"mean": [0.0, 1.0]}, [0, 1], None, None)
 check(hookcb.module_summary, torch.nn.Linear(2, 1), torch.ones(2, 2))
 check(digits)

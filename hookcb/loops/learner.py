@@ -49,8 +49,8 @@ from hookcb.processes.shards import drop_gathered, gathered, resharded
 from hookcb.report.collect import make_page
 from hookcb.report.page import Page
 from hookcb.training.checkpoint.names import with_plain_names
-from hookcb.training.checkpoint.resume import Resume, load_validated, read_any
-from hookcb.training.checkpoint.state import check_whole, fitted, read_opt
+from hookcb.training.checkpoint.resume import Resume, read_any, validated_weights
+from hookcb.training.checkpoint.state import check_whole, is_checkpoint, read_opt
 from hookcb.training.metrics import Metrics
 from hookcb.training.predictions import GatherPreds
 from hookcb.training.progress import Progress
@@ -464,12 +464,11 @@ class Learner(NamedLoop):
     def _load(self, file: Path, with_opt: bool, strict: bool) -> None:
         self._place()
         state = read_any(file, self._device, ranks_of(self.model))
-        if load_validated(self, state, file, strict):
-            return
-        check_saved(state, file, {"model", "opt"})
-        weights = fitted(self.model, state["model"], file, "model", self.model.state_dict())
+        if not (of_fit := is_checkpoint(state)):
+            check_saved(state, file, {"model", "opt"})
+        weights = validated_weights(self.model, state, file, self.model.state_dict())
         self.model.load_state_dict(weights, strict=strict)
-        if with_opt and state["opt"] is not None:
+        if with_opt and not of_fit and state["opt"] is not None:
             self._prepare()
             self.opt.load_state_dict(read_opt(self.opt, state["opt"], file))
 

@@ -1,20 +1,25 @@
 """GradientAccumulation: one optimizer step for several batches."""
 
+import inspect
 import math
 from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
-from hookcb.core import orders
+from hookcb.core import graph, orders
 from hookcb.core.arguments import check_count
 from hookcb.core.batch import batch_size
 from hookcb.core.callback import Callback
 from hookcb.core.console import warn
 from hookcb.core.events import CancelBatchException
 from hookcb.core.optim import scale_gradients
+from hookcb.core.torch_private import saved
 from hookcb.processes.groups import set_sync
-from hookcb.training.reductions import reduction_of
+
+ATEN_NAMES = {1: "mean", 2: "sum"}  # at::Reduction, saved in the nodes of torch's losses
+UNCHANGED = ("Add", "Sub", "Neg", *graph.SHAPING)
+MAX_NODES = 64
 
 
 class GradientAccumulation(Callback):
@@ -39,9 +44,6 @@ class GradientAccumulation(Callback):
             `loss_func.reduction`, the default of the function's parameter `reduction`, or the last operation
             in the graph of the first loss; if it remains unknown, "mean", with a warning.
         name: name of the callback in the learner.
-
-    Raises:
-        TypeError, ValueError: If an argument is invalid.
 
     >>> from hookcb import Callback, GradientAccumulation, synth_learner
     >>> steps = Callback(after_step=lambda cb: print("step after batch", cb.iter))
@@ -162,7 +164,7 @@ class GradientAccumulation(Callback):
 
     def _find_reduction(self) -> str:
         loss_func = getattr(self.learn, "loss_func", None)
-        reduction = self.reduction or reduction_of(loss_func, self.learn.loss)
+        reduction = self.reduction or _reduction_of(loss_func, self.learn.loss)
         if reduction is None and loss_func is not None and self.n > 1:
             title = getattr(loss_func, "__qualname__", type(loss_func).__name__)
             warn(
@@ -175,3 +177,39 @@ class GradientAccumulation(Callback):
     def _is_whole(self, n_batches: int) -> bool:
         is_last = self.learn.n_iter == self.learn.iter + 1  # a loader may have more batches than its length
         return n_batches >= self.n or (is_last and n_batches > 0)
+
+
+def _reduction_of(loss_func: Any, loss: Any) -> str | None:
+    """Reduction of a loss, "mean" or "sum"; None if neither its function nor its graph shows it.
+
+    A mean plus a penalty that is a sum is a mean. A sum that is multiplied or divided by something may be
+    either.
+
+    Args:
+        loss_func: the loss function; it may have a `reduction`, as an attribute or as a parameter with a
+            default, as torch's losses do.
+        loss: a loss with its graph; its last operations are inspected if `loss_func` has no `reduction`.
+    """
+    named = getattr(loss_func, "reduction", None) or _default(loss_func)
+    if isinstance(named, str) and named != "none":
+        return "sum" if named == "sum" else "mean"
+    if isinstance(loss, Tensor):
+        for kind, ops in (("mean", (*UNCHANGED, *graph.SCALING)), ("sum", UNCHANGED)):
+            if kind in _reductions(loss.grad_fn, ops):
+                return kind
+    return None
+
+
+def _default(loss_func: Any) -> Any:
+    """Default of the parameter `reduction`; for a partial, the value it was given."""
+    try:
+        parameter = inspect.signature(loss_func).parameters.get("reduction")
+    except (TypeError, ValueError):  # None, or a builtin without a signature
+        return None
+    return None if parameter is None else parameter.default
+
+
+def _reductions(root: Any, ops: tuple[str, ...]) -> set[str]:
+    """Operations, or the reductions of torch's losses, that are behind nothing but `ops`."""
+    nodes = graph.walk([root], at_most=MAX_NODES, through=lambda at: graph.name(at) in ops)
+    return {ATEN_NAMES.get(saved(at, "reduction", 0), graph.name(at).lower()) for at in nodes}

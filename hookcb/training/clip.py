@@ -36,10 +36,6 @@ class GradientClip(Callback):
         coefs: factor that gradients were multiplied by at each step, 1.0 if nothing was clipped; with
             `value`, the share of the norm that was left.
 
-    Raises:
-        TypeError: If an argument is not a number.
-        ValueError: If one is not above 0, or both `max_norm` and `value` are given.
-
     Source: Pascanu et al., "On the difficulty of training recurrent neural networks", ICML 2013.
 
     >>> from hookcb import GradientClip, synth_learner
@@ -79,12 +75,10 @@ class GradientClip(Callback):
 
     @property
     def norms(self) -> list[float]:
-        """Norm of all gradients before clipping, at each step."""
         return [norm for norm, _ in self._steps()]
 
     @property
     def coefs(self) -> list[float]:
-        """Factor that gradients were multiplied by, at each step."""
         return [coef for _, coef in self._steps()]
 
     def before_step(self) -> None:

@@ -1,14 +1,14 @@
 """Compile: torch.compile for the length of a fit."""
 
-import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from hookcb.core import orders
+from hookcb.core.arguments import did_you_mean
 from hookcb.core.callback import Callback
 from hookcb.core.torch_private import (
     backward_hooks,
@@ -49,14 +49,7 @@ class Compile(Callback):
 
     def __init__(self, *, name: str | None = None, **options: Any) -> None:
         super().__init__(name=name)
-        possible = [
-            key for key in inspect.signature(torch.compile).parameters if key not in ("model", "name")
-        ]
-        for key in options:
-            if key not in possible:
-                close = difflib.get_close_matches(key, possible, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(possible)}"
-                raise TypeError(f"torch.compile has no option {key!r}; {hint}")
+        check_options(torch.compile, options, ("model", "name"))
         self.options = options
         self._on = self._hooked = False
 
@@ -77,6 +70,19 @@ class Compile(Callback):
         if self._on:
             undo_compile(self.model)
         self._on = False
+
+
+def check_options(function: Callable[..., Any], options: Iterable[str], others: Container[str]) -> None:
+    """Checks that a function of torch has the options, not counting its parameters `others`.
+
+    Raises:
+        TypeError: If it lacks one; the message names a similar one.
+    """
+    possible = [key for key in inspect.signature(function).parameters if key not in others]
+    for key in options:
+        if key not in possible:
+            hint = did_you_mean(key, possible).strip() or f"possible are: {', '.join(possible)}"
+            raise TypeError(f"torch's {function.__name__} takes no option {key!r}; {hint}")
 
 
 def _compile(model: nn.Module, options: dict[str, Any]) -> None:

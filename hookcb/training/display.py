@@ -3,7 +3,7 @@
 import html
 import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -14,58 +14,44 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 
-class Display(Protocol):
-    """Shows the progress of a fit."""
-
-    def advance(self, doing: str, done: int, total: int | None) -> None:
-        """Shows that `done` of `total` batches of the phase `doing` are done."""
-
-    def add_row(self, row: Mapping[str, float]) -> None:
-        """Shows the row of an epoch."""
-
-    def add_line(self, line: str) -> None:
-        """Shows a line of text."""
-
-    def close(self) -> None:
-        """Removes the progress bar; rows stay on the screen."""
-
-
-def open_display(console: Console, bar: bool) -> Display:
-    """Opens the display that suits `console`; in a file or pipe, a bar would only show up at the end."""
-    if console.is_jupyter:
-        return _NotebookTable(bar)
-    if console.is_interactive and bar:
-        return _TerminalBar(console)
-    return _PlainRows(console)
-
-
-class _PlainRows:
-    """A line per epoch, under a line of column names."""
+class Display:
+    """Progress of a fit in a file or pipe: a line for each epoch, under a line of column names."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.names: list[str] = []
 
     def advance(self, doing: str, done: int, total: int | None) -> None:
-        """Shows nothing between rows."""
+        """Shows that `done` of `total` batches of the phase `doing` are done; here nothing."""
 
     def add_row(self, row: Mapping[str, float]) -> None:
+        """Shows the row of an epoch."""
         if self.names != list(row):
             self.names = list(row)
             self._line(name.rjust(max(10, len(name))) for name in self.names)
         self._line(_text(name, value).rjust(max(10, len(name))) for name, value in row.items())
 
     def add_line(self, line: str) -> None:
+        """Shows a line of text."""
         self._line([line])
 
     def _line(self, cells: Iterable[str]) -> None:
         self.console.print("  ".join(cells), soft_wrap=True, highlight=False, markup=False)
 
     def close(self) -> None:
-        """Does nothing."""
+        """Removes the progress bar, if there is one; rows stay on the screen."""
 
 
-class _TerminalBar(_PlainRows):
+def open_display(console: Console, bar: bool) -> Display:
+    """Opens the display that suits `console`; in a file or pipe, a bar would only show up at the end."""
+    if console.is_jupyter:
+        return _NotebookTable(console, bar)
+    if console.is_interactive and bar:
+        return _TerminalBar(console)
+    return Display(console)
+
+
+class _TerminalBar(Display):
     """A bar at the bottom of the terminal, the rows above it."""
 
     def __init__(self, console: Console) -> None:
@@ -100,13 +86,14 @@ class _TerminalBar(_PlainRows):
         self.live.stop()
 
 
-class _NotebookTable:
+class _NotebookTable(Display):
     """An HTML table that grows and is saved with the notebook; rich's live display would not be saved."""
 
-    def __init__(self, bar: bool) -> None:
+    def __init__(self, console: Console, bar: bool) -> None:
         with random_kept():
             import IPython.display
 
+        super().__init__(console)
         ipython: Any = IPython.display  # untyped
         self.html, self.bar = ipython.HTML, bar
         self.began, self.first, self.last = time.perf_counter(), 0, 0

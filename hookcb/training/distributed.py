@@ -1,7 +1,5 @@
 """Distributed: one training on several processes, from the same script."""
 
-import difflib
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -24,6 +22,7 @@ from hookcb.processes.groups import MAX_SHOWN
 from hookcb.processes.loaders import Share, divided, with_loaders
 from hookcb.processes.process_group import n_processes, open_group, own_device
 from hookcb.processes.wrap import is_wrapped, layout, prepared, replicated, sharded
+from hookcb.training.compile import check_options
 from hookcb.training.engine import Engine
 
 MODES = ("ddp", "fsdp2")
@@ -66,9 +65,6 @@ class Distributed(Callback):
         name: name of the callback in the learner.
         **options: options of DistributedDataParallel, such as `find_unused_parameters`, or of `fully_shard`,
             such as `mp_policy`.
-
-    Raises:
-        TypeError, ValueError: If an argument is invalid, or not one of the mode.
 
     >>> from hookcb import Distributed, synth_learner
     >>> learn = synth_learner(cbs=Distributed())
@@ -125,7 +121,8 @@ class Distributed(Callback):
                 "the mesh has no names of its dimensions, which say which processes get the same samples; "
                 "make it with mesh_dim_names, or give sizes by name, mesh={'dp': 2, 'tp': 4}"
             )
-        _check_options(mode, options)
+        if options:
+            check_options(_wrapper_of(mode), options, NOT_OPTIONS)
         self.mode, self.shard, self.prepare, self.mesh, self.options = mode, shard, prepare, mesh, options
         self._is_on = False  # while the model is wrapped
         self._whole: nn.Module | None = None  # the user's model, while it is replicated
@@ -133,7 +130,7 @@ class Distributed(Callback):
         self._layout: list[tuple[Any, ...]] = []  # of its parameters when it was
         self._made: tuple[nn.Module, nn.Module] | None = None  # a model, and what it became for good
         self._share = Share(1, 0)
-        self._parts: list[tuple[Any, Any]] = []  # the learner's loaders, and what was made of them
+        self._parts: dict[str, tuple[Any, Any]] = {}  # the learner's loaders, and what was made of them
         self._left: dict[str, str] = {}  # loaders that are not divided, and why
 
     # ---- around a fit
@@ -259,18 +256,15 @@ class Distributed(Callback):
 
     def _divided_all(self, dls: Any) -> Any:
         """The learner's loaders, divided once, as they may have workers that stay."""
-        self._left, before = {}, self._parts
-        loaders = {"training": dls.train, "validation": getattr(dls, "valid", None)}
-        self._parts = []
-        for role, loader in loaders.items():
-            known = [
-                part for i, (other, part) in enumerate(before) if other is loader and i == len(self._parts)
-            ]
-            part, why = (known[0], "") if known else divided(loader, self._share, role == "training")
+        self._left = {}
+        for role, loader in (("training", dls.train), ("validation", getattr(dls, "valid", None))):
+            if role in self._parts and self._parts[role][0] is loader:
+                continue
+            part, why = divided(loader, self._share, role == "training")
+            self._parts[role] = None if why else loader, part
             if why and loader is not None:
                 self._left[role] = why
-            self._parts.append((None if why else loader, part))
-        return with_loaders(dls, *(part for _, part in self._parts))
+        return with_loaders(dls, *(part for _, part in self._parts.values()))
 
     def _own_part(self, loader: Any) -> Any:
         return divided(loader, self._share, training=False)[0]
@@ -282,6 +276,14 @@ def _can_train(model: nn.Module) -> bool:
     return any(p.requires_grad for p in params) and not any(map(is_lazy, params))
 
 
+def _wrapper_of(mode: str) -> Callable[..., Any]:
+    if mode == "ddp":
+        return DistributedDataParallel
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard
+
+
 def _names_of(mesh: Any) -> tuple[str, ...]:
     return tuple(mesh) if isinstance(mesh, Mapping) else tuple(mesh.mesh_dim_names or ())
 
@@ -290,23 +292,3 @@ def _make_mesh(sizes: Mapping[str, int], device: torch.device) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def _check_options(mode: str, options: dict[str, Any]) -> None:
-    """Checks that torch has the options.
-
-    Raises:
-        TypeError: If it lacks one; the message names a similar one.
-    """
-    if not options:
-        return
-    if mode == "ddp":
-        function: Callable[..., Any] = DistributedDataParallel
-    else:
-        from torch.distributed.fsdp import fully_shard as function
-    possible = [key for key in inspect.signature(function).parameters if key not in NOT_OPTIONS]
-    for key in options:
-        if key not in possible:
-            close = difflib.get_close_matches(key, possible, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(possible)}"
-            raise TypeError(f"{function.__name__} has no option {key!r} that can be given here; {hint}")

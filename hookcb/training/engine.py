@@ -29,9 +29,6 @@ class Engine:
     Loaders, optimizer, checkpoints and metrics stay the Learner's. Gradients are accumulated by
     GradientAccumulation, over as many batches as the Accelerator says.
 
-    Args:
-        accelerator: the Accelerator.
-
     Raises:
         TypeError, ValueError: If it is not one, or does what the Learner does; the message says what to do.
     """

@@ -26,10 +26,6 @@ class MaxTime(Callback):
         stopped_at: when the fit was ended, in seconds since it began; None if it was not.
         reason: why the fit was ended, None if it was not.
 
-    Raises:
-        TypeError: If `seconds` is not a number or a timedelta.
-        ValueError: If it is 0, negative or NaN.
-
     >>> from hookcb import MaxTime, synth_learner
     >>> learn = synth_learner()
     >>> with learn.no_logging():

@@ -44,11 +44,6 @@ class Mean:
         self.reset()
 
     def update(self, pred: Any, *yb: Any) -> None:
-        """Adds a batch, weighted by its size.
-
-        Raises:
-            ValueError: If the function does not return exactly one number.
-        """
         value = self.function(pred, *yb)
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(
@@ -61,12 +56,11 @@ class Mean:
         self.sizes.append(batch_size((*yb, pred)))
 
     def compute(self) -> float:
-        """Returns the average over samples since the last reset."""
         total, n = self.sums()
         return total / n
 
     def sums(self) -> tuple[float, float]:
-        """Returns the sum over samples since the last reset, and their number."""
+        """Sum over samples, and their number."""
         if not self.values:
             return 0.0, 0.0
         values = torch.stack([value.reshape(()).cpu().double() for value in self.values])
@@ -74,7 +68,6 @@ class Mean:
         return float(values @ sizes), float(sizes.sum())
 
     def reset(self) -> None:
-        """Forgets all batches."""
         self.values: list[Tensor] = []
         self.sizes: list[int] = []
 

@@ -12,16 +12,7 @@ MODES = ("min", "max")
 
 
 def resolve_mode(monitor: str, mode: str | None = None) -> str:
-    """Returns "min" if lower values of `monitor` are better, else "max".
-
-    Args:
-        monitor: a column of the epoch's row.
-        mode: "min", "max", or None for "min" if the name contains "loss" or "error", else "max".
-
-    Raises:
-        TypeError: If `monitor` is not a string.
-        ValueError: If `mode` is anything else.
-    """
+    """Returns "min" if lower values of a column are better, else "max"; by default, its name tells."""
     if not isinstance(monitor, str):
         raise TypeError(f"monitor must be the name of a column, such as 'valid_loss', got {monitor!r:.80}")
     if mode is None:
@@ -32,12 +23,7 @@ def resolve_mode(monitor: str, mode: str | None = None) -> str:
 
 
 def check_patience(patience: int, min_delta: float, least: int = 1) -> None:
-    """Checks the arguments `patience` and `min_delta`.
-
-    Raises:
-        TypeError: If one is not a number.
-        ValueError: If `patience` is below `least`, or `min_delta` is negative or not finite.
-    """
+    """Checks the arguments of those names."""
     check_count("patience", patience, "epochs", least)
     check_number("min_delta", min_delta, closed=True, hint=", in the unit of what is monitored")
 

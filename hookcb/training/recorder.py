@@ -1,7 +1,9 @@
 """Recorder: the losses and learning rates of a fit, and a row of numbers per epoch."""
 
+import math
 import time
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +16,15 @@ from hookcb.core.batch import batch_size
 from hookcb.core.callback import Callback
 from hookcb.core.optim import detached_scalar
 from hookcb.records.frames import frame_of
-from hookcb.training.plots import run_lines
+from hookcb.records.plots import ALARM, BLUE, ORANGE, Size, check_any, gapped, limit_steps, make_panels
+from hookcb.records.smoothed import Smoothed
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+SMOOTH = 0.04  # share of the batches over which losses are smoothed in the figure
+NO_METRICS = ("epoch", "time", "train_loss", "valid_loss")
 
 
 class Recorder(Callback):
@@ -57,12 +64,10 @@ class Recorder(Callback):
 
     @property
     def losses(self) -> list[float]:
-        """The loss of each training batch."""
         return _read(self._train.values)
 
     @property
     def lrs(self) -> list[float]:
-        """The learning rate of each training batch."""
         return _read(self._lrs)
 
     def before_epoch(self) -> None:
@@ -129,17 +134,31 @@ class Recorder(Callback):
 
     @property
     def metric_names(self) -> list[str]:
-        """Columns of the rows."""
         return list(self.rows[-1]) if self.rows else []
 
-    def plot(self, figsize: tuple[float, float] | None = None) -> "Figure":
+    def plot(self, figsize: Size = None) -> "Figure":
         """A figure of losses, metrics and learning rate over the batches.
 
         Raises:
             ModuleNotFoundError: Without matplotlib.
             ValueError: If no batch was recorded.
         """
-        return run_lines(self.losses, self.lrs, self.rows, self.ends, figsize)
+        losses, lrs, rows = self.losses, self.lrs, self.rows
+        check_any(losses, len(losses))
+        names = dict.fromkeys(name for row in rows for name in row if name not in NO_METRICS)
+        panels = make_panels(n := 2 + len(names), min(n, 3), figsize)
+        _draw_losses(panels[0], losses, [row.get("valid_loss", math.nan) for row in rows], self.ends)
+        for panel, name in zip(panels[1:], names, strict=False):
+            values = [float(row.get(name, math.nan)) for row in rows]
+            panel.plot(self.ends, gapped(values), "o-", color=ORANGE, markersize=4)
+            panel.set_title(name.replace("_", " "))
+        panels[-1].plot(range(len(lrs)), gapped(lrs), color=BLUE)
+        panels[-1].set_title("learning rate")
+        panels[-1].set_ylim(bottom=0)
+        for panel in panels:
+            limit_steps(panel, (0, max(1, len(losses) - 1)))
+        figure: Figure = panels[0].figure.figure
+        return figure
 
     plot_loss = plot_sched = plot  # fastai's names
 
@@ -189,3 +208,19 @@ def _read(values: list[float | Tensor], first: int = 0) -> list[float]:
         for i, number in zip(waiting, numbers, strict=True):
             values[i] = number
     return values  # type: ignore[return-value]  # no tensor is left from `first` on
+
+
+def _draw_losses(ax: "Axes", losses: Sequence[float], valid: Sequence[float], ends: Sequence[int]) -> None:
+    average = Smoothed(1 - 1 / max(1.0, SMOOTH * len(losses)))
+    smoothed = [average.add(loss) if math.isfinite(loss) else math.nan for loss in losses]
+    ax.plot(range(len(losses)), gapped(losses), ".", color="0.8", markersize=2, label="of a batch")
+    ax.plot(range(len(losses)), smoothed, color=BLUE, label="smoothed")
+    if not all(map(math.isnan, valid)):
+        ax.plot(ends, gapped(valid), "o-", color=ORANGE, markersize=4, label="validation")
+    odd = [step for step, loss in enumerate(losses) if not math.isfinite(loss)]
+    if odd:
+        low, high = ax.get_ylim()
+        ax.plot(odd, [low] * len(odd), "|", color=ALARM, markersize=14, label="NaN or inf")
+        ax.set_ylim(low, high)
+    ax.set_title("loss")
+    ax.legend(frameon=False, fontsize=8)

@@ -82,7 +82,6 @@ class SaveModelCallback(Callback):
         self.last_saved_path: Path | None = None
 
     def file(self, suffix: str = "") -> Path:
-        """The file for the model, or for that of one epoch."""
         named = Path(f"{str(self.fname).removesuffix('.pth')}{suffix}.pth")
         return named if len(named.parts) > 1 else FOLDER / named
 

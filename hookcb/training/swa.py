@@ -4,10 +4,10 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
+from torch.optim.swa_utils import SWALR, get_swa_avg_fn, update_bn
 
 from hookcb.core import orders
 from hookcb.core.arguments import check_count, check_number
@@ -16,11 +16,12 @@ from hookcb.core.console import warn
 from hookcb.core.randomness import random_state, set_random_state
 from hookcb.core.torch_private import BatchNorm
 from hookcb.hooks.modules import device_of
-from hookcb.processes.groups import is_sharded, without_replicas
+from hookcb.processes.groups import is_sharded
+from hookcb.training.averages import AverageCallback
 from hookcb.training.schedules.base import RateCallback
 
 
-class SWA(RateCallback):
+class SWA(AverageCallback, RateCallback):
     """Averages the weights at the end of each of the last epochs: stochastic weight averaging.
 
     From epoch `start` on, the rate goes to `lr` and stays there, and the average is updated after each epoch.
@@ -77,28 +78,17 @@ class SWA(RateCallback):
             check_number("lr", lr)
         check_count("anneal_epochs", anneal_epochs, "epochs", least=0)
         self.start, self.lr, self.anneal_epochs = start, lr, anneal_epochs
-        self._averaged: AveragedModel | None = None
-
-    @property
-    def model(self) -> nn.Module:  # type: ignore[override]  # elsewhere it is the trained model
-        """The averaged model."""
-        if self._averaged is None:
-            raise AttributeError(f"{type(self).__name__} has no averaged model before its first fit")
-        model: nn.Module = self._averaged.module
-        return model
-
-    @property
-    def n_averaged(self) -> int:
-        """Number of epochs in the average."""
-        return 0 if self._averaged is None else int(self._averaged.n_averaged)
 
     @property
     def first(self) -> int:
-        """First epoch that counts."""
         return int(self.start * self.n_epoch) if isinstance(self.start, float) else self.start
 
+    def _average(self, averages: list[Tensor], now: list[Tensor]) -> None:
+        update: Any = get_swa_avg_fn()  # type: ignore[no-untyped-call]
+        for average, x in zip(averages, now, strict=True):
+            average.copy_(update(average, x, self.n_averaged))
+
     def make(self, opt: Optimizer) -> LRScheduler:
-        """Returns torch's scheduler of the same name."""
         assert self.lr is not None
         return SWALR(opt, self.lr, self.anneal_epochs)
 
@@ -110,13 +100,13 @@ class SWA(RateCallback):
         others = [cb for cb in self.learn.cbs if isinstance(cb, RateCallback) and cb is not self]
         if self.lr is not None and others:
             raise ValueError(f"{others[0]!r} sets the rate too; give SWA(lr=None), or leave it out")
-        self._averaged = AveragedModel(without_replicas(self.learn.model)).eval()
+        self._begin()
         if self.lr is not None:
             super().before_fit()
 
     def after_train(self) -> None:
-        if self.epoch >= self.first and self._averaged is not None:
-            self._averaged.update_parameters(without_replicas(self.learn.model))
+        if self.epoch >= self.first and self._has_begun:
+            self._add()
 
     def after_epoch(self) -> None:
         if self.epoch + 1 >= self.first and self.scheduler is not None:
@@ -159,17 +149,12 @@ class SWA(RateCallback):
             super().after_fit()
 
     def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if self._averaged is None:
-            return state
-        return state | {"averaged": self.model.state_dict(), "n_averaged": self.n_averaged}
+        return RateCallback.state_dict(self) | AverageCallback.state_dict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.lr is not None:
-            super().load_state_dict(state)
-        if self._averaged is not None:
-            self.model.load_state_dict(state["averaged"])
-            self._averaged.n_averaged.fill_(state["n_averaged"])
+            RateCallback.load_state_dict(self, state)
+        AverageCallback.load_state_dict(self, state)
 
 
 class _TakesInputs(nn.Module):
@@ -180,5 +165,4 @@ class _TakesInputs(nn.Module):
         self.model = model
 
     def forward(self, xb: Any) -> Any:
-        """The model's output."""
         return self.model(**xb) if isinstance(xb, Mapping) else self.model(*xb)

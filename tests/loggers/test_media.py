@@ -102,7 +102,7 @@ def test_a_figure_that_cannot_be_drawn_ends_no_training(monkeypatch):
     def fail(*args, **kwargs):
         raise ValueError("no room")
 
-    monkeypatch.setattr("hookcb.training.recorder.run_lines", fail)
+    monkeypatch.setattr("hookcb.training.recorder.make_panels", fail)
     with pytest.warns(UserWarning, match="no room"):
         fit(Log(Kept()), Diagnose(show=False))
 

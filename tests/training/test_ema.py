@@ -288,6 +288,12 @@ def test_its_state_goes_through_a_file_and_goes_on():
     assert same(values(learn.ema.model), values(by_hand()[1]))
 
 
+def test_its_state_has_each_name_of_a_shared_weight_and_buffers_that_are_not_saved():
+    averaged = fit(learner(EMA(0.8))).ema.state_dict()["averaged"]
+    assert averaged.keys() == {*Masked().state_dict(), "mask"}
+    assert torch.equal(averaged["again.weight"], averaged["stem.weight"])
+
+
 def test_copies_have_the_average_and_each_fit_makes_a_new_one():
     learn = learner(EMA(0.8))
     with pytest.raises(AttributeError, match="before its first fit"):

@@ -153,3 +153,21 @@ def test_what_cannot_be_averaged_is_told_when_the_fit_begins():
     with pytest.raises(AttributeError, match="before its first fit"):
         SWA().model  # noqa: B018
     fit(learner([SWA(0), OneCycle(0.1)]), 2)
+
+
+def test_weights_of_a_checkpoint_are_those_that_were_trained(tmp_path):
+    learn = learner([SWA(0), Checkpoint(tmp_path)])
+    fit(learn, 2)
+    other = learner()
+    other.load(tmp_path / "epoch-0002.pt")
+    assert same(other.model, learn.model)
+
+
+def test_an_average_of_an_older_file_has_no_buffers_that_are_not_saved():
+    learn = learner(SWA(0))
+    learn.model.register_buffer("seen", torch.ones(()), persistent=False)
+    fit(learn, 2)
+    state = {"averaged": {name: x + 1 for name, x in learn.swa.model.state_dict().items()}, "n_averaged": 7}
+    learn.swa.load_state_dict(state)
+    assert all(torch.equal(x, state["averaged"][name]) for name, x in learn.swa.model.state_dict().items())
+    assert learn.swa.n_averaged == 7

@@ -11,10 +11,10 @@ from hookcb.core.callback import Callback
 from hookcb.core.events import CancelValidException
 from hookcb.core.randomness import random_state
 from hookcb.training.checkpoint.folder import (
-    copy_folder,
-    is_folder_of_ranks,
+    copy_checkpoint,
     open_shared,
-    remove_folder,
+    remove_checkpoint,
+    remove_unfinished,
 )
 from hookcb.training.checkpoint.folder_lock import FolderLock
 from hookcb.training.checkpoint.position import Position
@@ -25,7 +25,6 @@ from hookcb.training.checkpoint.state import (
     checkpoints_in,
     in_folder,
     loaders_of,
-    remove_unfinished,
     save_state,
 )
 from hookcb.training.monitor import check_monitor, improves, monitored, resolve_mode
@@ -193,22 +192,17 @@ class Checkpoint(Callback):
         if value is not None and not math.isnan(value):
             top = [*((x, file) for x, file in self._top if file != file_name), (value, file_name)]
             self._top = sorted(top, key=lambda pair: pair[0], reverse=self.mode == "max")[: self.save_top_k]
-        state, is_main = capture(self.learn, phase, self._random), self.learn.ranks.is_main
-        save_state(state, self.folder / file_name, self.learn)
-        if is_best and in_folder(self.learn):
-            if is_main:
-                copy_folder(self.folder / file_name, self.folder / "best")
-                (self.folder / "best.pt").unlink(missing_ok=True)  # of one process before
-            self.learn.ranks.max([0])  # until it is there
-        elif is_best:
-            save_state(state, self.folder / "best.pt", self.learn)
-            if is_folder_of_ranks(self.folder / "best"):  # of several ranks before
-                remove_folder(self.folder / "best")
+        ranks = self.learn.ranks
+        save_state(capture(self.learn, phase, self._random), self.folder / file_name, self.learn)
+        if is_best and ranks.is_main:
+            copy_checkpoint(self.folder / file_name, self.folder / f"best{suffix}")
+            remove_checkpoint(self.folder / ("best" if suffix else "best.pt"))  # of other ranks before
         self._unsaved, self.n_written = False, self.n_written + 1
         kept = {*self._written[-self.keep :], *(file for _, file in self._top)}
-        for old in [file for file in self._written if file not in kept]:
-            if is_main and old.endswith(".pt"):
-                (self.folder / old).unlink(missing_ok=True)
-            elif is_main:
-                remove_folder(self.folder / old)
+        if ranks.is_main:
+            for old in self._written:
+                if old not in kept:
+                    remove_checkpoint(self.folder / old)
+        if is_best:
+            ranks.max([0])  # until it is there
         self._written = [file for file in self._written if file in kept]

@@ -20,7 +20,7 @@ from hookcb.core.alone import Ranks
 from hookcb.core.files import read_saved, save_whole
 from hookcb.core.text import join_names
 from hookcb.core.whole import SUFFIX, sync_folder, write_whole
-from hookcb.processes.shards import is_dtensor
+from hookcb.processes.shards import divided_like, is_dtensor
 
 MARKER = "hookcb.json"  # written last; what it is, and sizes and checksums of the other files
 REPLACED = f".replaced{SUFFIX}"
@@ -42,11 +42,6 @@ def check_not_part(file: Path) -> None:
     """
     if is_folder_of_ranks(file.parent):
         raise ValueError(f"{file} is a part of a checkpoint of several ranks; give its folder, {file.parent}")
-
-
-def partial_of(folder: Path) -> Path:
-    """Folder in which a checkpoint is written until it is whole."""
-    return folder.with_name(folder.name + SUFFIX)
 
 
 def open_shared(folder: Path, ranks: Ranks, open_main: Callable[[], None]) -> None:
@@ -104,13 +99,10 @@ def write_folder(state: dict[str, Any], mine: dict[str, Any], folder: Path, rank
         mine: what only this rank has.
         folder: replaced if it exists.
         ranks: those that write.
-
-    Raises:
-        OSError: If it cannot be written.
     """
     tensors: dict[str, Tensor] = {}
-    partial = partial_of(folder)
-    rest = _without_tensors(state, (), tensors)
+    partial = _partial(folder)
+    rest = _apart(state, tensors)
     if ranks.is_main:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -128,7 +120,7 @@ def write_folder(state: dict[str, Any], mine: dict[str, Any], folder: Path, rank
         about = {"format": state["format"], "world": ranks.world, "epoch": state["epoch"], "files": files}
         text = json.dumps(about, indent=1).encode()
         write_whole(partial / MARKER, lambda opened: opened.write(text))
-        put_in_place(partial, folder)
+        _put_in_place(partial, folder)
     ranks.max([0])  # until the folder has its name
 
 
@@ -137,49 +129,59 @@ def rank_name(rank: int) -> str:
     return f"rank-{rank}.pt"
 
 
-def put_in_place(partial: Path, folder: Path) -> None:
+def _partial(folder: Path) -> Path:
+    return folder.with_name(folder.name + SUFFIX)
+
+
+def _put_in_place(partial: Path, folder: Path) -> None:
     """Renames a whole folder; one of its name is removed once the new one is there."""
     replaced = folder.with_name(folder.name + REPLACED)
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
-        os.replace(folder, replaced)  # if this process is killed now, `remove_unfinished_folders` undoes it
+        os.replace(folder, replaced)  # if this process is killed now, `remove_unfinished` undoes it
     os.replace(partial, folder)
     sync_folder(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def copy_folder(source: Path, folder: Path) -> None:
-    """Copies a checkpoint, by links to its files where the file system has them."""
-    partial = partial_of(folder)
+def copy_checkpoint(source: Path, target: Path) -> None:
+    """Copies a file, or a folder by links to its files where the file system has them."""
+    if not source.is_dir():
+        with source.open("rb") as opened:
+            write_whole(target, lambda copied: shutil.copyfileobj(opened, copied))
+        return
+    partial = _partial(target)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         shutil.copytree(source, partial, copy_function=os.link)
     except (OSError, shutil.Error):
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(source, partial)
-    put_in_place(partial, folder)
+    _put_in_place(partial, target)
 
 
-def remove_folder(folder: Path) -> None:
-    """Removes a checkpoint; never leaves a part of it under its name."""
-    partial = partial_of(folder)
-    with suppress(FileNotFoundError):
-        os.replace(folder, partial)
-    shutil.rmtree(partial, ignore_errors=True)
+def remove_checkpoint(path: Path) -> None:
+    """Removes a file or folder if it is there; never leaves a part of a folder under its name."""
+    if is_folder_of_ranks(path):
+        shutil.rmtree(_partial(path), ignore_errors=True)
+        os.replace(path, _partial(path))
+        shutil.rmtree(_partial(path), ignore_errors=True)
+    elif not path.is_dir():
+        path.unlink(missing_ok=True)
 
 
-def remove_unfinished_folders(folder: Path) -> None:
+def remove_unfinished(folder: Path) -> None:
     """Removes what a killed process has left unfinished; only safe if no one else uses the folder."""
     for left in folder.glob(f"*{REPLACED}"):
         whole = left.with_name(left.name.removesuffix(REPLACED))
         if not whole.exists():
             os.replace(left, whole)
-    for left in folder.glob(f"shared-*{SUFFIX}"):
-        left.unlink()
-    for kind in ("epoch-*", "best"):
+    for kind in ("epoch-*", "best", "best.pt*", "shared-*"):
         for left in folder.glob(kind + SUFFIX):
             if left.is_dir():
                 shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink()
 
 
 def read_folder(folder: Path, ranks: Ranks, is_joint: bool = False) -> dict[str, Any]:
@@ -213,7 +215,7 @@ def read_folder(folder: Path, ranks: Ranks, is_joint: bool = False) -> dict[str,
     return state
 
 
-def read_tensors(folder: Path, wanted: dict[str, Tensor]) -> None:
+def _read_tensors(folder: Path, wanted: dict[str, Tensor]) -> None:
     """Reads into tensors by name, of sharded ones this rank's part; does not communicate."""
     if not wanted:
         return
@@ -256,27 +258,65 @@ def _first_of(error: Any, folder: Path) -> OSError | ValueError:
     return OSError(getattr(cause, "errno", None), text) if isinstance(cause, OSError) else ValueError(text)
 
 
-def _without_tensors(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
-    """A copy with tensors on "meta" in place of those that are put into `tensors` by name."""
+def _apart(state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """A copy with tensors on "meta" in place of those that are put into `tensors` by their place."""
+
+    def put(place: str, x: Tensor) -> Tensor:
+        if not (place.partition(".")[0] in TENSORS or is_dtensor(x)):
+            return x
+        tensors[place] = x.detach()
+        return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+    return {key: _mapped(value, put, key) for key, value in state.items()}
+
+
+def with_tensors(
+    saved: Any, place: str, folder: Path, like: Callable[[str], Any] = lambda place: None
+) -> Any:
+    """A copy of a part of a state with the tensors that are in torch's files of a folder.
+
+    Args:
+        saved: as it was read, also from a file, which has its tensors.
+        place: the keys to it, "opt.state".
+        folder: from which it was read.
+        like: returns a tensor of this model for a place; if it has the shape of the one there, that is
+            divided as it is.
+    """
+    wanted: dict[str, Tensor] = {}
+
+    def filled(place: str, x: Tensor) -> Tensor:
+        own = like(place)
+        is_divided = isinstance(own, Tensor) and is_dtensor(own) and own.shape == x.shape
+        if not x.is_meta:
+            return divided_like(x, own) if is_divided else x
+        wanted[place] = (
+            torch.empty_like(own.detach(), dtype=x.dtype) if is_divided else torch.empty_like(x, device="cpu")
+        )
+        return wanted[place]
+
+    whole = _mapped(saved, filled, place)
+    _read_tensors(folder, wanted)
+    return whole
+
+
+def _mapped(value: Any, change: Callable[[str, Tensor], Tensor], place: str) -> Any:
+    """A copy of nested dicts, lists and tuples with their tensors changed."""
     if isinstance(value, Tensor):
-        if not path or not (path[0] in TENSORS or is_dtensor(value)):
-            return value
-        tensors[".".join(path)] = value.detach()
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return change(place, value)
     if isinstance(value, dict):
-        same = copy.copy(value)
-        for key, item in value.items():
-            same[key] = _without_tensors(item, (*path, str(key)), tensors)
+        same = copy.copy(value)  # not a new one, as the state of a model has attributes
+        for key, x in value.items():
+            same[key] = _mapped(x, change, f"{place}.{key}")
         return same
-    if isinstance(value, list | tuple) and has_tensors(value):
-        return type(value)(_without_tensors(x, (*path, str(i)), tensors) for i, x in enumerate(value))
+    if isinstance(value, list | tuple) and _has_tensors(value):  # not the long ones of numbers
+        return type(value)(_mapped(x, change, f"{place}.{i}") for i, x in enumerate(value))
     return value
 
 
-def has_tensors(value: Any) -> bool:
+def _has_tensors(value: Any) -> bool:
     """Whether there are tensors in a list, tuple or dict."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return any(isinstance(x, Tensor) or has_tensors(x) for x in items)
+    return any(isinstance(x, Tensor) or _has_tensors(x) for x in items)
 
 
 def _size_of(file: Path) -> int:

@@ -14,13 +14,13 @@ from hookcb.core.state import TrainingState
 from hookcb.training.checkpoint.callback import Checkpoint
 from hookcb.training.checkpoint.folder import check_not_part, is_folder_of_ranks, read_folder
 from hookcb.training.checkpoint.state import (
-    KEYS,
     READ,
     check_fits,
     check_world,
     checkpoints_in,
     fitted,
     has_average,
+    is_checkpoint,
     restore,
 )
 from hookcb.training.progress import Progress
@@ -71,30 +71,29 @@ class Resume:
             return None
         if not isinstance(resume, str | Path):
             raise TypeError(f"resume must be the path of a checkpoint or folder, or 'latest', got {resume!r}")
-        if resume != LATEST:
-            file = Path(resume)
-            if not file.exists():
-                raise FileNotFoundError(
-                    f"there is no {file}; give a file that a Checkpoint has written, or a folder of them"
+        folder = Path(resume)
+        if resume == LATEST:
+            folders = [cb.folder for cb in learn.cbs if isinstance(cb, Checkpoint)]
+            if not folders:
+                raise ValueError(
+                    "resume is 'latest', but no Checkpoint is attached; add one, cbs=Checkpoint(folder), "
+                    "or give a path"
                 )
-            in_it = file.is_dir() and not is_folder_of_ranks(file)
-            return cls._newest(file, learn) if in_it else cls(file, _read(file, learn.ranks), learn)
-        folders = [cb.folder for cb in learn.cbs if isinstance(cb, Checkpoint)]
-        if not folders:
-            raise ValueError(
-                "resume is 'latest', but no Checkpoint is attached; add one, cbs=Checkpoint(folder), "
-                "or give a path"
+            folder = folders[0]
+        elif not folder.exists():
+            raise FileNotFoundError(
+                f"there is no {folder}; give a file that a Checkpoint has written, or a folder of them"
             )
-        folder = folders[0]
-        learn.ranks.check_alike({f"checkpoints in {folder}": [file.name for file in checkpoints_in(folder)]})
-        return cls._newest(folder, learn) if checkpoints_in(folder) else None
-
-    @classmethod
-    def _newest(cls, folder: Path, learn: TrainingState) -> Self:
-        """Returns the state of the newest intact file."""
-        broken = []
+        elif not folder.is_dir() or is_folder_of_ranks(folder):
+            return cls(folder, _read(folder, learn.ranks), learn)
         files = checkpoints_in(folder)
         learn.ranks.check_alike({f"checkpoints in {folder}": [file.name for file in files]})
+        return cls._newest(folder, files, learn) if files or resume != LATEST else None
+
+    @classmethod
+    def _newest(cls, folder: Path, files: list[Path], learn: TrainingState) -> Self:
+        """Returns the state of the newest intact file."""
+        broken = []
         for file in reversed(files):
             try:
                 state = _read(file, learn.ranks)
@@ -174,33 +173,11 @@ class Resume:
             )
 
 
-def load_validated(learn: Any, state: Any, file: Path, strict: bool) -> bool:
-    """Loads the weights that the fit of a checkpoint validated, also an average of `EMA`.
-
-    Returns:
-        Whether it is a checkpoint; else nothing was loaded.
-    """
-    if not isinstance(state, dict) or set(state) != KEYS:
-        return False
-    model: nn.Module = learn.model
-    own = model.state_dict()
-    weights = fitted(model, state["model"], file, "model", own)
-    found = ((name, x["averaged"]) for name, x in state["cbs"].items() if has_average(x) and x["validated"])
-    for name, averaged in found:
-        average = fitted(model, averaged, file, f"cbs.{name}.averaged", own)
-        weights |= {name: x for name, x in average.items() if name in weights}
-    model.load_state_dict(weights, strict=strict)
-    return True
-
-
 def read_whole_weights(path: Path) -> tuple[Path, dict[str, Any]]:
     """Reads the weights that a checkpoint's fit validated, or those of a file of `learn.save`, as they are.
 
-    Args:
-        path: file or folder; of a folder of checkpoints, the newest one is read.
-
     Returns:
-        What was read, and weights by the names in it, on the CPU.
+        What was read, of a folder of checkpoints the newest one, and weights by the names in it, on the CPU.
 
     Raises:
         FileNotFoundError, ValueError: If there is none, or it is damaged; the message names it.
@@ -214,12 +191,20 @@ def read_whole_weights(path: Path) -> tuple[Path, dict[str, Any]]:
     state, nothing = read_any(path, torch.device("cpu"), ALONE), nn.Module()
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise ValueError(f"{path} is neither a checkpoint nor a file of learn.save")
-    weights = fitted(nothing, state["model"], path, "model", {})
+    return path, validated_weights(nothing, state, path, {})
+
+
+def validated_weights(model: nn.Module, state: Any, file: Path, own: dict[str, Any]) -> dict[str, Any]:
+    """Weights in a checkpoint or a file of `learn.save`; if an average of `EMA` was validated, these.
+
+    They have the names of the model's `own` tensors, as far as it has such.
+    """
+    weights = fitted(model, state["model"], file, "model", own)
     for name, saved in state.get("cbs", {}).items():
-        if has_average(saved) and saved["validated"]:
-            average = fitted(nothing, saved["averaged"], path, f"cbs.{name}.averaged", {})
+        if has_average(saved) and saved.get("validated"):
+            average = fitted(model, saved["averaged"], file, f"cbs.{name}.averaged", own)
             weights |= {name: x for name, x in average.items() if name in weights}
-    return path, weights
+    return weights
 
 
 def read_any(file: Path, device: torch.device, ranks: Ranks) -> Any:
@@ -246,6 +231,6 @@ def _read(file: Path, ranks: Ranks) -> dict[str, Any]:
             f"{file} was written by another version of hookcb, in format {state['format']!r}, but this one "
             f"reads formats {' and '.join(map(str, READ))}; resume with the version that wrote it"
         )
-    if not isinstance(state, dict) or set(state) != KEYS:
+    if not is_checkpoint(state):
         raise ValueError(f"{file} is not a checkpoint of a fit; give a file that a Checkpoint has written")
     return state

@@ -20,15 +20,8 @@ from hookcb.core.state import TrainingState
 from hookcb.core.torch_private import buffers_of
 from hookcb.hooks.modules import unsaved_buffers
 from hookcb.processes.groups import is_sharded, without_replicas
-from hookcb.processes.shards import divided_like, is_dtensor, local_part
-from hookcb.training.checkpoint.folder import (
-    MARKER,
-    has_tensors,
-    rank_name,
-    read_tensors,
-    remove_unfinished_folders,
-    write_folder,
-)
+from hookcb.processes.shards import is_dtensor, local_part
+from hookcb.training.checkpoint.folder import MARKER, rank_name, with_tensors, write_folder
 from hookcb.training.checkpoint.names import with_own_names, with_plain_names
 from hookcb.training.checkpoint.position import Position, check_position, rest_of_epoch
 
@@ -42,8 +35,6 @@ CPU = torch.device("cpu")
 
 def capture(learn: TrainingState, phase: str, random_of_phase: dict[str, Any]) -> dict[str, Any]:
     """State of the running fit, to be saved at once, as its tensors are those in use.
-
-    On several ranks it has the names of the model without wrappers.
 
     Args:
         learn: the learner.
@@ -85,22 +76,19 @@ def save_state(state: dict[str, Any], file: Path, learn: TrainingState) -> None:
         save_whole(state, file)
         return
     _check_divided(learn.opt)
-    own = {cb.name for cb in learn.cbs if cb.has_rank_state}
-    mine: dict[str, Any] = {key: state[key] for key in OF_RANK}
-    of_model = {"buffers": dict(learn.model.named_buffers()), "grads": state["grads"]}
-    for part, named in of_model.items():
-        local = {name: x for name, x in named.items() if not is_dtensor(x)}
-        mine[part] = with_plain_names(learn.model, local)
-    mine["cbs"] = {name: x for name, x in state["cbs"].items() if name in own}
-    common = {**state, "ranks": [rank_name(rank) for rank in range(learn.ranks.world)]}
-    for part in ("model", "buffers", "grads"):
-        common[part] = with_plain_names(learn.model, state[part])
-    averaged = without_replicas(learn.model)
-    common["cbs"] = {
+    model, averaged = learn.model, without_replicas(learn.model)
+    plain = {part: with_plain_names(model, state[part]) for part in ("model", "buffers", "grads")}
+    cbs = {
         name: {**x, "averaged": with_plain_names(averaged, x["averaged"])} if has_average(x) else x
         for name, x in state["cbs"].items()
     }
-    write_folder(common, mine, file, learn.ranks)
+    ranks = [rank_name(rank) for rank in range(learn.ranks.world)]
+    mine = {key: state[key] for key in OF_RANK}
+    mine["cbs"] = {cb.name: cbs[cb.name] for cb in learn.cbs if cb.has_rank_state and cb.name in cbs}
+    buffers = with_plain_names(model, dict(model.named_buffers()))
+    for part, named in (("buffers", buffers), ("grads", plain["grads"])):
+        mine[part] = {name: x for name, x in named.items() if not is_dtensor(x)}
+    write_folder({**state, **plain, "cbs": cbs, "ranks": ranks}, mine, file, learn.ranks)
 
 
 def _check_divided(opt: Optimizer) -> None:
@@ -124,6 +112,11 @@ def in_folder(learn: TrainingState) -> bool:
     return learn.ranks.world > 1 or is_sharded(learn.model)
 
 
+def is_checkpoint(state: Any) -> bool:
+    """Whether what was read is the state of a fit."""
+    return isinstance(state, dict) and set(state) == KEYS
+
+
 def has_average(saved: Any) -> bool:
     """Whether the state of a callback is that of an `EMA`."""
     return isinstance(saved, dict) and isinstance(saved.get("averaged"), dict)
@@ -143,17 +136,12 @@ def check_whole(learn: TrainingState) -> None:
 
 
 def restore(learn: TrainingState, state: dict[str, Any], file: Path) -> "enumerate[Any] | None":
-    """Restores the result of `capture`.
-
-    Args:
-        learn: the learner.
-        state: as it was read, on several ranks without the tensors.
-        file: from which it was read.
+    """Restores the result of `capture`, which was read from `file`, on several ranks without the tensors.
 
     Returns:
         In the middle of a training, the remaining batches with their numbers; else None.
     """
-    batches, is_same, position = None, is_same_world(state, learn), position_in(state)
+    is_same = _n_writers(state) == learn.ranks.world
     mine = read_saved(file / rank_name(learn.ranks.rank), CPU) if state["ranks"] and is_same else {}
     state = {**state, **{key: mine[key] for key in OF_RANK if key in mine}}
     _start_workers(learn, state)
@@ -161,11 +149,7 @@ def restore(learn: TrainingState, state: dict[str, Any], file: Path) -> "enumera
         for dl, saved in zip(loaders_of(learn), state["loaders"], strict=False):
             if saved is not None:
                 dl.load_state_dict(saved)
-    took_over = Position()
-    if state["phase"] == "train" and must_take_over(state, learn):
-        batches, took_over = _rest_of_epoch(learn, state, position)
-    elif state["phase"] == "train":
-        batches = _batches_left(learn, state)
+    batches, took_over = _batches_left(learn, state) if state["phase"] == "train" else (None, Position())
     model, named = learn.model, dict(learn.model.named_parameters())
     model.load_state_dict(fitted(model, state["model"], file, "model", model.state_dict()))
     buffers = dict(model.named_buffers())
@@ -205,36 +189,28 @@ def _summed_here(grads: dict[str, Any], params: dict[str, Any], file: Path) -> d
     return grads
 
 
-def is_same_world(state: dict[str, Any], learn: TrainingState) -> bool:
-    """Whether as many processes have written a state as train now."""
-    return (len(state["ranks"]) or 1) == learn.ranks.world
+def _n_writers(state: dict[str, Any]) -> int:
+    """Number of processes that have written a state."""
+    return len(state["ranks"]) or 1
 
 
-def must_take_over(state: dict[str, Any], learn: TrainingState) -> bool:
+def _must_take_over(state: dict[str, Any], learn: TrainingState) -> bool:
     """Whether the samples left of an epoch are divided anew, as another number of ranks has begun it."""
-    position = position_in(state)
-    return not is_same_world(state, learn) or (position is not None and position["took_over"] > 0)
+    position = _position_in(state)
+    return _n_writers(state) != learn.ranks.world or (position is not None and position["took_over"] > 0)
 
 
-def position_in(state: dict[str, Any]) -> dict[str, Any] | None:
+def _position_in(state: dict[str, Any]) -> Any:
     """Position in the epoch in samples, as `Position.saved` gave it; None if it was not saved."""
-    of_checkpoints = (x for x in state["cbs"].values() if isinstance(x, dict) and "random_of_phase" in x)
-    found: dict[str, Any] | None = next((x["position"] for x in of_checkpoints if x.get("position")), None)
-    return found
-
-
-def _rest_of_epoch(learn: TrainingState, state: dict[str, Any], position: Any) -> tuple[Any, Position]:
-    """The batches that these ranks take of an epoch that others have begun."""
-    rest, began = rest_of_epoch(position, learn.dl)
-    learn.iter, learn.epoch_began = began.batches - 1, state["train_iter"] - began.batches
-    return enumerate(rest, began.batches), began
+    cbs = [x for x in state["cbs"].values() if isinstance(x, dict)]
+    return next((x["position"] for x in cbs if "random_of_phase" in x and x.get("position")), None)
 
 
 def _seed_rank(state: dict[str, Any], learn: TrainingState, file: Path) -> None:
     """Seeds the random numbers of this rank, as other ranks than before cannot go on with theirs."""
     drawn = zlib.crc32(state["random"]["torch"].numpy().tobytes())
     set_seed(zlib.crc32(repr((drawn, state["epoch"], state["train_iter"], learn.ranks.rank)).encode()))
-    n, now = len(state["ranks"]) or 1, learn.ranks.world
+    n, now = _n_writers(state), learn.ranks.world
     warn(
         f"{file} was written by {n} process{'es' if n > 1 else ''} and is resumed by {now}, so "
         "random numbers, as of dropout and augmentations, are others than they would have been",
@@ -252,69 +228,25 @@ def _for_callback(model: nn.Module, saved: Any, file: Path, name: str, took_over
         saved = {**saved, "averaged": fitted(model, saved["averaged"], file, f"cbs.{name}.averaged", named)}
     if "position" in saved:
         saved = {**saved, "took_over": (took_over.samples, took_over.batches)}
-    wanted: dict[str, Tensor] = {}
-    filled = _filled(saved, ("cbs", name), None, wanted)
-    read_tensors(file, wanted)
-    return filled
+    return with_tensors(saved, f"cbs.{name}", file)
 
 
 def read_opt(opt: Optimizer, saved: dict[str, Any], file: Path) -> dict[str, Any]:
     """State of an optimizer in a file or folder, divided as its parameters are."""
-    params = dict(enumerate(p for group in opt.param_groups for p in group["params"]))
-    wanted: dict[str, Tensor] = {}
-    states = {
-        i: _filled(x, ("opt", "state", str(i)), params.get(i), wanted) for i, x in saved["state"].items()
-    }
-    groups = _filled(saved["param_groups"], ("opt", "param_groups"), None, wanted)
-    read_tensors(file, wanted)
-    return {**saved, "state": states, "param_groups": groups}
+    params = {str(i): p for i, p in enumerate(p for group in opt.param_groups for p in group["params"])}
+    read: dict[str, Any] = with_tensors(
+        saved, "opt", file, lambda place: params.get(place.removeprefix("opt.state.").partition(".")[0])
+    )
+    return read
 
 
 def fitted(
     model: nn.Module, saved: dict[str, Any], file: Path, part: str, own: dict[str, Any]
 ) -> dict[str, Any]:
-    """Tensors of a file or folder by the names of this model, divided as its own are.
-
-    Args:
-        model: the model.
-        saved: values by the names in the file.
-        file: from which they were read, on several ranks without the tensors.
-        part: of the state, such as "model".
-        own: tensors of this model by name.
-    """
-    wanted: dict[str, Tensor] = {}
+    """The tensors `saved` of a part of a state by the names of this model, divided as its `own` are."""
     names = with_own_names(model, {name: name for name in saved}, own)
-    filled = copy.copy(with_own_names(model, saved, own))  # not a new one, as it has attributes
-    for name, name_there in names.items():
-        filled[name] = _filled(saved[name_there], (part, name_there), own.get(name), wanted)
-    read_tensors(file, wanted)
-    return filled
-
-
-def _filled(value: Any, path: tuple[str, ...], like: Any, wanted: dict[str, Tensor]) -> Any:
-    """A copy of a saved value with tensors in place of those on "meta", to be read by the names in `wanted`.
-
-    Args:
-        value: as it was read.
-        path: its place in the state.
-        like: a tensor of this model; those of its shape are divided as it is.
-        wanted: gets the tensors to read.
-    """
-    if isinstance(value, Tensor):
-        is_divided = isinstance(like, Tensor) and is_dtensor(like) and like.shape == value.shape
-        if not value.is_meta:
-            return divided_like(value, like) if is_divided else value
-        empty = torch.empty_like(like.detach(), dtype=value.dtype) if is_divided else None
-        wanted[".".join(path)] = x = torch.empty_like(value, device="cpu") if empty is None else empty
-        return x
-    if isinstance(value, dict) and has_tensors(value):
-        filled = copy.copy(value)
-        for key, item in value.items():
-            filled[key] = _filled(item, (*path, str(key)), like, wanted)
-        return filled
-    if isinstance(value, list | tuple) and has_tensors(value):
-        return type(value)(_filled(x, (*path, str(i)), like, wanted) for i, x in enumerate(value))
-    return value
+    like = {f"{part}.{there}": own.get(name) for name, there in names.items()}
+    return with_own_names(model, with_tensors(saved, part, file, like.get), own)
 
 
 def check_fits(state: dict[str, Any], learn: TrainingState) -> None:
@@ -352,10 +284,9 @@ def check_world(state: dict[str, Any], learn: TrainingState) -> None:
     Raises:
         ValueError: If they cannot; the message says why.
     """
-    if state["phase"] == "train" and must_take_over(state, learn):
-        check_position(position_in(state), learn.dls.train)
-    if state["grads"] and not is_same_world(state, learn):
-        n = len(state["ranks"]) or 1
+    if state["phase"] == "train" and _must_take_over(state, learn):
+        check_position(_position_in(state), learn.dls.train)
+    if state["grads"] and (n := _n_writers(state)) != learn.ranks.world:
         raise ValueError(
             f"was written while {n} process{'es' if n > 1 else ''} accumulated gradients, which "
             f"{learn.ranks.world} cannot continue; resume with as many, or from another checkpoint"
@@ -406,14 +337,6 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(ages, key=ages.__getitem__)
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Removes incomplete files of a killed `Checkpoint`; only safe if no one else uses the folder."""
-    for kind in ("epoch-*.pt*.partial", "best.pt*.partial"):
-        for left in folder.glob(kind):
-            left.unlink()
-    remove_unfinished_folders(folder)
-
-
 def loaders_of(learn: Any) -> list[Any]:
     """The loaders of training and validation, if there are any."""
     return [dl for dl in (learn.dls.train, getattr(learn.dls, "valid", None)) if dl is not None]
@@ -427,12 +350,16 @@ def _start_workers(learn: TrainingState, state: dict[str, Any]) -> None:
             iter(dl)
 
 
-def _batches_left(learn: TrainingState, state: dict[str, Any]) -> "enumerate[Any]":
-    """Begins the epoch's training again, and skips the batches that were trained on."""
+def _batches_left(learn: TrainingState, state: dict[str, Any]) -> "tuple[enumerate[Any], Position]":
+    """The batches left of an epoch, with their numbers, and where it was taken over from other ranks."""
+    if _must_take_over(state, learn):
+        rest, began = rest_of_epoch(_position_in(state), learn.dl)
+        learn.iter, learn.epoch_began = began.batches - 1, state["train_iter"] - began.batches
+        return enumerate(rest, began.batches), began
     done = state["iter"]
     learn.iter = done - 1
     if state["loaders"][0] is not None:  # its `load_state_dict` has skipped them
-        return enumerate(learn.dl, done)
+        return enumerate(learn.dl, done), Position()
     set_random_state(state["random_of_phase"], *loaders_of(learn))
     batches = enumerate(learn.dl)
     if (skipped := sum(1 for _ in islice(batches, done))) < done:
@@ -440,7 +367,7 @@ def _batches_left(learn: TrainingState, state: dict[str, Any]) -> "enumerate[Any
             f"the checkpoint is of batch {done} of an epoch, but the training loader has only {skipped} "
             "batches; resume with the data it was written with"
         )
-    return batches
+    return batches, Position()
 
 
 def _plain(value: Any, where: str) -> Any:

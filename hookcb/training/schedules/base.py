@@ -44,7 +44,6 @@ class RateCallback(Callback, ABC):
         """Returns a new scheduler of `opt`."""
 
     def before_fit(self) -> None:
-        """Creates the scheduler, and saves the settings of the optimizer's groups."""
         opt = self.learn.opt
         self._before = group_settings(opt)
         self._patches = {key: value for key, value in vars(opt).items() if key in MADE_BY_TORCH}
@@ -57,7 +56,6 @@ class RateCallback(Callback, ABC):
         mark_stepped(opt)
 
     def after_fit(self) -> None:
-        """Restores the settings of the groups, and lets go of the scheduler."""
         opt, self.scheduler = self.learn.opt, None
         if self._before is not None:
             set_groups(opt, self._before)

@@ -77,7 +77,6 @@ class OneCycle(SteppedRate):
         self.div, self.div_final = div, div_final
 
     def make(self, opt: Optimizer) -> LRScheduler:
-        """Returns a torch OneCycleLR."""
         n = self.count_steps()
         # OneCycleLR begins at lr_max / div only if pct_start * n > 1; at exactly 1 it divides by zero
         pct_start = self.pct_start if n == 1 else max(self.pct_start, (1 + 1e-9) / n)

@@ -66,7 +66,6 @@ class ReduceLROnPlateau(RateCallback):
         self.cooldown = cooldown
 
     def make(self, opt: Optimizer) -> LRScheduler:
-        """Returns the torch scheduler of the same name."""
         check_monitor(self.learn, self.monitor)
         return lr_scheduler.ReduceLROnPlateau(
             opt,

@@ -51,7 +51,6 @@ class Schedule(SteppedRate):
         self.factory, self.per = factory, per
 
     def make(self, opt: Optimizer) -> LRScheduler:
-        """Returns a new scheduler of `opt`."""
         made: Any = self.factory(opt)
         if isinstance(made, TorchReduceLROnPlateau):
             raise TypeError("torch's ReduceLROnPlateau steps by a value; use hookcb.ReduceLROnPlateau")

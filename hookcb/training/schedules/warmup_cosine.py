@@ -50,7 +50,6 @@ class WarmupCosine(SteppedRate):
         self.warmup, self.lr_min = warmup, lr_min
 
     def make(self, opt: Optimizer) -> LRScheduler:
-        """Returns a torch LambdaLR with the formula, one function for each parameter group."""
         n = self.count_steps()
         w = self.warmup if isinstance(self.warmup, int) else round(self.warmup * n)
         if w > n and self.n_epoch:

@@ -11,12 +11,12 @@ import torch
 from hookcb.core.alone import ALONE
 from hookcb.training.checkpoint import folder as module
 from hookcb.training.checkpoint.folder import (
-    copy_folder,
+    copy_checkpoint,
     is_folder_of_ranks,
     read_folder,
-    read_tensors,
-    remove_folder,
-    remove_unfinished_folders,
+    remove_checkpoint,
+    remove_unfinished,
+    with_tensors,
     write_folder,
 )
 
@@ -40,9 +40,8 @@ def test_tensors_of_the_model_are_read_apart_from_the_rest(written):
     assert state["model"]["w"].shape == (2, 3)
     assert torch.equal(state["cbs"]["a"][0], torch.ones(2))
     assert state["cbs"]["a"][1] == 5
-    wanted = {"model.w": torch.empty(2, 3)}
-    read_tensors(written, wanted)
-    assert torch.equal(wanted["model.w"], STATE["model"]["w"])
+    model = with_tensors(state["model"], "model", written)
+    assert torch.equal(model["w"], STATE["model"]["w"])
     assert STATE["model"]["w"].device.type == "cpu"  # what was written is unchanged
 
 
@@ -76,7 +75,7 @@ def test_the_table_of_contents_runs_no_code(written):
 
     (written / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises((ValueError, pickle.UnpicklingError), match="does not belong"):
-        read_tensors(written, {"model.w": torch.empty(2, 3)})
+        with_tensors(torch.empty(2, 3, device="meta"), "model.w", written)
     assert not (written / "evil").exists()
 
 
@@ -94,7 +93,7 @@ def test_writing_fails_whole_if_the_disk_does(written, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         write_folder({**STATE, "epoch": 4}, {}, written, ALONE)
     assert read_folder(written, ALONE)["epoch"] == 3
-    remove_unfinished_folders(written.parent)
+    remove_unfinished(written.parent)
     assert os.listdir(written.parent) == ["epoch-0003"]
 
 
@@ -105,7 +104,7 @@ def test_one_of_the_same_name_is_replaced(written):
 
 def test_one_that_was_being_replaced_when_the_process_was_killed_is_back(written):
     shutil.move(written, written.with_name("best.replaced.partial"))
-    remove_unfinished_folders(written.parent)
+    remove_unfinished(written.parent)
     assert os.listdir(written.parent) == ["best"]
     assert read_folder(written.with_name("best"), ALONE)["epoch"] == 3
 
@@ -119,7 +118,18 @@ def test_a_copy_stays_when_the_original_is_removed(written, monkeypatch, has_lin
 
         monkeypatch.setattr(os, "link", fail)
     for _ in range(2):
-        copy_folder(written, written.with_name("best"))
-    remove_folder(written)
+        copy_checkpoint(written, written.with_name("best"))
+    remove_checkpoint(written)
     assert os.listdir(written.parent) == ["best"]
     read_folder(written.with_name("best"), ALONE)
+
+
+def test_a_file_is_copied_and_removed_as_a_folder_is(tmp_path):
+    file, best = tmp_path / "epoch-0001.pt", tmp_path / "best.pt"
+    for content in (b"first", b"second"):
+        file.write_bytes(content)
+        copy_checkpoint(file, best)
+        assert best.read_bytes() == content
+    for _ in range(2):
+        remove_checkpoint(file)
+    assert os.listdir(tmp_path) == ["best.pt"]
