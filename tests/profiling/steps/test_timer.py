@@ -275,6 +275,24 @@ def test_in_a_watch_the_start_of_a_loader_is_in_the_first_step_of_an_epoch_too(c
     assert [step.notes for step in w.step_timer.times] == [(FIRST_BATCH,), ()] * 2
 
 
+def test_in_a_watch_the_time_between_backward_and_step_is_not_that_of_callbacks(clock):
+    model = make_model()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    acts = Callback(name="acts", after_backward=lambda cb: None, after_step=lambda cb: None)
+    with watch(model, opt, StepTimer(), acts) as w:
+        for x, y in make_batches(3):
+            F.mse_loss(model(x), y).backward()
+            clock.sleep()
+            opt.step()
+    assert [slept(step) for step in w.step_timer.times] == [{"backward": 1}] * 3
+
+
+def test_a_callback_of_any_order_shows_in_callbacks(clock):
+    slow = Callback(name="slow", after_batch=lambda cb: clock.sleep() if cb.training else None)
+    slow.order = 5000
+    assert sum(step.callbacks for step in timed(make_learner(), cbs=[slow]).times) >= 2 * SLEEP
+
+
 def test_in_a_watch_one_iterator_for_all_epochs_starts_once(clock):
     model, batches = make_model(), iter(StartingLoader(Samples(clock), sampler=[0, 1] * 4))
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
