@@ -74,12 +74,15 @@ class Turns(Callback):
             cb.run = acts
         hooks = [_global_optimizer_pre_hooks, *(x for m in loop.model.modules() for x in forward_hooks(m))]
         if acts:
-            loop.clock, kept = self._kept
+            followers, kept = self._kept
+            for follower in followers:
+                loop.follow_phases(follower)
             for of_one, before in zip(hooks, kept, strict=True):
                 of_one.update(before)
         else:
-            self._kept = loop.clock, [dict(of_one) for of_one in hooks]
-            loop.clock = None
+            self._kept = loop._followers, [dict(of_one) for of_one in hooks]
+            for follower in loop._followers:
+                loop.leave_phases(follower)
             for of_one in hooks:
                 of_one.clear()
         self._acts = acts

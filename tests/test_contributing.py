@@ -27,7 +27,6 @@ INTERNAL = {  # callbacks that are not for users, and whose they are
     "LedHealth": "Diagnose",
     "LedStats": "Diagnose",
     "LedTimer": "Diagnose",
-    "PhaseMarker": "StepTimer and ProfilerCallback",
     "GatherPreds": "Learner.get_preds",
     "LRFinder": "Learner.lr_find",
     "RateCallback": "the base of schedules",

@@ -1,7 +1,6 @@
 """Loop: the state of a training, its callbacks, and the emission of events; contains no iteration."""
 
 import difflib
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -22,11 +21,11 @@ from hookcb.core.callback_list import (
     new_callbacks,
     renamed,
 )
+from hookcb.core.clock import Calls, Follower, calls_of
 from hookcb.core.console import show
 from hookcb.core.events import BATCH_EVENTS, LEVELS, CancelException, CancelFitException, Event, outermost
 from hookcb.core.loop_tree import loop_tree
 from hookcb.core.state import C, TrainingState
-from hookcb.core.time_split import Marks, TimeSplit
 
 DOING: dict[str, str] = {  # what happens after an event
     Event.BEFORE_BATCH: "in the model's forward",
@@ -55,7 +54,7 @@ class Loop(TrainingState):
         self.cbs: list[Callback] = []
         self._event = ""  # the last event at which callbacks acted
         self._entered: list[Callback] | None = None  # in a fit: callbacks whose before_fit was called
-        self._clock: TimeSplit | None = None
+        self._follow([])
         self.build_dispatch()
         self.add_cbs(cbs)
 
@@ -74,15 +73,18 @@ class Loop(TrainingState):
         """Number of processes that train, whether or not they train one model."""
         return self.ranks.world
 
-    @property
-    def clock(self) -> TimeSplit | None:
-        """Splits the time of a training while one is diagnosed, else None."""
-        return self._clock
-
-    @clock.setter
-    def clock(self, clock: TimeSplit | None) -> None:
-        self._clock = clock
+    def follow_phases(self, follower: Follower) -> None:
+        """Tells a follower which phase begins and ends at each event, until `leave_phases`."""
+        self._follow([*self._followers, follower])
         self._use_tables()
+
+    def leave_phases(self, follower: Follower) -> None:
+        """Undoes `follow_phases`; a second call does nothing."""
+        self._follow([x for x in self._followers if x is not follower])
+        self._use_tables()
+
+    def _follow(self, followers: list[Follower]) -> None:
+        self._followers, self._calls_of = followers, calls_of(followers, self.between_batches)
 
     def set_phase(self, training: bool, dl: Any, n_iter: int | None) -> None:
         """Begins training or validation on `dl`, with `n_iter` batches, or None if unknown."""
@@ -106,12 +108,12 @@ class Loop(TrainingState):
         return {"model": type(self.model).__name__, "cbs": f"[{', '.join(cb.name for cb in self.cbs)}]"}
 
     def __getstate__(self) -> dict[str, Any]:
-        tables = "_table", "_tables", "_note_time"
-        state = {key: value for key, value in self.__dict__.items() if key not in tables}
-        return state | {"_clock": None}
+        tables = "_table", "_tables", "_calls", "_calls_of", "_followers"
+        return {key: value for key, value in self.__dict__.items() if key not in tables}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._follow([])
         for cb in self.cbs:
             cb.learn = self  # a copied callback is not attached, but those of a copied loop are, to the copy
         self.build_dispatch()
@@ -236,10 +238,9 @@ class Loop(TrainingState):
 
     def _use_tables(self) -> None:
         """Selects the callbacks that act in this phase."""
-        self._note_time: Callable[[str], Marks | None] | None = None
-        if self._clock is not None:
-            self._note_time = self._clock.begin_callbacks if self.training else self._note_outside
         self._table = self._tables[self.training]
+        # a validation inside a batch counts as the callback that makes it
+        self._calls: dict[str, Calls] = {} if self.is_nested else self._calls_of[self.training]
 
     def emit(self, event: str) -> None:
         """Calls the callbacks that act at `event`, in order.
@@ -248,8 +249,8 @@ class Loop(TrainingState):
         """
         if (handlers := self._table[event]) or self.ranks.is_together:
             self._call(event, handlers)
-        elif self._note_time is not None:
-            self._note_time(event)
+        elif self._calls:
+            self._pass(event)
 
     def within(self, level: str, body: Callable[[], object]) -> bool:
         """Runs `body` between the level's `before_` and `after_` events.
@@ -263,14 +264,14 @@ class Loop(TrainingState):
         try:
             if (handlers := self._table[before]) or self.ranks.is_together:
                 self._call(before, handlers)
-            elif self._note_time is not None:
-                self._note_time(before)
+            elif self._calls:
+                self._pass(before)
             body()
             closing = True
             if self._table is not table or self._table[after] or self.ranks.is_together:
                 self._close(after, table)
-            elif self._note_time is not None:
-                self._note_time(after)
+            elif self._calls:
+                self._pass(after)
         except cancel:
             if not closing:  # a cancel raised while closing counts as the end
                 with suppress(cancel):
@@ -301,16 +302,17 @@ class Loop(TrainingState):
             handlers = tuple(pair for pair in handlers if pair in opened_for[event])
         self._call(event, handlers)
 
-    def _note_outside(self, event: str) -> Marks | None:
-        """Has the clock note an event outside a training phase; a validation counts as a whole."""
-        if self._clock is None or event in BATCH_EVENTS or self.is_nested:
-            return None
-        return self._clock.begin_callbacks(event)
+    def _pass(self, event: str) -> None:
+        """Tells the followers of an event at which no callback acts."""
+        for begin in self._calls[event].passed:
+            begin()
 
     def _call(self, event: str, handlers: Handlers) -> None:
         cancels: list[CancelException] = []
         table, self._event = self._table, event
-        marks = None if self._note_time is None else self._note_time(event)
+        if (calls := self._calls[event] if self._calls else None) is not None:
+            for begin in calls.before:
+                begin()
         for cb, handler in handlers:
             if self._table is not table and not is_among(cb, self.cbs):
                 continue  # an earlier callback has removed it
@@ -324,8 +326,12 @@ class Loop(TrainingState):
                     continue
                 error.add_note(", ".join([f"in {label_of(cb)}.{event}", *self.position(event)]))
                 raise
-            if marks is not None:
-                marks.append((cb, time.perf_counter()))
+            if calls is not None:
+                for note in calls.acted:
+                    note(cb)
+        if calls is not None:
+            for begin in calls.after:
+                begin()
         if self.ranks.is_together:
             cancels = self.ranks.decide(event, [cb for cb, _ in handlers], cancels, self.training)
         if cancels:

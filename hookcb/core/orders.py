@@ -4,9 +4,6 @@ The first sentence about each name says why it has its place. `python docs/order
 docs/guide/training.md from these; if two names have the same number, the table has the first.
 """
 
-FIRST = -1000
-"""First of all: marks the beginning of the callbacks' time."""
-
 LR_FINDER = -100
 """Sets the learning rate before any other callback reads it."""
 
@@ -76,11 +73,8 @@ CHECKPOINT = 100
 PREDICTIONS = 100
 """Keeps the predictions once all the others have changed them."""
 
-LAST = 1000
-"""Last of all: marks the end of the callbacks' time."""
-
 PROFILER = 1001
-"""After the end of the callbacks' time, in which all others act."""
+"""After all others, whose time is in the step that it ends."""
 
 STEP_TIMER = 1002
 """After the profiler too."""

@@ -167,7 +167,11 @@ class TrainingState:
         def agree_on_alarm(self, noticed: bool) -> bool: ...  # noqa: D102
 
         cbs: list[Any]
-        clock: Any  # splits the time of a training, while one is diagnosed
+
+        def follow_phases(self, follower: Any) -> None: ...  # noqa: D102
+
+        def leave_phases(self, follower: Any) -> None: ...  # noqa: D102
+
         # only a Learner has these
         dls: Any
         loss_func: Any

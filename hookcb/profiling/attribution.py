@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from hookcb.core.clock import PHASES
 from hookcb.profiling.ops import RUNS_NODE, Op, parents
-from hookcb.profiling.phases import PHASES
 from hookcb.profiling.ranges import FORWARD, RECOMPUTED, STEP
 
 COMPILED = "Torch-Compiled Region: "  # torch's name for the range of a call of a compiled graph

@@ -10,7 +10,6 @@ from hookcb.core.callback import Callback
 from hookcb.core.torch_private import is_profiling
 from hookcb.hooks.modules import Where
 from hookcb.processes.ranks import ranks_of
-from hookcb.profiling.phases import PhaseMarker, track_phases, untrack_phases
 from hookcb.profiling.readings import ProfileRecords
 from hookcb.profiling.window import Windows, check_schedule, layers_to_profile
 from hookcb.records.forward import forwarded, forwarded_property
@@ -95,7 +94,6 @@ class ProfilerCallback(Callback):
         self.with_stack, self.with_flops, self.modules = with_stack, with_flops, modules
         self.ranks, self._is_profiled = _check_ranks(ranks), False
 
-        self._markers: list[PhaseMarker] = []
         self._windows, self.compiled = Windows(self.schedule, {}, {}, self._follow), tuple[str, ...]()
         self.records = ProfileRecords(self._windows)
 
@@ -122,9 +120,6 @@ class ProfilerCallback(Callback):
         options = {name: getattr(self, name) for name in OPTIONS}
         self._windows = Windows(self.schedule, layers, options, self._follow, rank, self.ranks)
         self.records = ProfileRecords(self._windows)
-        covers = self.schedule.covers(True), self.schedule.covers(False)
-        self._markers = track_phases(self.learn, self.name, self._begin, *covers)
-        self._follow(False)
 
     def before_train(self) -> None:
         if self._counts():
@@ -144,10 +139,7 @@ class ProfilerCallback(Callback):
     after_validate = after_train
 
     def after_fit(self) -> None:
-        try:
-            self._windows.close()
-        finally:
-            untrack_phases(self.learn, self._markers)
+        self._windows.close()
 
     def _counts(self) -> bool:
         """Whether this step is covered by the schedule; a validation in the middle of a step is not."""
@@ -158,16 +150,8 @@ class ProfilerCallback(Callback):
             and self.schedule.covers(self.training)
         )
 
-    def _begin(self, phase: str) -> None:
-        if phase != self.learn.between_batches and not self.learn.is_nested:
-            self._windows.begin_phase(phase)
-
     def _follow(self, run: bool) -> None:
-        for marker in self._markers:
-            marker.run = run
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_markers": []}
+        (self.learn.follow_phases if run else self.learn.leave_phases)(self._windows)
 
 
 def _check_ranks(ranks: Iterable[int]) -> tuple[int, ...]:

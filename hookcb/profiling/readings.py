@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from hookcb.core.clock import PHASES
 from hookcb.core.text import duration, join_names
 from hookcb.core.whole import write_whole
-from hookcb.profiling.phases import PHASES
 from hookcb.profiling.sums import COMPILED_TYPE, Profile
 from hookcb.profiling.tables import (
     KEYS,

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Self
 
+from hookcb.core.clock import PHASES
 from hookcb.profiling.attribution import COMPILED, Attribution, Span
 from hookcb.profiling.ops import MEMORY, RUNS_NODE, WAITS, Op, self_times, stacks
-from hookcb.profiling.phases import PHASES
 from hookcb.profiling.ranges import STEP
 
 COMPILED_TYPE = "compiled graph"

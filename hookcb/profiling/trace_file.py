@@ -13,10 +13,10 @@ from typing import Any
 
 from torch.profiler import profile
 
+from hookcb.core.clock import PHASES
 from hookcb.core.console import warn
 from hookcb.core.whole import rank_file, write_whole
 from hookcb.profiling.attribution import Span
-from hookcb.profiling.phases import PHASES
 from hookcb.profiling.ranges import STEP
 
 SUFFIXES = (".json", ".json.gz")

@@ -13,11 +13,11 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, supported_
 
 from hookcb.core.arguments import check_count
 from hookcb.core.batch import n_batches
+from hookcb.core.clock import PHASES, Follower
 from hookcb.core.console import warn
 from hookcb.core.torch_private import compile_counts, is_profiling, plain_class
 from hookcb.hooks.modules import Where, find_modules, is_compiled, named_modules
 from hookcb.profiling.ops import read_ops
-from hookcb.profiling.phases import PHASES
 from hookcb.profiling.ranges import LayerRanges
 from hookcb.profiling.sums import Profile, summarize
 from hookcb.profiling.trace_file import check_trace, cycle_file, take_trace, write_trace
@@ -187,13 +187,15 @@ class Window:
 
     def begin_phase(self, phase: str) -> None:
         """Begins a phase of the step."""
-        self.has_batch |= self.is_recording
+        # a step that begins with the fetch of a batch that does not come has callbacks only
+        self.has_batch |= self.is_recording and phase != "callbacks"
         self.ranges.begin_phase(phase)
 
     def end_step(self, step: int) -> None:
         """Ends a step."""
         self.ranges.end_step()
         if self.is_recording:
+            self.has_batch = True
             self.steps.append(step)
 
     def close(self) -> tuple[Profile, bytes] | None:
@@ -220,7 +222,7 @@ class Window:
 _OPEN = threading.Lock()  # held while a window is open, as torch has one profiler for all threads
 
 
-class Windows:
+class Windows(Follower):
     """The windows of a fit, one after the other, and the sums over them.
 
     Args:
@@ -251,6 +253,8 @@ class Windows:
         self.schedule, self.options, self.follow = schedule, dict(options), follow
         # weak, because a watched loop ends when its model is freed
         self._layers: MutableMapping[str, nn.Module] = WeakValueDictionary(layers)
+        self.in_training, self.in_validation = schedule.covers(True), schedule.covers(False)
+        self._first = ""  # phase in which steps begin
         self.profile, self.traces, self.n_steps, self.n_switched = Profile(), list[bytes](), 0, 0
         self._window: Window | None = None
 
@@ -264,7 +268,7 @@ class Windows:
 
     def begin_step(self, phase: str) -> None:
         """Begins the next step, with the fetch of its batch or, in an external loop, with "other"."""
-        action = self.schedule.action(self.n_steps)
+        self._first, action = phase, self.schedule.action(self.n_steps)
         if action is ProfilerAction.NONE:
             return
         is_own = self._window is not None and (self._window.is_recording or not is_profiling())
@@ -282,9 +286,9 @@ class Windows:
             self.follow(True)
         self._window.begin_step(self.n_steps, phase, record=action is not ProfilerAction.WARMUP)
 
-    def begin_phase(self, phase: str) -> None:
+    def enter(self, phase: str) -> None:
         """Begins a phase of the step."""
-        if self._window is not None:
+        if self._window is not None and phase != self._first:
             self._window.begin_phase(phase)
 
     def drop_step(self) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from hookcb.core.fetches import ObservedFetches, follow_loaders, follow_starts, leave_loaders, leave_starts
+from hookcb.core.fetches import ObservedFetches, follow_loaders, leave_loaders
 from tests.support import SLEEP, Clock
 
 TORCHS_OWN = _BaseDataLoaderIter.__next__
@@ -86,24 +86,6 @@ def test_an_iterator_that_began_before_is_seen_and_goes_on_afterwards():
     assert timer.take() == 0
     with pytest.raises(StopIteration):
         next(batches)
-
-
-def test_the_start_of_an_iterator_is_told_apart_from_its_fetches(clock):
-    class Slow(DataLoader):
-        def _get_iterator(self):
-            clock.sleep()
-            return super()._get_iterator()
-
-    own, timers = DataLoader.__iter__, [FetchTimer(), FetchTimer()]
-    follow_loaders(timers[0])
-    follow_starts(timers[1])
-    try:
-        list(Slow(TensorDataset(torch.zeros(6, 1))))
-    finally:
-        leave_loaders(timers[0])
-        leave_starts(timers[1])
-    assert DataLoader.__iter__ is own
-    assert [round(timer.take() / SLEEP) for timer in timers] == [0, 1]
 
 
 def test_fetches_of_another_thread_are_not_seen():

@@ -97,6 +97,7 @@ def trained(name, monkeypatch, *cbs, n=180):
     """Verdict on a training with a ReLU layer that dies at batch 30, inspected batches, and final weights."""
     clock = Clock(*CLOCKS[name])
     monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr("hookcb.core.clock.perf_counter", clock)
     monkeypatch.setattr("hookcb.core.fetches.perf_counter", clock, raising=False)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 1))

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hookcb import Callback, Diagnose, Learner, ProfilerCallback, StepTimer, watch
-from hookcb.profiling.steps import clock as step_clock
 from tests.support import SLEEP, Clock, fit, make_batches, make_learner, make_model
 
 TORCHS_OWN = _BaseDataLoaderIter.__next__
@@ -29,7 +28,8 @@ def clock(monkeypatch):
     clock = Clock()
     clock.sample_lines(monkeypatch)
     monkeypatch.setattr(time, "perf_counter", clock)
-    monkeypatch.setattr(step_clock, "perf_counter", clock)
+    monkeypatch.setattr("hookcb.core.clock.perf_counter", clock)
+    monkeypatch.setattr("hookcb.profiling.steps.timer.perf_counter", clock)
     monkeypatch.setattr("hookcb.core.fetches.perf_counter", clock, raising=False)
     return clock
 

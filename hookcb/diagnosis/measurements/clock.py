@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from hookcb.core.clock import TimeSplit
 from hookcb.core.loop import label_of
-from hookcb.core.time_split import TimeSplit
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.run import Run
 
@@ -27,8 +27,7 @@ class Clock(Measurement):
     def on_model(self, run: Run) -> None:
         self.split = TimeSplit(self._label, N_WARM_UP)
         run.loop.follow_fetches(self.split)
-        if run.loop.clock is None:  # else a second `Diagnose` does
-            run.loop.clock = self.split
+        run.loop.follow_phases(self.split)
 
     def on_batch(self, run: Run) -> None:
         if self.split is not None:
@@ -39,5 +38,4 @@ class Clock(Measurement):
         if split is not None:
             split.close()
             run.loop.leave_fetches(split)
-            if run.loop.clock is split:
-                run.loop.clock = None
+            run.loop.leave_phases(split)

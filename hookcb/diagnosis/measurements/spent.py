@@ -1,6 +1,6 @@
 """Time of a training by phases, callbacks, and lines of the user's loop."""
 
-from hookcb.core.time_split import BETWEEN, EPOCH, VALIDATION, TimeSplit
+from hookcb.core.clock import BETWEEN, EPOCH, VALIDATION, TimeSplit
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.clock import PREFIX, Clock
 from hookcb.diagnosis.measurements.lines import LineSamples

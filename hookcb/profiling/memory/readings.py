@@ -1,9 +1,9 @@
 """MemoryRecords: memory of watched batches by layer, its growth, and what to checkpoint."""
 
 import statistics
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -22,7 +22,7 @@ from hookcb.records.tables import Column, LayerTable, Worst
 
 MAX_LOOKS = 1000  # the latest ones, from which growth is computed
 COMPILED = ", compiled"
-SELF_FIELDS = ("kept_self", "param_bytes", "grad_bytes", "optimizer_bytes")
+PARAM_FIELDS = ("param_bytes", "grad_bytes", "optimizer_bytes")
 Bytes = Mapping[str | None, int]  # by layer; None for outside the layers
 
 
@@ -160,15 +160,6 @@ class MemoryReport(Printed):
         yield Text("\n".join(self.lines))
 
 
-@dataclass(slots=True)
-class ParamBytes:
-    """Bytes of parameters, gradients and optimizer state by layer; None for outside the layers."""
-
-    params: Bytes = field(default_factory=Counter)
-    grads: Bytes = field(default_factory=Counter)
-    optimizer: Bytes = field(default_factory=Counter)
-
-
 class MemoryRecords:
     """Memory of the watched batches of a fit.
 
@@ -191,7 +182,7 @@ class MemoryRecords:
         self._fullest: Watched | None = None
         self._looks = deque[Look](maxlen=MAX_LOOKS)
         self._stays: dict[str, int] = {}
-        self._bytes = ParamBytes()
+        self._bytes: dict[str, Bytes] = {name: {} for name in PARAM_FIELDS}
 
     # ---- records
 
@@ -219,13 +210,13 @@ class MemoryRecords:
 
     def note_params(self, params: Params) -> None:
         """Records the size of parameters, and of their gradients while they exist."""
-        self._bytes.params = bytes_by_layer(params, lambda p: [p])
-        self._bytes.grads = bytes_by_layer(params, lambda p: [] if p.grad is None else [p.grad])
+        self._bytes["param_bytes"] = bytes_by_layer(params, lambda p: [p])
+        self._bytes["grad_bytes"] = bytes_by_layer(params, lambda p: [] if p.grad is None else [p.grad])
 
     def note_optimizer(self, params: Params, opt: object) -> None:
         """Records the size of the optimizer state of each parameter."""
         states = getattr(opt, "state", {})
-        self._bytes.optimizer = bytes_by_layer(params, lambda p: tensors_in(states.get(p, {})))
+        self._bytes["optimizer_bytes"] = bytes_by_layer(params, lambda p: tensors_in(states.get(p, {})))
 
     # ---- readings
 
@@ -267,9 +258,9 @@ class MemoryRecords:
     @property
     def totals(self) -> MemoryTotals:
         """Memory of the watched batch that keeps most."""
-        forward, sizes = self._watched().forward, self._bytes
-        sums = (sum(x.values()) for x in (sizes.params, sizes.grads, sizes.optimizer))
-        return MemoryTotals(forward.kept, forward.kept_by_loss, forward.peak, *sums)
+        forward = self._watched().forward
+        sums = {name: sum(sizes.values()) for name, sizes in self._bytes.items()}
+        return MemoryTotals(forward.kept, forward.kept_by_loss, forward.peak, **sums)
 
     @property
     def advice(self) -> tuple[Advice, ...]:
@@ -322,7 +313,6 @@ class MemoryRecords:
         return self._fullest
 
     def _rows(self, watched: Watched) -> Iterator[LayerMemory]:
-        sizes = self._bytes
         for name, kind in self.types.items():
             use = watched.uses.get(name) or LayerUse()
             yield LayerMemory(
@@ -330,9 +320,7 @@ class MemoryRecords:
                 type=kind,
                 depth=sum(_is_inside(name, other) for other in self.types),
                 **asdict(use),
-                param_bytes=sizes.params.get(name, 0),
-                grad_bytes=sizes.grads.get(name, 0),
-                optimizer_bytes=sizes.optimizer.get(name, 0),
+                **{what: sizes.get(name, 0) for what, sizes in self._bytes.items()},
             )
 
 
@@ -347,7 +335,9 @@ def _folded(rows: Iterable[LayerMemory], depth: int) -> list[LayerMemory]:
         if row.depth <= depth:
             kept.append(row)
         elif kept:
-            sums = {name: getattr(kept[-1], name) + getattr(row, name) for name in SELF_FIELDS}
+            sums = {
+                name: getattr(kept[-1], name) + getattr(row, name) for name in ("kept_self", *PARAM_FIELDS)
+            }
             kept[-1] = replace(kept[-1], **sums)
     return kept
 

@@ -1,11 +1,10 @@
 """Incidents: events outside the training itself that may slow down a step."""
 
-import gc
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from hookcb.core.clock import follow_garbage, leave_garbage
 from hookcb.core.text import duration
 from hookcb.core.torch_private import compile_counts
 
@@ -29,16 +28,14 @@ class Incidents:
         self._counts: list[int] = []
         self._compiled: Counter[str] = Counter()
         self._n_compiled = 0
-        self._began: float | None = None
 
     def open(self) -> None:
         """Starts listening to the garbage collector."""
-        gc.callbacks.append(self._at_collection)
+        follow_garbage(self._at_collection)
 
     def close(self) -> None:
         """Stops listening."""
-        if self._at_collection in gc.callbacks:
-            gc.callbacks.remove(self._at_collection)
+        leave_garbage(self._at_collection)
 
     def follow(self, callbacks: Iterable[Any]) -> None:
         """Starts counting compilations, and what `callbacks` count themselves, see `COUNTS`."""
@@ -61,10 +58,6 @@ class Incidents:
     def _count(self) -> list[int]:
         return [getattr(cb, name) for cb, name in self._counted]
 
-    def _at_collection(self, stage: str, info: Mapping[str, int]) -> None:
-        if stage == "start":
-            self._began = time.perf_counter()
-        elif self._began is not None:
-            took, self._began = time.perf_counter() - self._began, None
-            if took >= LONG_COLLECTION or info["generation"] == 2:
-                self._report(f"garbage collection of {duration(took)}")
+    def _at_collection(self, generation: int, seconds: float) -> None:
+        if seconds >= LONG_COLLECTION or generation == 2:
+            self._report(f"garbage collection of {duration(seconds)}")

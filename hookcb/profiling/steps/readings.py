@@ -31,13 +31,13 @@ class StepRecords:
 
     Attributes:
         stores: the store of each part of a fit.
-        clocks: the clocks that add to these stores.
+        clock: adds to these stores during a fit.
         ranks: own work of all ranks in training; None if this process trains alone.
     """
 
     def __init__(self, keep: int) -> None:
         self.stores = {part: StepStore(keep) for part in PARTS}
-        self.clocks: dict[str, StepClock] = {}
+        self.clock: StepClock | None = None
         self.ranks: RankTimes | None = None
 
     @property
@@ -130,8 +130,8 @@ class StepRecords:
 
     def read_device(self) -> None:
         """Collects the device times that are available by now."""
-        for clock in self.clocks.values():
-            clock.read()
+        if self.clock is not None:
+            self.clock.read()
 
     def _store(self, part: str) -> StepStore:
         if part not in PARTS:
@@ -147,4 +147,4 @@ class StepRecords:
 
     def __getstate__(self) -> dict[str, Any]:
         self.read_device()
-        return self.__dict__ | {"clocks": {}}
+        return self.__dict__ | {"clock": None}

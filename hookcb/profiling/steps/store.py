@@ -38,10 +38,11 @@ class StepStore:
         self._heap: list[tuple[float, int]] = []  # the slowest, by time
         self._least = 0.0  # time that a step must exceed to be one of the slowest
         self._notes: dict[int, tuple[str, ...]] = {}
+        self._workers: dict[int, float] = {}
         self._on_device: dict[int, tuple[float, ...]] = {}
 
-    def add(self, row: Row, notes: Sequence[str] = ()) -> None:
-        """Adds a step with its notes."""
+    def add(self, row: Row, notes: Sequence[str] = (), workers: float = 0.0) -> None:
+        """Adds a step with its notes, and the seconds in which workers were started for it."""
         i = self.n
         if len(self._rows) == self.keep:
             self._thin()
@@ -53,6 +54,9 @@ class StepStore:
         if notes:
             self._notes[i] = tuple(notes)
             self._notes = self._pruned(self._notes)
+        if workers:
+            self._workers[i] = workers
+            self._workers = self._pruned(self._workers)
 
     def add_device(self, i: int, seconds: tuple[float, ...]) -> None:
         """Adds the device seconds of each phase of step `i`."""
@@ -96,4 +100,7 @@ class StepStore:
         return {i: by_step[i] for i in self._all() if i in by_step}
 
     def _read(self, rows: Mapping[int, Row]) -> list[StepTime]:
-        return [step_time(row, self._notes.get(i, ()), self._on_device.get(i, ())) for i, row in rows.items()]
+        return [
+            step_time(row, self._notes.get(i, ()), self._on_device.get(i, ()), self._workers.get(i, 0.0))
+            for i, row in rows.items()
+        ]

@@ -1,19 +1,23 @@
 """StepTimer: times every step by phase, at almost no cost."""
 
+from time import perf_counter
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.batch import n_samples
+from hookcb.core.call_hook import CallHook, Observer
 from hookcb.core.callback import Callback
-from hookcb.core.fetches import follow_starts, leave_starts
+from hookcb.core.clock import Inside
+from hookcb.core.fetches import print_error
 from hookcb.hooks.modules import device_of
 from hookcb.processes.stragglers import WAITING, RankGather
-from hookcb.profiling.phases import PhaseMarker, track_phases, untrack_phases
-from hookcb.profiling.steps.clock import CudaStepClock, LoaderStarts, LoaderWaits, PhaseInside, StepClock
+from hookcb.profiling.steps.clock import CudaStepClock, StepClock
 from hookcb.profiling.steps.incidents import Incidents
 from hookcb.profiling.steps.readings import StepRecords
-from hookcb.profiling.steps.times import STEP_PHASES
+from hookcb.profiling.steps.times import FIRST_BATCH, STEP_PHASES
 from hookcb.records.forward import forwarded, forwarded_property
 
 
@@ -42,10 +46,11 @@ class StepTimer(Callback):
 
     Attributes:
         times: a `StepTime` for each step: `epoch`, `step`, seconds of `start`, `data`, `forward`, `loss`,
-            `backward`, `optimizer`, `callbacks`, `other` and `total`, `n_samples`, and `notes`: "first batch
-            of an epoch", "cancelled", "validation" (in the middle of the batch), "checkpoint written",
-            "compilation", "garbage collection of 12 ms". On CUDA also `device_forward` …. A resumed fit
-            has only its own steps.
+            `backward`, `optimizer`, `callbacks`, `other` and `total`, of `workers`, the part of `start` in
+            which a DataLoader started its workers, `n_samples`, and `notes`: "first batch of an epoch",
+            "cancelled", "validation" (in the middle of the batch), "checkpoint written", "compilation",
+            "garbage collection of 12 ms". On CUDA also `device_forward` …. A resumed fit has only its own
+            steps.
 
     Raises:
         TypeError, ValueError: If an argument is invalid.
@@ -78,56 +83,51 @@ class StepTimer(Callback):
         check_count("keep", keep, "steps", least=2)
         self.run_valid, self.keep = on_valid, keep
         self.records = StepRecords(keep)
-        self._clock: StepClock | None = None  # for the training or validation in progress
-        self._markers: list[PhaseMarker] = []
-        self._incidents: Incidents | None = None  # while a fit runs
-        self._fetches: LoaderWaits | None = None  # during a fit in an external loop
-        self._starts: LoaderStarts | None = None
+        self._clock: StepClock | None = None  # while a fit runs
+        self._incidents: Incidents | None = None
+        self._starts: CallHook | None = None
+        self._fetches: Inside | None = None  # during a fit in an external loop
         self._gather: RankGather | None = None  # during a fit of several ranks
 
     def before_fit(self) -> None:
+        learn, device = self.learn, device_of(self.model)
         self.records = StepRecords(self.keep)
-        device = device_of(self.model)
-        for part in ("train", "valid") if self.run_valid else ("train",):
-            store, between = self.records.stores[part], self.learn.between_batches
-            is_cuda = device.type == "cuda"
-            clock = CudaStepClock(store, device, between=between) if is_cuda else StepClock(store, between)
-            follows = part == "train", part == "valid"
-            name = f"{self.name}_{part}"
-            self._markers += track_phases(self.learn, name, clock.begin, *follows, last=self.order)
-            self.records.clocks[part] = clock
-        self._clock = self.records.clocks.get("train" if self.training else "valid")  # if added during a fit
-        self._incidents = Incidents(self._note)
+        store = self.records.stores["train" if self.training else "valid"]  # if added during a fit
+        clock = CudaStepClock(store, device) if device.type == "cuda" else StepClock(store)
+        clock.in_validation = self.run_valid
+        self._clock = self.records.clock = clock
+        learn.follow_phases(clock)
+        self._incidents = Incidents(clock.note)
         self._incidents.open()
-        if self.learn.ranks.world > 1:
-            waits = PhaseInside(WAITING, lambda: self._clock)
-            self._gather = RankGather(self.learn.ranks, self.model, STEP_PHASES, waits)
+        if learn.ranks.world > 1:
+            waits = Inside(clock, WAITING)
+            self._gather = RankGather(learn.ranks, self.model, STEP_PHASES, waits)
             self.records.ranks = self._gather.times
-            self.records.clocks["train"].listener = self._gather.add
-        if self.learn.between_batches != "data":
-            self._fetches = LoaderWaits(lambda: self._clock)
-            self._starts = LoaderStarts(self._fetches, lambda: self._clock)
-            self.learn.follow_fetches(self._fetches)
-            follow_starts(self._starts)
+        if learn.between_batches != "data":
+            self._fetches = Inside(clock, "data")
+            learn.follow_fetches(self._fetches)
+        starts, gate = self._loader_starts, self._counts_start
+        self._starts = CallHook(DataLoader, "__iter__", starts, print_error, nested=False, gate=gate)
 
     def before_train(self) -> None:
         self._begin("train")
 
     def before_validate(self) -> None:
-        if self.learn.is_nested:
-            self._note("validation")
+        if self._clock is not None and self.learn.is_nested:
+            self._clock.note("validation")
         else:
             self._begin("valid")
 
     def _begin(self, part: str) -> None:
-        self._clock = self.records.clocks.get(part) if self._incidents is not None else None
-        if self._incidents is not None and self._clock is not None:
+        if self._clock is not None and self._incidents is not None:
             self._incidents.follow(self.learn.cbs)
-            self._clock.start(0.0 if self._fetches is None else self._fetches.take())
+            gather = self._gather if part == "train" else None
+            self._clock.listener = None if gather is None else gather.add
+            self._clock.start(self.records.stores[part])
 
     def after_cancel_batch(self) -> None:
-        if self.training or not self.learn.is_nested:
-            self._note("cancelled")
+        if self._clock is not None and (self.training or not self.learn.is_nested):
+            self._clock.note("cancelled")
 
     def after_batch(self) -> None:
         learn, clock, incidents = self.learn, self._clock, self._incidents
@@ -140,35 +140,52 @@ class StepTimer(Callback):
             self._gather.end_batch()
 
     def after_train(self) -> None:
-        if self._gather is not None and not self.learn.is_nested:
-            self._gather.end_training()
-        if self._fetches is not None:
-            self._clock = None  # what the loader does now is for the next epoch
+        if self._clock is not None and not self.learn.is_nested:
+            if self._gather is not None:
+                self._gather.end_training()
+            self._clock.stop()  # what a loader does now is for the next epoch
 
     after_cancel_epoch = after_cancel_fit = after_train  # then there is no `after_train`
 
     def after_validate(self) -> None:
-        if self._fetches is not None:
-            self._clock = None
+        if self._clock is not None and not self.learn.is_nested:
+            self._clock.stop()
 
     def after_fit(self) -> None:
-        if self._fetches is not None and self._starts is not None:
+        if self._clock is not None:
+            self.learn.leave_phases(self._clock)
+            self._clock.listener = None
+        if self._fetches is not None:
             self.learn.leave_fetches(self._fetches)
-            leave_starts(self._starts)
-            self._fetches = self._starts = None
-        untrack_phases(self.learn, self._markers)
+        if self._starts is not None:
+            self._starts.remove()
         if self._gather is not None:
             self._gather.close()
-            self.records.clocks["train"].listener = self._gather = None
         if self._incidents is not None:
             self._incidents.close()
-        self._incidents = self._clock = None
+        self._incidents = self._clock = self._starts = self._fetches = self._gather = None
 
-    def _note(self, text: str) -> None:
-        if self._clock is not None:
-            self._clock.note(text)
+    def _counts_start(self) -> bool:
+        """Whether the next batch is the first of a DataLoader whose iterator starts now."""
+        if self._clock is None or self.learn.is_nested:
+            return False
+        return self._fetches is not None or FIRST_BATCH in self._clock.notes
+
+    def _loader_starts(self, loader: DataLoader[Any]) -> Observer:
+        clock, fetches = self._clock, self._fetches
+        if clock is None:
+            return
+        if fetches is not None:
+            clock.start_loader()
+            fetches.begin()
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            clock.workers += perf_counter() - began if loader.num_workers else 0.0
+            if fetches is not None:
+                fetches.end()
 
     def __getstate__(self) -> dict[str, Any]:
-        of_a_fit: dict[str, Any] = {"_clock": None, "_markers": [], "_incidents": None, "_fetches": None}
-        of_a_fit |= {"_gather": None, "_starts": None}
+        of_a_fit = dict.fromkeys(("_clock", "_incidents", "_starts", "_fetches", "_gather"))
         return super().__getstate__() | of_a_fit

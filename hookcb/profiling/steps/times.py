@@ -9,16 +9,17 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from hookcb.core.clock import PHASES
 from hookcb.core.console import printable
 from hookcb.core.text import duration
-from hookcb.profiling.phases import PHASES
 from hookcb.records.printing import Printed
 from hookcb.records.tables import Column, fitted
 
 FIRST_BATCH = "first batch of an epoch"
 STEP_PHASES = (*PHASES, "other")
 START = "start"  # of the loader: what would be "data" in the first batch of an epoch
-LABELS = {START: "start of the loader"}
+WORKERS = "workers"  # of a DataLoader: their part of its start
+LABELS = {START: "start of the loader", WORKERS: "… its workers"}
 SHOWN_PHASES = (START, *STEP_PHASES)
 DEVICE_PHASES = tuple(f"device_{phase}" for phase in SHOWN_PHASES)
 DEVICE_TOTAL = "device_total"
@@ -53,6 +54,8 @@ class StepTime:
             device_callbacks, device_other: seconds of the same phases on the device; None without CUDA, or
             until the device has finished the step.
         device_total: sum of these.
+        workers: the part of `start` in which a DataLoader started its workers; what these need for their
+            first batch is the rest of it. 0 without workers.
     """
 
     epoch: int
@@ -77,6 +80,7 @@ class StepTime:
     device_callbacks: float | None = None
     device_other: float | None = None
     device_total: float | None = None
+    workers: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,16 +136,20 @@ class Outlier:
 Row = tuple[float, tuple[float, ...], int, int, int | None]
 
 
-def step_time(row: Row, notes: Sequence[str] = (), on_device: Sequence[float] = ()) -> StepTime:
+def step_time(
+    row: Row, notes: Sequence[str] = (), on_device: Sequence[float] = (), workers: float = 0.0
+) -> StepTime:
     """StepTime of a stored step.
 
     Args:
         row: the step as stored.
         notes: incidents of the step.
         on_device: seconds of each phase on the device, if known.
+        workers: seconds in which workers were started.
     """
     total, seconds, epoch, step, n_samples = row
     named: dict[str, Any] = dict(zip(SHOWN_PHASES, _with_start(seconds, notes), strict=True))
+    named[WORKERS] = workers
     if on_device:
         shown = (*_with_start(on_device, notes), sum(on_device))
         named |= zip((*DEVICE_PHASES, DEVICE_TOTAL), shown, strict=True)
@@ -155,15 +163,15 @@ def _with_start(seconds: Sequence[float], notes: Sequence[str]) -> tuple[float, 
 
 
 def percentiles(steps: Sequence[StepTime], slowest: Sequence[StepTime] = ()) -> dict[str, Percentiles]:
-    """Percentiles by phase, with "total"; with device times also "device_forward" ….
+    """Percentiles by phase, with "workers" and "total"; with device times also "device_forward" ….
 
-    Those of "start" are over the first steps of epochs.
+    Those of "start", and of "workers", which is a part of it, are over the first steps of epochs.
 
     Args:
         steps: one or more steps.
         slowest: more steps, which only count for the maximum.
     """
-    on_host = _percentiles(steps, slowest, (*SHOWN_PHASES, "total"))
+    on_host = _percentiles(steps, slowest, (*SHOWN_PHASES, WORKERS, "total"))
     timed, slow = ([x for x in group if x.device_total is not None] for group in (steps, slowest))
     return on_host | (_percentiles(timed, slow, (*DEVICE_PHASES, DEVICE_TOTAL)) if timed else {})
 
@@ -171,12 +179,12 @@ def percentiles(steps: Sequence[StepTime], slowest: Sequence[StepTime] = ()) -> 
 def _percentiles(
     steps: Sequence[StepTime], slowest: Sequence[StepTime], names: Sequence[str]
 ) -> dict[str, Percentiles]:
-    """Percentiles of the fields `names`; the last one is the sum of the others."""
+    """Percentiles of the fields `names`; the last one is the whole time."""
     whole = math.fsum(getattr(step, names[-1]) for step in steps)
     by_name = {}
     for name in names:
         seconds = sorted(getattr(step, name) for step in steps)
-        if name.endswith(START):  # most steps have none
+        if name.endswith((START, WORKERS)):  # most steps have none
             seconds = [x for x in seconds if x] or [0.0]
         p50, p90, p99 = (quantile(seconds, q) for q in (0.5, 0.9, 0.99))
         longest = max(seconds[-1], *(getattr(step, name) for step in slowest), 0.0)
@@ -252,7 +260,7 @@ class StepReport(Printed):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         # validation has no backward, for example
-        shown = [name for name in SHOWN_PHASES if self.phases[name].max]
+        shown = [name for name in (START, WORKERS, *STEP_PHASES) if self.phases[name].max]
         names = [*shown, "total"]
         labels = [LABELS.get(name, name) for name in names]
         table = fitted(names, labels, self._columns(), options, title=self.title, head="phase")
@@ -266,7 +274,10 @@ class StepReport(Printed):
 
     def _columns(self) -> list[Column[Any]]:
         def seconds(title: str, rank: int, field: str, prefix: str = "") -> Column[Any]:
-            return Column(title, lambda name: duration(getattr(self.phases[f"{prefix}{name}"], field)), rank)
+            def text(name: str) -> str:
+                return duration(getattr(self.phases.get(f"{prefix}{name}"), field, None))
+
+            return Column(title, text, rank)
 
         device = [seconds("on the device", 2, "p50", "device_")] if DEVICE_TOTAL in self.phases else []
         return [
@@ -290,6 +301,8 @@ def findings(phases: Mapping[str, Percentiles], slow: Sequence[Outlier], factor:
     prefix = "device_" if DEVICE_TOTAL in phases else ""  # idle time, on a device
     share, start = phases[f"{prefix}data"].share, phases[f"{prefix}{START}"].share
     until = f", {start:.0%} for the loader to start" if start > MIN_SHARE else ""
+    if until and (workers := phases[WORKERS].share) > MIN_SHARE:
+        until += f", {workers:.0%} for its workers"
     # 0: no fetch was seen
     lines = [f"{share:.0%} of the time is spent waiting for data{until}"] if share or until else []
     if not slow:

@@ -21,6 +21,7 @@ def test_own_work_between_steps_is_no_waiting(monkeypatch, case):
         return now[0]
 
     monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr("hookcb.core.clock.perf_counter", clock)
     monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     run = case.train(0, [Diagnose(show=False)])
     assert run.loop.diagnose().status == "healthy"

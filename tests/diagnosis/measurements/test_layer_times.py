@@ -23,6 +23,7 @@ def nothing_is_compiled(monkeypatch):
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr("hookcb.core.clock.perf_counter", clock)
     return clock
 
 

@@ -24,6 +24,7 @@ def clock(monkeypatch):
     clock = Clock()
     clock.sample_lines(monkeypatch)
     monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr("hookcb.core.clock.perf_counter", clock)
     monkeypatch.setattr("hookcb.core.fetches.perf_counter", clock, raising=False)
     return clock
 

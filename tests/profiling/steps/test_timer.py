@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hookcb import (
     Callback,
@@ -28,8 +28,7 @@ from hookcb import (
     Learner,
     watch,
 )
-from hookcb.profiling.phases import PHASES, PhaseMarker
-from hookcb.profiling.steps import clock as step_clock
+from hookcb.core.clock import PHASES
 from hookcb.profiling.steps.timer import StepTimer
 from hookcb.profiling.steps.times import FIRST_BATCH, SHOWN_PHASES
 from tests.support import (
@@ -58,7 +57,8 @@ def no_collection_of_its_own():
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(step_clock, "perf_counter", clock)
+    monkeypatch.setattr("hookcb.core.clock.perf_counter", clock)
+    monkeypatch.setattr("hookcb.profiling.steps.timer.perf_counter", clock)
     return clock
 
 
@@ -224,6 +224,39 @@ class StartingLoader(DataLoader):
         return super()._get_iterator()
 
 
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_the_start_of_workers_is_a_part_of_the_start_of_their_loader(is_watched):
+    class Starting(DataLoader):
+        def _get_iterator(self):
+            time.sleep(0.05)
+            return super()._get_iterator()
+
+    data = TensorDataset(torch.ones(6, 2), torch.ones(6, 1))
+    with_workers, without = (Starting(data, batch_size=2, num_workers=n) for n in (1, 0))
+    model = make_model()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for loader in (with_workers, without):
+        if is_watched:
+            with watch(model, opt, timer := StepTimer()) as w:
+                next(iter(with_workers))  # of another loader, as it seems
+                for x, y in loader:
+                    F.mse_loss(model(x), y).backward()
+                    opt.step()
+                w.end_epoch()
+        else:
+            validate = Callback(before_batch=lambda cb: cb.training and cb.learn.validate(with_workers))
+            learn = Learner((loader, with_workers), model, F.mse_loss, torch.optim.SGD, lr=0.1)
+            timer = timed(learn, 1, [validate])
+        first, *others = timer.times
+        assert [step.workers for step in others] == [0.0, 0.0]
+        assert first.start >= 0.05
+        has_workers = loader is with_workers
+        assert (0.05 <= first.workers <= first.start) if has_workers else first.workers == 0.0
+        assert ("… its workers" in str(timer.report())) == has_workers
+        assert "workers" in timer.table()[0]
+    assert "call_hooks" not in vars(DataLoader.__iter__)
+
+
 @pytest.mark.parametrize("tells_epochs", [True, False])
 def test_in_a_watch_the_start_of_a_loader_is_in_the_first_step_of_an_epoch_too(clock, tells_epochs):
     model, loader, other = make_model(), StartingLoader(Samples(clock)), StartingLoader(Samples(clock))
@@ -240,6 +273,24 @@ def test_in_a_watch_the_start_of_a_loader_is_in_the_first_step_of_an_epoch_too(c
     assert [slept(step) for step in w.step_timer.times] == [{"start": 3}, {"data": 1}] * 2
     assert w.step_timer.times[0].total == pytest.approx(3 * SLEEP, rel=0.1)
     assert [step.notes for step in w.step_timer.times] == [(FIRST_BATCH,), ()] * 2
+
+
+def test_in_a_watch_the_time_between_backward_and_step_is_not_that_of_callbacks(clock):
+    model = make_model()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    acts = Callback(name="acts", after_backward=lambda cb: None, after_step=lambda cb: None)
+    with watch(model, opt, StepTimer(), acts) as w:
+        for x, y in make_batches(3):
+            F.mse_loss(model(x), y).backward()
+            clock.sleep()
+            opt.step()
+    assert [slept(step) for step in w.step_timer.times] == [{"backward": 1}] * 3
+
+
+def test_a_callback_of_any_order_shows_in_callbacks(clock):
+    slow = Callback(name="slow", after_batch=lambda cb: clock.sleep() if cb.training else None)
+    slow.order = 5000
+    assert sum(step.callbacks for step in timed(make_learner(), cbs=[slow]).times) >= 2 * SLEEP
 
 
 def test_in_a_watch_one_iterator_for_all_epochs_starts_once(clock):
@@ -278,7 +329,7 @@ def test_the_phases_add_up_and_the_fields_say_which_step_it_is():
         assert step.total == pytest.approx(sum(getattr(step, phase) for phase in SHOWN_PHASES))
         assert step.device_total is None
     assert timer.samples_per_second > 0
-    assert set(timer.percentiles()) == {*SHOWN_PHASES, "total"}
+    assert set(timer.percentiles()) == {*SHOWN_PHASES, "workers", "total"}
 
 
 def test_by_the_real_clock_a_slow_loader_shows_in_data():
@@ -509,7 +560,6 @@ def test_whatever_goes_wrong_nothing_of_it_stays(event):
         assert gc.callbacks == before
         assert not hasattr(timer, "learn")
         assert [cb.name for cb in learn.cbs] == ["recorder", "metrics", "progress"]
-        assert not [name for name in vars(learn) if name.startswith("_step_timer")]
         assert all(math.isfinite(step.total) for step in timer.times)
 
 
@@ -518,7 +568,7 @@ def test_a_batch_that_dies_is_out_and_what_was_before_can_be_read(clock):
     with pytest.raises(SaysSo):
         fit(make_learner(), cbs=[timer, spy([], "a", {("after_loss", 2): SaysSo(1, 2)})])
     assert [step.step for step in timer.times] == [0, 1]
-    assert len(timer.report().phases) == len(SHOWN_PHASES) + 1
+    assert len(timer.report().phases) == len(SHOWN_PHASES) + 2
 
 
 def test_a_fit_forgets_the_one_before():
@@ -531,7 +581,7 @@ def test_a_fit_forgets_the_one_before():
 
 
 def test_outside_a_fit_nothing_is_timed():
-    learn, timer = make_learner(), StepTimer(on_valid=True)
+    learn, timer, followed = make_learner(), StepTimer(on_valid=True), list(gc.callbacks)
     learn.add_cb(timer)
     fit(learn)
     before = timer.times, timer.valid_times
@@ -541,7 +591,7 @@ def test_outside_a_fit_nothing_is_timed():
     learn.summary()
     learn.lr_find(num_it=3)
     assert (timer.times, timer.valid_times) == before
-    assert gc.callbacks == [cb for cb in gc.callbacks if "Incidents" not in repr(cb)]
+    assert gc.callbacks == followed
     fit(learn)
     assert len(timer.times) == 3
 
@@ -599,11 +649,9 @@ def test_it_is_copied_in_the_middle_of_a_fit():
     pickled, copied, loaded = *copies[:2], pickle.loads(copies[2])
     assert [step.step for step in pickled.times] == [step.step for step in copied.times] == [0, 1]
     assert [step.step for step in timer.times] == [0, 1, 2, 3, 4]
+    before = timer.times
     loaded.validate()
-    assert [cb.begin for cb in loaded.cbs if isinstance(cb, PhaseMarker)] == [
-        None,
-        None,
-    ]  # and not another's clock
+    assert timer.times == before  # its clock is not told of another loop
     assert loaded.step_timer.times == copied.times
 
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from hookcb.profiling.steps import clock as step_clock
-from hookcb.profiling.steps import incidents
-from hookcb.profiling.steps.clock import CudaStepClock, PhaseInside, StepClock
+from hookcb.core.clock import Inside
+from hookcb.profiling.steps.clock import CudaStepClock, StepClock
 from hookcb.profiling.steps.incidents import Incidents
 from hookcb.profiling.steps.store import N_SLOWEST, StepStore
 from hookcb.profiling.steps.times import (
@@ -64,7 +63,7 @@ class Now:
 @pytest.fixture
 def now(monkeypatch):
     now = Now()
-    monkeypatch.setattr(step_clock, "perf_counter", now)
+    monkeypatch.setattr("hookcb.core.clock.perf_counter", now)
     return now
 
 
@@ -90,7 +89,7 @@ def test_a_step_on_a_device_has_its_seconds_too():
 def test_percentiles_are_those_of_torch(n):
     steps = randomly(n)
     found = percentiles(steps)
-    assert list(found) == [*SHOWN_PHASES, "total"]
+    assert list(found) == [*SHOWN_PHASES, "workers", "total"]
     for name, of in found.items():
         seconds = torch.tensor([getattr(step, name) for step in steps], dtype=torch.float64)
         q = torch.quantile(seconds, torch.tensor([0.5, 0.9, 0.99, 1.0], dtype=torch.float64)).tolist()
@@ -191,6 +190,25 @@ def test_the_report_says_it_in_a_table_and_in_words():
     )
 
 
+def test_the_report_says_how_long_workers_took_to_start_as_a_part_of_the_start():
+    first = [FIRST_BATCH]
+    row = (1.0, (0.4, 0.6, 0.0, 0.0, 0.0, 0.0, 0.0), 0, 0, 1)
+    steps = [step_time(row, first, workers=0.3), *(made_up(1.0, step=i) for i in (1, 2))]
+    found = percentiles(steps)
+    assert (found["start"].p50, found["workers"].p50, found["workers"].share) == (0.4, 0.3, 0.3 / 3)
+    text = shown(StepReport(found, None, [], 3.0, "3 steps"))
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines()]
+    assert [row[:3] for row in rows if row[0].startswith(("start", "…"))] == [
+        ["start of the loader", "13%", "400 ms"],
+        ["… its workers", "10%", "300 ms"],
+    ]
+    assert (
+        "0% of the time is spent waiting for data, 13% for the loader to start, 10% for its workers" in text
+    )
+    on_device = percentiles([step_time(row, first, (0.1, 0.9, 0.0, 0.0, 0.0, 0.0, 0.0), 0.3)])
+    assert "… its workers" in shown(StepReport(on_device, None, [], 3.0, "1 step"))
+
+
 def test_the_report_of_a_device_shows_its_median_and_believes_its_data():
     steps = [made_up(1.0, data=0.9, on_device=(0.0, 0.5, 0.0, 0.5, 0.0, 0.0, 0.0))]
     text = shown(StepReport(percentiles(steps), None, [], 3.0, "1 step"))
@@ -276,7 +294,7 @@ def test_a_store_is_copied_whole():
 
 def a_step(clock, now, *phases):
     for phase, seconds in phases:
-        clock.begin(phase)
+        clock.enter(phase)
         now.wait(seconds)
 
 
@@ -431,16 +449,18 @@ def test_a_listener_is_told_of_steps_that_do_not_stay(now):
 def test_a_phase_inside_another_counts_by_itself(now):
     clock = StepClock(store := StepStore(10))
     clock.start()
-    inside = PhaseInside("other", lambda: clock)
+    inside = Inside(clock, "other")
     for step in range(2):
         a_step(clock, now, ("data", 1))
         inside.begin()
-        now.wait(7)
+        now.wait(3)
+        inside.begin()  # as of a dataset that reads from a loader
+        now.wait(4)
+        inside.end()
         inside.end()
         now.wait(1)
         clock.end(0, step, 4)
     assert [(x.start + x.data, x.other) for x in store.times()] == [(2, 7), (2, 7)]
-    PhaseInside("other", lambda: None).begin()  # no clock is running
 
 
 def test_events_are_used_again(on_cuda, now):
@@ -472,23 +492,12 @@ def test_of_steps_that_do_not_stay_the_device_is_not_asked(now):
 # ---- what happens besides
 
 
-def collect(listener, generation, seconds, monkeypatch):
-    times = iter([5.0, 5.0 + seconds])
-    monkeypatch.setattr(incidents.time, "perf_counter", lambda: next(times))
-    for stage in ("start", "stop"):
-        listener._at_collection(stage, {"generation": generation, "collected": 0, "uncollectable": 0})
-
-
-def test_long_collections_are_told_and_those_of_all_objects(monkeypatch):
+def test_long_collections_are_told_and_those_of_all_objects():
     told = []
     listener = Incidents(told.append)
-    collect(listener, 0, 0.0001, monkeypatch)
-    assert told == []
-    collect(listener, 0, 0.02, monkeypatch)
-    collect(listener, 2, 0.0001, monkeypatch)
+    for generation, seconds in ((0, 0.0001), (0, 0.02), (2, 0.0001)):
+        listener._at_collection(generation, seconds)
     assert told == ["garbage collection of 20 ms", "garbage collection of 100 µs"]
-    listener._at_collection("stop", {"generation": 2})  # of one that began before it was open
-    assert len(told) == 2
 
 
 def test_a_listener_is_open_once_and_closed_twice():
@@ -501,6 +510,8 @@ def test_a_listener_is_open_once_and_closed_twice():
     assert len(told) == 2
     listener.close()
     listener.close()
+    gc.collect()
+    assert len(told) == 3
     assert len(gc.callbacks) == len(before) + 1
     other.close()
     assert gc.callbacks == before

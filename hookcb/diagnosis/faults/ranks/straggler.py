@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hookcb.core.time_split import DATA, EPOCH, VALIDATION
+from hookcb.core.clock import DATA, EPOCH, VALIDATION
 from hookcb.core.torch_private import n_collectives
 from hookcb.diagnosis.fault import NOTES, Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.clock import Clock

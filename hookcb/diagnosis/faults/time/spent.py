@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from hookcb.core import graph
-from hookcb.core.time_split import DATA, EPOCH, GARBAGE, VALIDATION
+from hookcb.core.clock import DATA, EPOCH, GARBAGE, VALIDATION
 from hookcb.core.torch_private import backward_in_python
 from hookcb.core.whose import is_of_user
 from hookcb.diagnosis.fault import Fault, Result, Site, fault

@@ -96,6 +96,7 @@ def test_garbage_collections_are_told_by_their_share(seconds, found):
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr("hookcb.core.clock.perf_counter", clock)
     return clock
 
 

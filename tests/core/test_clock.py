@@ -1,20 +1,19 @@
 """The time of a training is split among its phases, its callbacks and garbage collection."""
 
 import gc
-import time
 from contextlib import contextmanager
 
 import pytest
 
 from hookcb import Callback
-from hookcb.core.time_split import TimeSplit
+from hookcb.core.clock import TimeSplit, follow_garbage, leave_garbage
 from tests.support import Clock, fit, make_learner
 
 
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr("hookcb.core.clock.perf_counter", clock)
     return clock
 
 
@@ -26,11 +25,9 @@ def split(clock):
 
 
 def run(split, learn, *cbs):
-    learn.clock = split
-    try:
-        fit(learn, 1, cbs=list(cbs))
-    finally:
-        learn.clock = None
+    learn.follow_phases(split)
+    fit(learn, 1, cbs=list(cbs))
+    learn.leave_phases(split)
 
 
 def slept(split):
@@ -65,7 +62,7 @@ def test_each_phase_has_its_own_time(split, clock):
 def test_a_validation_counts_as_a_whole(split, clock):
     slow = Callback(name="slow", after_pred=lambda cb: cb.training or clock.sleep())
     learn = make_learner(4, 2)
-    learn.clock = split
+    learn.follow_phases(split)
     fit(learn, 2, cbs=[every_event(), slow])
     assert slept(split) == {"validation": 2}  # that after the last batch is in none
 
@@ -99,8 +96,9 @@ def test_a_full_garbage_collection_has_its_own_time(split, clock):
     with slow_collections(clock):
         run(split, make_learner(3, 0), every_event(), collect)
     assert slept(split) == {"garbage collection": 3}
+    n = len(gc.callbacks)
     split.close()
-    assert split._at_collection not in gc.callbacks
+    assert len(gc.callbacks) == n - 1
 
 
 def test_a_garbage_collection_in_a_fetch_is_no_wait_for_data(split, clock):
@@ -111,6 +109,21 @@ def test_a_garbage_collection_in_a_fetch_is_no_wait_for_data(split, clock):
         gc.collect()
         split.end()
     assert split.take_fetched() == pytest.approx(500, abs=1)
+
+
+def test_followers_of_garbage_share_one_listener(clock):
+    before, told = list(gc.callbacks), ([], [])
+    tells = [lambda *x, own=own: own.append(x) for own in told]
+    for tell in tells:
+        follow_garbage(tell)
+        gc.collect(1)
+    assert len(gc.callbacks) == len(before) + 1
+    for tell in (*tells, *tells):
+        leave_garbage(tell)
+        gc.collect(0)
+    assert gc.callbacks == before
+    assert [[generation for generation, _ in own] for own in told] == [[1, 1], [1, 0]]
+    assert all(0 < seconds < 1 for own in told for _, seconds in own)
 
 
 def test_without_a_clock_no_batch_is_timed(clock):
