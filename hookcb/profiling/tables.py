@@ -75,7 +75,7 @@ class PhaseTime:
     """Time of a phase of a step.
 
     Attributes:
-        name: one of `hookcb.profiling.phases.PHASES`, or "other".
+        name: one of `hookcb.core.clock.PHASES`, or "other".
         seconds: seconds per step on the host.
         share: share of the step, in 0..1.
         device_seconds: seconds per step in the kernels launched in it; None without a device.
