@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from hookcb.core.torch_private import is_dynamo_imported, mark_static_address
 from hookcb.records.memory import Memory
 from hookcb.records.store import StatStore, Transfer
 
+K = TypeVar("K")
 MAX_BATCHES = 64  # batches that wait to be reduced
 MAX_ELEMENTS = 4 * ROW  # that wait: 1 MB, which a CPU's cache holds
 
@@ -93,7 +94,7 @@ class OutputBuffer:
                 slab.captured.setdefault(path, []).append(output)
         if output is None:
             elements, known = take(x.detach(), self.sample, self.memory.lend if is_plain else None, is_merged)
-            output = Output(kind, x.shape, x.dtype, elements, known)
+            output = Output(kind, x.shape, x.dtype, elements, known, n=x.numel(), n_counted=elements.numel())
         calls.append(output)
 
     def launches(self, x: Tensor) -> bool:
@@ -161,7 +162,7 @@ class OutputBuffer:
         waiting = sorted(self._waiting, key=lambda item: item[:2])
         self._waiting, self._n_batches, self._n_elements = [], 0, 0
         of_devices: dict[torch.device, list[tuple[list[Waiting], Tensor]]] = {}
-        for some, sums in self.summed(waiting):
+        for some, sums in self.summed((item, item.output) for item in waiting):
             of_devices.setdefault(sums.device, []).append((some, sums))
         for found in of_devices.values():
             self._put([item for some, _ in found for item in some], torch.cat([sums for _, sums in found]))
@@ -181,27 +182,28 @@ class OutputBuffer:
             called = [i for i, n in enumerate(sums[:, 0].tolist()) if n != NOT_CALLED]
             self._put([waiting[i] for i in called], sums[called])
 
-    def summed(self, waiting: Iterable[Waiting]) -> Iterator[tuple[list[Waiting], Tensor]]:
-        """Sums of outputs whose elements wait, `(R, columns)`; those of one shape are reduced together.
+    def summed(self, outputs: Iterable[tuple[K, Output]]) -> Iterator[tuple[list[K], Tensor]]:
+        """Sums of outputs with elements, `(R, columns)`; those of one shape are reduced together.
 
         At most twice `ROW` elements at a time, which a CPU's cache holds.
         """
-        alike: dict[tuple[Any, ...], list[Waiting]] = {}
-        for item in waiting:
-            if (x := item.output.elements) is not None:
-                alike.setdefault((x.shape, x.dtype, x.device, item.output.known is None), []).append(item)
-        for (shape, *_), items in alike.items():
+        alike: dict[tuple[Any, ...], list[tuple[K, Output]]] = {}
+        for key, output in outputs:
+            if (x := output.elements) is not None:
+                n = output.n if output.known is None else 0  # else it is known too
+                alike.setdefault((x.shape, x.dtype, x.device, n), []).append((key, output))
+        for (shape, *_, n), items in alike.items():
             at_once = max(1, 2 * ROW // max(1, prod(shape)))
             for i in range(0, len(items), at_once):
                 some = items[i : i + at_once]
-                elements = [x for item in some if (x := item.output.elements) is not None]
+                elements = [x for _, output in some if (x := output.elements) is not None]
                 rows = elements[0] if len(some) == 1 else torch.stack(elements)  # a single one needs no copy
                 rows = rows.reshape(len(some), -1)
-                known = [known for item in some if (known := item.output.known) is not None]
-                sums = summarize(rows, known, self.eps)
+                known = [known for _, output in some if (known := output.known) is not None]
+                sums = summarize(rows, known, self.eps, n)
                 if self.bins is not None:
                     sums = torch.cat([sums, self.bins.counts_of(rows).to(sums.dtype)], 1)
-                yield some, sums
+                yield [key for key, _ in some], sums
 
     def _put(self, waiting: Sequence[Waiting], sums: Tensor) -> None:
         """Puts statistics of outputs, those of a layer one after another, into the stores."""

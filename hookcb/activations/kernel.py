@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]  # no types
 
 BLOCK = 1024  # elements that a program reads at a time
-PARTS = 9  # sums that a program hands on, which are the columns from sum1
+PARTS = 9  # sums that a program hands on: those of `COLUMNS` but for the number, pivot and scale
 
 
 def _add(
@@ -114,11 +114,11 @@ def _take(
     part = parts + tl.program_id(0)
     tl.store(part, tl.sum(sum1.to(tl.float64)))
     tl.store(part + most, tl.sum(sum2.to(tl.float64)))
-    tl.store(part + most * 2, tl.sum(sum3.to(tl.float64)))
-    tl.store(part + most * 3, tl.sum(sum4.to(tl.float64)))
-    tl.store(part + most * 4, tl.sum(near).to(tl.float64))
-    tl.store(part + most * 5, tl.sum(zeros).to(tl.float64))
-    tl.store(part + most * 6, tl.sum(others).to(tl.float64))
+    tl.store(part + most * 2, tl.sum(near).to(tl.float64))
+    tl.store(part + most * 3, tl.sum(zeros).to(tl.float64))
+    tl.store(part + most * 4, tl.sum(others).to(tl.float64))
+    tl.store(part + most * 5, tl.sum(sum3.to(tl.float64)))
+    tl.store(part + most * 6, tl.sum(sum4.to(tl.float64)))
     tl.store(part + most * 7, tl.min(low).to(tl.float64))
     tl.store(part + most * 8, tl.max(high).to(tl.float64))
     if n_slots > 0:
@@ -166,9 +166,9 @@ def _take(
         high = tl.maximum(high, tl.load(column + most * 8, mask=is_there, other=-inf, cache_modifier=".cg"))
     row = rows + record.to(tl.int64) * stride + place
     tl.store(row, tl.cast(n, tl.float64))
-    tl.store(row + 1, pivot.to(tl.float64))
-    tl.store(row + 2, scale.to(tl.float64))
-    tl.store(row + 3 + kind, tl.sum(total, 1), mask=kind < 7)
+    tl.store(row + 1 + kind, tl.sum(total, 1), mask=kind < 7)
+    tl.store(row + 8, pivot.to(tl.float64))
+    tl.store(row + 9, scale.to(tl.float64))
     tl.store(row + 10, tl.min(low))
     tl.store(row + 11, tl.max(high))
     if n_slots > 0:

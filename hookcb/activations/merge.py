@@ -1,25 +1,16 @@
 """Merger: statistics of layers' outputs of all ranks, from sums and maxima that they share."""
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hookcb.activations.buffer import OutputBuffer, Waiting
+from hookcb.activations.buffer import OutputBuffer
 from hookcb.activations.slab import Output
-from hookcb.activations.stats import (
-    COLUMNS,
-    HIGH,
-    LAYER_STATS,
-    LOW,
-    PIVOT,
-    SCALE,
-    around,
-    center_of,
-    stats_of,
-)
+from hookcb.activations.stats import ADDED, HIGH, LAYER_STATS, LOW, added, joined, mean_of, stats_of
 from hookcb.core.alone import Ranks
 from hookcb.core.precision import moved, numbers_to, widest
 from hookcb.records.records import PHASES
@@ -27,18 +18,13 @@ from hookcb.records.records import PHASES
 About = tuple[str, tuple[int, ...]]  # type and shape of an output
 
 
-class Look(NamedTuple):
-    """This rank's part of a record, by the names of outputs.
+class Part(NamedTuple):
+    """This rank's part of an output in a record; see `Output`, and `COLUMNS` for the sums."""
 
-    Attributes:
-        outputs: their types and shapes.
-        copies: numbers of ranks that have the same elements, 0 if that is unknown.
-        sums: see `COLUMNS`; then the counts of a histogram if there are bins; on the device of the model.
-    """
-
-    outputs: dict[str, About]
-    copies: dict[str, int]
-    sums: dict[str, Tensor]
+    about: About
+    copies: int
+    n_counted: float
+    sums: Tensor
 
 
 class Merger:
@@ -60,10 +46,10 @@ class Merger:
         self.ranks, self.device, self._dtype = ranks, device, widest(device)
         self._names: dict[str, list[str]] = {phase: [] for phase in PHASES}  # on which all have agreed
         self._pivots = {phase: self._tensor([]) for phase in PHASES}
-        self._kept: list[Look] = []  # batches of a validation
+        self._kept: list[dict[str, Part]] = []  # batches of a validation
         self._copies: dict[tuple[str, str], int] = {}  # ranks with the same part, found by comparing
         self._peers: tuple[int, ...] = ()  # ranks that compute outputs together, as in tensor parallelism
-        self.elsewhere: dict[str, About] = {}  # outputs that any rank had when all agreed
+        self.elsewhere: dict[str, About] = {}  # outputs of any rank when all agreed, if they differed
 
     def merge(self, buffer: OutputBuffer, outputs: Mapping[str, Output], epoch: int, step: int) -> None:
         """Puts a training batch of all ranks into the store; all ranks must call it."""
@@ -77,7 +63,7 @@ class Merger:
         """Puts the validation batches of all ranks into the store; all ranks must call it."""
         kept, self._kept = self._kept, []
         for i in range(int(self.ranks.max([len(kept)])[0])):
-            self._put("valid", buffer, kept[i] if i < len(kept) else Look({}, {}, {}), epoch, step)
+            self._put("valid", buffer, kept[i] if i < len(kept) else {}, epoch, step)
 
     def note_peers(self, mesh: Any) -> None:
         """Notes the ranks that compute an output together."""
@@ -86,21 +72,23 @@ class Merger:
     def _tensor(self, numbers: Any) -> Tensor:
         return numbers_to(self.device, numbers, self._dtype)
 
-    def _look(self, buffer: OutputBuffer, outputs: Mapping[str, Output]) -> Look:
-        found = {name: output for name, output in outputs.items() if output.has_stats}
+    def _look(self, buffer: OutputBuffer, outputs: Mapping[str, Output]) -> dict[str, Part]:
+        """This rank's parts of a record by name, in the order of the forward, on the device of the model."""
         sums: dict[str, Tensor] = {}
-        for some, rows in buffer.summed(Waiting("", name, 0, output) for name, output in found.items()):
-            sums |= dict(zip((item.name for item in some), moved(rows, self.device), strict=True))
-        places = {name: output for name, output in found.items() if output.slab is not None}
-        if places:
-            rows = torch.stack([output.sums.to(self.device) for output in places.values()])
-            sums |= dict(zip(places, rows, strict=True))
-        abouts = {name: (output.type, tuple(output.shape)) for name, output in found.items()}
-        return Look(abouts, {name: output.copies for name, output in found.items()}, sums)
+        if written := {name: output for name, output in outputs.items() if output.slab is not None}:
+            rows = torch.stack([output.sums.to(self.device) for output in written.values()])
+            sums |= dict(zip(written, rows, strict=True))
+        for names, rows in buffer.summed(outputs.items()):
+            sums |= dict(zip(names, moved(rows, self.device), strict=True))
+        return {
+            name: Part((output.type, tuple(output.shape)), output.copies, output.n_counted, sums[name])
+            for name, output in outputs.items()
+            if output.has_stats
+        }
 
-    def _put(self, phase: str, buffer: OutputBuffer, look: Look, epoch: int, step: int) -> None:
+    def _put(self, phase: str, buffer: OutputBuffer, look: Mapping[str, Part], epoch: int, step: int) -> None:
         names, store = self._names[phase], buffer.stores[phase]
-        is_new, values = not look.sums.keys() <= set(names), list[Tensor]()
+        is_new, values = not look.keys() <= set(names), list[Tensor]()
         has_new: float = is_new
         if names:
             merged, flag = self._merged(phase, buffer, look, names, is_new)
@@ -116,7 +104,12 @@ class Merger:
             store.put(name, [record], row[None])
 
     def _merged(
-        self, phase: str, buffer: OutputBuffer, look: Look, names: Sequence[str], is_new: bool
+        self,
+        phase: str,
+        buffer: OutputBuffer,
+        look: Mapping[str, Part],
+        names: Sequence[str],
+        is_new: bool,
     ) -> tuple[Tensor, Tensor]:
         """Statistics of outputs on all ranks, `(n, columns)`, and whether any rank has a new one.
 
@@ -127,48 +120,58 @@ class Merger:
             names: adjacent ones of those that the ranks have agreed on.
             is_new: whether this rank has a new one.
         """
-        first = self._names[phase].index(names[0])
+        first, n_sums = self._names[phase].index(names[0]), len(ADDED) + 2
         pivots = self._pivots[phase][first : first + len(names)]
-        n_columns = len(COLUMNS) + (buffer.bins.n + 2 if buffer.bins else 0)
-        sums = torch.zeros(len(names), n_columns, dtype=self._dtype, device=self.device)
-        maxs = torch.full((2 * len(names) + 1,), -math.inf, dtype=self._dtype, device=self.device)
+        # calls; elements that histograms have; what parts add up to
+        sums = self._tensor([[0.0] * (n_sums + (buffer.bins.n + 2 if buffer.bins else 0))] * len(names))
+        maxs = self._tensor([-math.inf] * (2 * len(names) + 1))
         ends = maxs[:-1].view(-1, 2)
-        if own := [(i, name) for i, name in enumerate(names) if name in look.sums]:
-            at = numbers_to(self.device, [i for i, _ in own], torch.int64)
-            rows = torch.stack([look.sums[name] for _, name in own])
-            copies = [look.copies[name] or self._copies.get((phase, name), 1) for _, name in own]
-            parts = around(rows, pivots.index_select(0, at)) / self._tensor(copies)[:, None]
-            parts[:, SCALE] = 1.0  # it was called
-            sums.index_copy_(0, at, parts)
+        if own := [(i, name, look[name]) for i, name in enumerate(names) if name in look]:
+            at = numbers_to(self.device, [i for i, *_ in own], torch.int64)
+            rows = torch.stack([part.sums for *_, part in own])
+            copies = [part.copies or self._copies.get((phase, name), 1) for _, name, part in own]
+            counted = self._tensor([[1.0, part.n_counted] for *_, part in own])
+            parts = torch.cat([counted, added(rows, pivots.index_select(0, at))], 1)
+            parts[:, n_sums:] *= (parts[:, 2] / counted[:, 1]).nan_to_num()[:, None]  # as if all were counted
+            sums.index_copy_(0, at, parts / self._tensor(copies)[:, None])
             ends.index_copy_(0, at, torch.stack([rows[:, HIGH], -rows[:, LOW]], 1))
         maxs[-1] = float(is_new)
         self.ranks.share(sums, maxs)
-        was_called = sums[:, SCALE, None] > 0
-        sums[:, PIVOT], sums[:, SCALE], sums[:, HIGH], sums[:, LOW] = pivots, 1.0, ends[:, 0], -ends[:, 1]
-        merged = stats_of(sums).where(was_called, math.nan)
+        merged = stats_of(joined(sums[:, 2:], pivots, -ends[:, 1], ends[:, 0]))
+        merged[:, len(LAYER_STATS) :] *= (sums[:, 1] / sums[:, 2])[:, None]
+        merged = merged.where(sums[:, :1] > 0, math.nan)
         merged[:, len(LAYER_STATS) :].round_()
         pivots.copy_(merged[:, 0].where(merged[:, 0].isfinite(), pivots))
         return merged, maxs[-1]
 
-    def _agree(self, phase: str, look: Look) -> list[str]:
-        """Agrees on new names, their pivots, and which ranks have the same elements; returns the names."""
+    def _agree(self, phase: str, look: Mapping[str, Part]) -> list[str]:
+        """Agrees on new names of all ranks, and on their pivots; returns the names."""
         names = self._names[phase]
-        own = [name for name in look.outputs if name not in names]  # in the order of the forward
-        rows = torch.stack([look.sums[name] for name in own])[:, : len(COLUMNS)].tolist() if own else []
-        about = {name: (look.outputs[name], row) for name, row in zip(own, rows, strict=True)}
-        of_ranks = self.ranks.gather((self._peers, about))
-        new = list(dict.fromkeys(name for _, theirs in of_ranks for name in theirs))
-        for name in new:
-            known = [theirs[name] for _, theirs in of_ranks if name in theirs]
-            self.elsewhere[name] = known[0][0]
-            pivot = center_of(self._tensor([row for _, row in known]))
-            self._pivots[phase] = torch.cat([self._pivots[phase], pivot[None]])
-            if self._peers and name in about:
-                of_peers = [theirs.get(name) for peers, theirs in of_ranks if peers == self._peers]
-                same = [x for x in of_peers if x is not None and repr(x[1]) == repr(about[name][1])]
-                self._copies[phase, name] = len(same)
+        own = {name: part for name, part in look.items() if name not in names}
+        new = {name: part.about for name, part in own.items()}
+        digest = float(zlib.crc32(repr(list(new)).encode()))
+        most, least, has_peers = self.ranks.max([digest, -digest, bool(self._peers)])
+        if most != -least:
+            new = {name: about for theirs in self.ranks.gather(new) for name, about in theirs.items()}
+            self.elsewhere |= new
+        if has_peers:
+            self._compare(phase, {name: part for name, part in own.items() if not part.copies})
+        rows = [part.sums for part in own.values()]
+        means = dict(zip(own, mean_of(torch.stack(rows)).tolist() if rows else [], strict=True))
+        known = (means.get(name, math.nan) for name in new)
+        pivots = self.ranks.max([mean if math.isfinite(mean) else -math.inf for mean in known])
+        pivots = [pivot if math.isfinite(pivot) else 0.0 for pivot in pivots]
+        self._pivots[phase] = torch.cat([self._pivots[phase], self._tensor(pivots)])
         names += new
-        return new
+        return list(new)
+
+    def _compare(self, phase: str, own: Mapping[str, Part]) -> None:
+        """Counts the ranks that have the same elements of outputs, as they compute others together."""
+        rows = {name: repr(part.sums.tolist()) for name, part in own.items()}
+        of_ranks = self.ranks.gather((self._peers, rows))
+        for name, row in rows.items():
+            alike = (theirs.get(name) == row for peers, theirs in of_ranks if peers == self._peers)
+            self._copies[phase, name] = sum(alike)
 
     # ---- resuming
 

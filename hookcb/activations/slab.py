@@ -35,6 +35,8 @@ class Output(NamedTuple):
         known: `moments` of all elements if `elements` is a sample, else None.
         slab: where its sums are; None if they are not in one.
         row: its row in each record of the slab.
+        n: number of elements that this process has of the output.
+        n_counted: about how many of them its histogram counts.
         copies: number of ranks that have the same elements, as in tensor parallelism; 0 if that is unknown.
     """
 
@@ -45,6 +47,8 @@ class Output(NamedTuple):
     known: Known | None = None
     slab: "Slab | None" = None
     row: int = 0
+    n: int = 0
+    n_counted: float = 0.0
     copies: int = 1
 
     @property
@@ -156,7 +160,7 @@ class Slab:
         passes = blocks if self._counts_all or n <= WHOLE else -(-SAMPLED * blocks // n)  # of the histogram
         own = sums, sums.stride(0), row * sums.stride(1), self._cursor, *self._scratch[row]
         args = *own, n, blocks, passes, self._limits, self.most, self._n_slots, BLOCK
-        output = Output(kind, x.shape, x.dtype, slab=self, row=row)
+        output = Output(kind, x.shape, x.dtype, slab=self, row=row, n=n, n_counted=n * passes / blocks)
         key, programs = (x.dtype, n < 2**31, self._n_slots), -(-n // (blocks * BLOCK))
         self._ready[path, call] = ready = Ready(output, sums, key, programs, args, addressed(args))
         return ready

@@ -16,12 +16,11 @@ from torch.compiler import is_compiling
 from hookcb.core.precision import WIDE, at_least_float32, numbers_to, scale_of, widest
 
 LAYER_STATS = ("mean", "std", "min", "max", "abs_max", "near_zero", "zeros", "nonfinite")
-# sums of powers of z = (x - pivot) · scale; numbers of elements; extremes of the finite ones, inf and -inf if
-# none is. The counts of a histogram may follow.
-POWERS = ("sum1", "sum2", "sum3", "sum4")
-COLUMNS = ("n", "pivot", "scale", *POWERS, "near_zero", "zeros", "nonfinite", "min", "max")
-PIVOT, SCALE, LOW, HIGH = map(COLUMNS.index, ("pivot", "scale", "min", "max"))
-NEAR = COLUMNS.index("near_zero")
+# numbers of elements, and sums of powers of z = (x - pivot) · scale: what parts add up to
+ADDED = ("n", "sum1", "sum2", "near_zero", "zeros", "nonfinite")
+# extremes are those of finite elements, inf and -inf if none is; the counts of a histogram may follow
+COLUMNS = (*ADDED, "sum3", "sum4", "pivot", "scale", "min", "max")
+LOW, HIGH = COLUMNS.index("min"), COLUMNS.index("max")
 WHOLE = 8_192  # number of elements up to which shares and histograms use all
 SAMPLED = 4_096  # number they use above: the standard error of a share is at most 0.8 %
 ROW = 65_536  # elements whose squares are summed in float32
@@ -82,7 +81,7 @@ def layer_stats(x: Tensor, eps: float = 0.05) -> Tensor:
     fastai counts each negative value as near zero; here the magnitude counts.
     """
     elements, _ = take(x.detach(), None)
-    return stats_of(summarize(elements.reshape(1, -1), (), eps))[0].to(elements.dtype)
+    return stats_of(summarize(elements.reshape(1, -1), (), eps, x.numel()))[0].to(elements.dtype)
 
 
 def stats_of(sums: Tensor) -> Tensor:
@@ -90,39 +89,42 @@ def stats_of(sums: Tensor) -> Tensor:
 
     With NaN or infinities mean and std follow arithmetic.
     """
-    n, pivot, scale, sum1, sum2, _, _, near_zero, zeros, nonfinite, low, high = sums[
-        ..., : len(COLUMNS)
-    ].unbind(-1)
-    mean = pivot + sum1 / n / scale
-    std = ((sum2 - sum1.square() / n).clamp(min=0) / (n - 1)).sqrt() / scale  # NaN for one element
-    unknown = low > high  # no element is finite
-    low, high, near_zero, zeros = (
-        x.masked_fill(unknown, math.nan) for x in (low, high, near_zero / n, zeros / n)
+    n, sum1, sum2, near_zero, zeros, nonfinite, _, _, _, scale, low, high = sums[..., : len(COLUMNS)].unbind(
+        -1
     )
-    found = [mean, std, low, high, torch.maximum(high, -low), near_zero, zeros, nonfinite]
-    return torch.cat([torch.stack(found, -1), sums[..., len(COLUMNS) :]], -1)
+    std = ((sum2 - sum1.square() / n).clamp(min=0) / (n - 1)).sqrt() / scale  # NaN for one element
+    known = [low, high, torch.maximum(high, -low), near_zero / n, zeros / n]
+    known = [x.masked_fill(low > high, math.nan) for x in known]  # no element is finite
+    return torch.cat(
+        [torch.stack([mean_of(sums), std, *known, nonfinite], -1), sums[..., len(COLUMNS) :]], -1
+    )
 
 
-def around(sums: Tensor, pivots: Tensor) -> Tensor:
-    """Sums of parts, `(R, columns)`, around other pivots, `(R,)` or one, so that those of parts can be added.
+def mean_of(sums: Tensor) -> Tensor:
+    """Mean of all elements, `(...,)`, from sums in the order of `COLUMNS`."""
+    n, sum1, *_, pivot, scale, _, _ = sums[..., : len(COLUMNS)].unbind(-1)
+    return pivot + sum1 / n / scale
 
-    The scale is 1 then; third and fourth powers, which no statistic needs, are dropped. Zeros of a part
-    without elements.
+
+def added(sums: Tensor, pivots: Tensor) -> Tensor:
+    """What parts add up to, `(R, columns)`: `ADDED`, powers around `pivots`, then counts of a histogram.
+
+    Zeros of a part without elements.
+
+    Source: T. Chan, G. Golub, R. LeVeque, "Algorithms for computing the sample variance", 1983.
     """
-    n, pivot, scale, sum1, sum2, _, _, *counts = sums.unbind(1)
-    shift = pivot + sum1 / n / scale - pivots
+    n, sum1, sum2, *counts = sums[:, : len(ADDED)].unbind(1)
+    scale, shift = sums[:, COLUMNS.index("scale")], mean_of(sums) - pivots
     sum2 = (sum2 - sum1.square() / n) / scale.square() + n * shift.square()
-    one = torch.ones_like(n)
-    moved = [n, pivots * one, one, n * shift, sum2, one * 0, one * 0, *counts]
-    return torch.stack(moved, 1).where((n > 0)[:, None], 0.0)
+    found = torch.stack([n, n * shift, sum2, *counts], 1)
+    return torch.cat([found, sums[:, len(COLUMNS) :]], 1).where(n[:, None] > 0, 0.0)
 
 
-def center_of(sums: Tensor) -> Tensor:
-    """Mean of all elements of parts, `(R, columns)`, as far as it is finite: a pivot for `around`."""
-    n, pivot, scale, sum1 = sums[:, :4].unbind(1)
-    mean = pivot + sum1 / n / scale
-    n = n.where(mean.isfinite(), 0.0)
-    return ((n * mean.nan_to_num(0.0, 0.0, 0.0)).sum() / n.sum()).nan_to_num()
+def joined(total: Tensor, pivots: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Sums in the order of `COLUMNS` of all parts, from the total of `added` and from extremes."""
+    one = torch.ones_like(low)
+    others = torch.stack([one * 0, one * 0, pivots * one, one, low, high], 1)
+    return torch.cat([total[:, : len(ADDED)], others, total[:, len(ADDED) :]], 1)
 
 
 def take(
@@ -169,18 +171,22 @@ def take(
     if known is None:
         known = moments(x[None])
     if x.numel() < n:
-        times = [1.0 if name in ("pivot", "scale", "min", "max") else n / x.numel() for name in COLUMNS]
-        known = together([known], x.device) * numbers_to(x.device, times, widest(x.device))
+        known = together([known], x.device)
+        known[:, : len(ADDED)] *= n / x.numel()
     return elements, known
 
 
-def summarize(rows: Tensor, known: Sequence[Known], eps: float) -> Tensor:
-    """Sums of rows of elements, `(R, n)`, as `(R, 12)`; `known` are their `moments`, or nothing.
+def summarize(rows: Tensor, known: Sequence[Known], eps: float, n: int) -> Tensor:
+    """Sums of outputs of `n` elements, `(R, 12)`, from rows of elements, `(R, k)`.
 
-    Numbers of elements near zero, and of zeros, are by their shares of these elements.
+    `known` are `moments` of all elements, or nothing. Else these elements estimate those of all, but for the
+    number of elements that are not finite.
     """
+    k = rows.shape[1]
     sums = together(known, rows.device) if known else moments(rows)
-    sums[:, NEAR : NEAR + 2] = shares(rows, eps) * sums[:, :1]
+    if not known and k < n:
+        sums[:, :3] *= numbers_to(rows.device, [n / k, n / k, (n - 1) / (k - 1)], sums.dtype)
+    sums[:, 3:5] = shares(rows, eps) * sums[:, :1]
     return sums
 
 
@@ -202,12 +208,12 @@ def moments(rows: Tensor) -> Tensor:
     if is_cpu and len(rows) > 1 and rows.numel() > ROW:  # more would make the heap grow each time
         return torch.cat([moments(some) for some in torch.split(rows, max(1, ROW // n))])
     if is_cpu and n > AT_ONCE:
-        return _joined([moments(x) for x in torch.split(rows, AT_ONCE, 1)])
+        return _of_parts([moments(x) for x in torch.split(rows, AT_ONCE, 1)])
     z, rows = rows.to(widest(rows.device), copy=True), at_least_float32(rows)
     zero = z.new_zeros(len(z))
     one = zero + 1
     if not n:
-        return torch.stack([zero, zero, one, *[zero] * 7, one * math.inf, one * -math.inf], 1)
+        return torch.stack([*[zero] * 9, one, one * math.inf, one * -math.inf], 1)
     scale = one
     if rows.dtype is z.dtype:  # squares of other dtypes have room
         scale = 1 / scale_of(z, 1)[:, 0]
@@ -220,21 +226,17 @@ def moments(rows: Tensor) -> Tensor:
         others = rows.isfinite().logical_not_()
         low, high = rows.masked_fill(others, math.inf).amin(1), rows.masked_fill(others, -math.inf).amax(1)
         nonfinite = others.sum(1)
-    found = [one * n, center / scale, scale, zero, sum2, *[zero] * 4, nonfinite, low, high]
+    found = [one * n, zero, sum2, zero, zero, nonfinite, zero, zero, center / scale, scale, low, high]
     return torch.stack([x.to(z.dtype) for x in found], 1)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Sums of one row, `(1, 12)`, from `moments` of its parts.
-
-    Source: T. Chan, G. Golub, R. LeVeque, "Algorithms for computing the sample variance", 1983.
-    """
+def _of_parts(parts: Sequence[Tensor]) -> Tensor:
+    """Sums of one row, `(1, 12)`, from `moments` of its parts; the mean of the first is the pivot."""
     sums = torch.cat(list(parts))
-    center = center_of(sums)
-    whole = around(sums, center).sum(0, keepdim=True)
-    whole[:, PIVOT], whole[:, SCALE] = center, 1.0
-    whole[:, LOW], whole[:, HIGH] = sums[:, LOW].amin(), sums[:, HIGH].amax()
-    return whole
+    pivot = mean_of(sums)[0].nan_to_num(0.0, 0.0, 0.0)
+    return joined(
+        added(sums, pivot).sum(0, True), pivot, sums[:, LOW].amin(0, True), sums[:, HIGH].amax(0, True)
+    )
 
 
 def _quick_moments(x: Tensor) -> tuple[float, ...] | None:
@@ -258,7 +260,7 @@ def _quick_moments(x: Tensor) -> tuple[float, ...] | None:
     if not squares > EXACT * total:  # NaN too
         return None
     ends = torch.aminmax(x) if n <= ROW else (x.amin(), x.amax())  # two passes are faster over many
-    return n, mean, 1.0, 0.0, squares, 0.0, 0.0, 0.0, 0.0, 0.0, ends[0].item(), ends[1].item()
+    return n, 0.0, squares, 0.0, 0.0, 0.0, 0.0, 0.0, mean, 1.0, ends[0].item(), ends[1].item()
 
 
 def together(known: Sequence[Known], device: torch.device) -> Tensor:

@@ -9,13 +9,14 @@ from torch import nn
 
 from hookcb import ActivationStats, Learner
 from hookcb.activations.stats import (
-    COLUMNS,
+    HIGH,
     LAYER_STATS,
+    LOW,
     SAMPLED,
     WHOLE,
-    around,
-    center_of,
+    added,
     has_stats,
+    joined,
     layer_stats,
     stats_of,
     summarize,
@@ -44,7 +45,7 @@ def by_name(x, **options):
 def of_taken(taken):
     """The statistics of what `take` has returned."""
     elements, known = taken
-    return stats_of(summarize(elements.reshape(1, -1), () if known is None else (known,), 0.05))[0]
+    return stats_of(summarize(elements.reshape(1, -1), () if known is None else (known,), 0.05, 0))[0]
 
 
 def check(x, rel=1e-5, abs_tol=1e-6):
@@ -146,9 +147,11 @@ def test_what_compiled_code_and_gpus_run_agrees_with_what_a_cpu_runs(monkeypatch
     rows = x + offset
     rows[-1, 1] = math.inf
     rows[-1, 2] = math.nan
-    found = summarize(rows, (), 0.05)
+    found = summarize(rows, (), 0.05, rows.shape[1])
     monkeypatch.setattr("hookcb.activations.stats.is_compiling", lambda: True)
-    assert torch.allclose(found, summarize(rows, (), 0.05), rtol=1e-9, atol=1e-9, equal_nan=True)
+    assert torch.allclose(
+        found, summarize(rows, (), 0.05, rows.shape[1]), rtol=1e-9, atol=1e-9, equal_nan=True
+    )
 
 
 def test_eps_is_a_magnitude_and_counts_itself():
@@ -655,15 +658,37 @@ def normal(n, seed=0):
     return 3 * randn(n, seed=seed) + 7
 
 
+def of_parts(*parts, pivot=6.0):
+    """Statistics of all elements of parts, each of which is elements and the number that they stand for."""
+    sums = torch.cat([summarize(x[None], (), 0.05, n) for x, n in parts])
+    total, pivots = added(sums, torch.tensor(pivot)).sum(0, True), torch.tensor([pivot])
+    return stats_of(joined(total, pivots, sums[:, LOW].amin(0, True), sums[:, HIGH].amax(0, True)))[
+        0
+    ].tolist()
+
+
 @pytest.mark.parametrize("sizes", [[1, 99, 900], [1000], [0, 1000], [333, 0, 667], [10, 990]], ids=str)
 def test_sums_of_parts_make_those_of_the_whole(sizes):
     x = normal(1000)
-    parts = torch.cat([summarize(part[None], (), 0.05) for part in x.split(sizes)])
-    center = center_of(parts)
-    whole = around(parts, center).sum(0)
-    whole[COLUMNS.index("pivot")], whole[COLUMNS.index("scale")] = center, 1.0
-    whole[COLUMNS.index("min")], whole[COLUMNS.index("max")] = x.amin(), x.amax()
-    assert stats_of(whole).tolist() == pytest.approx(list(oracle(x).values()), rel=1e-6)
+    found = of_parts(*((part, len(part)) for part in x.split(sizes)))
+    assert found == pytest.approx(list(oracle(x).values()), rel=1e-6)
+
+
+def test_a_sample_counts_for_all_that_it_stands_for():
+    x, y = normal(100), normal(100, seed=1) + 5
+    whole = list(oracle(torch.cat([x, y.repeat(9)])).values())
+    mean, std, *others = of_parts((x, 100), (y, 900))
+    spread = [x.double().std().square().item(), y.double().std().square().item()]
+    variance = (99 * spread[0] + 899 * spread[1] + 90 * (y.mean() - x.mean()).item() ** 2) / 999
+    assert (mean, std) == pytest.approx((whole[0], variance**0.5), rel=1e-6)
+    assert others == pytest.approx(whole[2:], rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_share_of_all_parts_is_unknown_only_if_no_part_has_a_finite_element(bad):
+    some, none = (torch.tensor([0.0, 0.01, 3.0, 4.0]), 4), (torch.full((4,), bad), 4)
+    assert of_parts(some, none)[5:7] == [2 / 8, 1 / 8]
+    assert all(map(math.isnan, of_parts(none, none)[5:7]))
 
 
 @pytest.mark.parametrize(
