@@ -85,10 +85,7 @@ class OutputBuffer:
             written: what a kernel in compiled code writes to.
         """
         calls, output = self.batch.setdefault(path, []), None
-        slab = self.slabs.get(x.device) if is_plain else None
-        if slab is None and is_plain and works_on(x.device) and not isinstance(self.sample, int):
-            slab = self.slab_on(x.device)
-        if slab is not None:
+        if is_plain and (slab := self._slab_on(x.device)) is not None:
             output = slab.take(path, len(calls), x, kind, written)
             if output is not None and x.is_cuda and torch.cuda.is_current_stream_capturing():
                 slab.captured.setdefault(path, []).append(output)
@@ -99,18 +96,17 @@ class OutputBuffer:
 
     def launches(self, x: Tensor) -> bool:
         """Whether a kernel takes a tensor, and nothing is allocated."""
-        return not isinstance(self.sample, int) and can_take(x)
+        return self._slab_on(x.device) is not None and can_take(x)
 
-    def slab_on(self, device: torch.device) -> Slab:
-        """The slab of a device."""
-        if device not in self.slabs:
+    def _slab_on(self, device: torch.device) -> Slab | None:
+        """The slab of a device; None if no kernel works there, or if a number of elements was asked for."""
+        if device not in self.slabs and works_on(device) and not isinstance(self.sample, int):
             self.slabs[device] = Slab(device, self.eps, self.bins, self.sample is None)
-        return self.slabs[device]
+        return self.slabs.get(device)
 
     def written_on(self, device: torch.device, n_layers: int) -> Tensor:
         """The tensor to which compiled code on a device writes, as its compiler knows."""
-        if works_on(device) and not isinstance(self.sample, int):
-            slab = self.slab_on(device)
+        if (slab := self._slab_on(device)) is not None:
             slab.reserve(2 * n_layers)
             if is_dynamo_imported():
                 mark_static_address(slab.sums)  # else Inductor captures no CUDA graph

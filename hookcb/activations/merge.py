@@ -123,18 +123,19 @@ class Merger:
         first, n_sums = self._names[phase].index(names[0]), len(ADDED) + 2
         pivots = self._pivots[phase][first : first + len(names)]
         # calls; elements that histograms have; what parts add up to
-        sums = self._tensor([[0.0] * (n_sums + (buffer.bins.n + 2 if buffer.bins else 0))] * len(names))
-        maxs = self._tensor([-math.inf] * (2 * len(names) + 1))
+        n_columns = n_sums + (buffer.bins.n + 2 if buffer.bins else 0)
+        sums = torch.zeros(len(names), n_columns, dtype=self._dtype, device=self.device)
+        maxs = torch.full((2 * len(names) + 1,), -math.inf, dtype=self._dtype, device=self.device)
         ends = maxs[:-1].view(-1, 2)
         if own := [(i, name, look[name]) for i, name in enumerate(names) if name in look]:
             at = numbers_to(self.device, [i for i, *_ in own], torch.int64)
             rows = torch.stack([part.sums for *_, part in own])
-            copies = [part.copies or self._copies.get((phase, name), 1) for _, name, part in own]
-            counted = self._tensor([[1.0, part.n_counted] for *_, part in own])
-            parts = torch.cat([counted, added(rows, pivots.index_select(0, at))], 1)
-            parts[:, n_sums:] *= (parts[:, 2] / counted[:, 1]).nan_to_num()[:, None]  # as if all were counted
-            sums.index_copy_(0, at, parts / self._tensor(copies)[:, None])
-            ends.index_copy_(0, at, torch.stack([rows[:, HIGH], -rows[:, LOW]], 1))
+            copies = [[part.copies or self._copies.get((phase, name), 1)] for _, name, part in own]
+            counted, n = self._tensor([[part.n_counted] for *_, part in own]), rows[:, :1]
+            parts = torch.cat([(n >= 0).to(n.dtype), counted, added(rows, pivots.index_select(0, at))], 1)
+            parts[:, n_sums:] *= (n / counted).nan_to_num()  # as if all were counted
+            sums.index_copy_(0, at, parts / self._tensor(copies))
+            ends.index_copy_(0, at, torch.stack([rows[:, HIGH], -rows[:, LOW]], 1).where(n > 0, -math.inf))
         maxs[-1] = float(is_new)
         self.ranks.share(sums, maxs)
         merged = stats_of(joined(sums[:, 2:], pivots, -ends[:, 1], ends[:, 0]))
@@ -149,7 +150,7 @@ class Merger:
         names = self._names[phase]
         own = {name: part for name, part in look.items() if name not in names}
         new = {name: part.about for name, part in own.items()}
-        digest = float(zlib.crc32(repr(list(new)).encode()))
+        digest = float(_digest(list(new)))
         most, least, has_peers = self.ranks.max([digest, -digest, bool(self._peers)])
         if most != -least:
             new = {name: about for theirs in self.ranks.gather(new) for name, about in theirs.items()}
@@ -167,10 +168,10 @@ class Merger:
 
     def _compare(self, phase: str, own: Mapping[str, Part]) -> None:
         """Counts the ranks that have the same elements of outputs, as they compute others together."""
-        rows = {name: repr(part.sums.tolist()) for name, part in own.items()}
-        of_ranks = self.ranks.gather((self._peers, rows))
-        for name, row in rows.items():
-            alike = (theirs.get(name) == row for peers, theirs in of_ranks if peers == self._peers)
+        digests = {name: _digest(part.sums.tolist()) for name, part in own.items()}
+        of_ranks = self.ranks.gather((self._peers, digests))
+        for name, digest in digests.items():
+            alike = (theirs.get(name) == digest for peers, theirs in of_ranks if peers == self._peers)
             self._copies[phase, name] = sum(alike)
 
     # ---- resuming
@@ -193,3 +194,8 @@ class Merger:
             self._names[phase] = list(names)
             self._pivots[phase] = self._tensor(pivots)
         self._copies = dict(state["copies"])
+
+
+def _digest(x: list[Any]) -> int:
+    """A number by which ranks find out whether they have the same."""
+    return zlib.crc32(repr(x).encode())
