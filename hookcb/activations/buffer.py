@@ -91,7 +91,7 @@ class OutputBuffer:
                 slab.captured.setdefault(path, []).append(output)
         if output is None:
             elements, known = take(x.detach(), self.sample, self.memory.lend if is_plain else None, is_merged)
-            output = Output(kind, x.shape, x.dtype, elements, known, n=x.numel(), n_counted=elements.numel())
+            output = Output(kind, x.shape, x.dtype, elements, known, n=x.numel())
         calls.append(output)
 
     def launches(self, x: Tensor) -> bool:

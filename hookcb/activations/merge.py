@@ -81,7 +81,12 @@ class Merger:
         for names, rows in buffer.summed(outputs.items()):
             sums |= dict(zip(names, moved(rows, self.device), strict=True))
         return {
-            name: Part((output.type, tuple(output.shape)), output.copies, output.n_counted, sums[name])
+            name: Part(
+                (output.type, tuple(output.shape)),
+                output.copies,
+                output.n_counted if output.elements is None else output.elements.numel(),
+                sums[name],
+            )
             for name, output in outputs.items()
             if output.has_stats
         }

@@ -36,7 +36,7 @@ class Output(NamedTuple):
         slab: where its sums are; None if they are not in one.
         row: its row in each record of the slab.
         n: number of elements that this process has of the output.
-        n_counted: about how many of them its histogram counts.
+        n_counted: about how many of them a histogram in a slab counts.
         copies: number of ranks that have the same elements, as in tensor parallelism; 0 if that is unknown.
     """
 

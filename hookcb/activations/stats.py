@@ -107,7 +107,7 @@ def mean_of(sums: Tensor) -> Tensor:
 
 
 def added(sums: Tensor, pivots: Tensor) -> Tensor:
-    """What parts add up to, `(R, columns)`: `ADDED`, powers around `pivots`, then counts of a histogram.
+    """Sums that can be added, `(R, columns)`: `ADDED`, powers around `pivots`, then counts of a histogram.
 
     Zeros of a part without elements.
 
@@ -192,9 +192,9 @@ def summarize(rows: Tensor, known: Sequence[Known], eps: float, n: int) -> Tenso
 
 def shares(rows: Tensor, eps: float) -> Tensor:
     """Shares, 0..1, of |x| ≤ eps and of zeros in each row of `(R, n)`, as `(R, 2)`; NaN without elements."""
-    is_so = rows.abs()
-    near_zero = is_so.le_(eps).sum(1)  # floats sum ten times as fast as bools
-    counts = torch.stack([near_zero, torch.eq(rows, 0, out=is_so).sum(1)], 1)
+    is_so, dtype = rows.abs(), rows.dtype if rows.shape[1] < 2**24 else widest(rows.device)
+    near_zero = is_so.le_(eps).sum(1, dtype=dtype)  # floats sum ten times as fast as bools
+    counts = torch.stack([near_zero, torch.eq(rows, 0, out=is_so).sum(1, dtype=dtype)], 1)
     return counts.to(widest(rows.device)) / rows.shape[1]
 
 
