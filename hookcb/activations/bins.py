@@ -55,16 +55,17 @@ class Bins(NamedTuple):
         Returns:
             `(R, n + 2)`, float32 or, where that is not exact, float64.
         """
-        slot = self._slots(rows).nan_to_num_(nan=self.n + 2).int()
-        n = self.n + 3
-        slot += torch.arange(0, n * len(rows), n, dtype=slot.dtype, device=rows.device)[:, None]
-        wide = widest(rows.device)
-        exact = torch.float32 if rows.shape[1] < 2**24 or wide is torch.float32 else wide
+        n = self.n + 3  # the last is that of NaN
+        slots = self._slots(rows).nan_to_num_(nan=n - 1).int()
+        slots += torch.arange(0, n * len(rows), n, dtype=slots.dtype, device=rows.device)[:, None]
+        dtype = torch.float32 if rows.shape[1] < 2**24 else widest(rows.device)
         if rows.is_cpu and not torch.compiler.is_compiling():  # elsewhere it waits for the device
-            counts = torch.bincount(slot.view(-1), minlength=n * len(rows)).to(exact)
+            counts = torch.bincount(slots.view(-1), minlength=n * len(rows)).to(dtype)
         else:
-            counts = rows.new_zeros(n * len(rows), dtype=exact)
-            counts.scatter_add_(0, slot.view(-1).long(), torch.ones_like(slot.view(-1), dtype=exact))
+            one = rows.new_ones((), dtype=dtype)
+            counts = rows.new_zeros(n * len(rows), dtype=dtype)
+            # of one dimension, as torch's deterministic algorithms take no other
+            counts.scatter_add_(0, slots.view(-1).long(), one.expand(slots.numel()))
         return counts.view(len(rows), n)[:, :-1]
 
     def _slots(self, rows: Tensor) -> Tensor:

@@ -227,7 +227,8 @@ class ActivationStats(HookCallback):
         name = self._names.get(id(m))
         if name is None:
             return False
-        return self.records.take_usual(name, output, type(m).__name__)
+        self.records.take(name, output, type(m).__name__)
+        return True
 
     def _trace(self, m: nn.Module, output: Any) -> None:
         """Has compiled code call `take_compiled` for each tensor of an output; Dynamo follows it."""
@@ -259,7 +260,7 @@ class ActivationStats(HookCallback):
         elif is_in_graph and not self.records.buffer.launches(x):
             self.records.leave_out(path, "a tensor in a CUDA graph")
         else:
-            self.records.take_usual(path, x, kind, written)
+            self.records.take(path, x, kind, written=written)
         return not is_in_graph
 
     def hook(self, m: nn.Module, *seen: Any) -> None:

@@ -1,115 +1,21 @@
-"""One launch of Triton that writes the sums of an output to a row, in one pass over its memory."""
+"""One launch of Triton that writes the sums of an output to a row, in one pass over its memory.
+
+Source: sums around a pivot: T. Chan, G. Golub, R. LeVeque, "Algorithms for computing the sample variance",
+1983. Pivot and scale are mean and extent of the first block, which each program reads, so that the sums of
+all can be added, and powers of z stay in the range of float32.
+"""
 
 from __future__ import annotations  # annotations stay text, as tl is not imported yet
 
-from collections.abc import Hashable
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from hookcb.activations.bins import Bins
-from hookcb.activations.stats import SAMPLED, WHOLE, flat
-from hookcb.core.triton_kernel import TritonKernel, addressed, can_run
+from hookcb.core.triton_kernel import TritonKernel
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]  # no types
 
-# of a row, before the counts of a histogram; sums are of z = (x - pivot) · scale
-SUMS = ("n", "pivot", "scale", "sum1", "sum2", "sum3", "sum4")
-COLUMNS = (*SUMS, "min", "max", "near_zero", "zeros", "nonfinite")
 BLOCK = 1024  # elements that a program reads at a time
-SHARE = 8 * BLOCK  # elements of a program, at least
-PER_SM = 4  # programs, as many as run at once by their registers
-PARTS = 9  # sums that a program hands on
-DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool} | {
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-}
-
-
-@cache
-def works_on(device: torch.device, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether the kernel works with a type on a device; warns if Triton is installed and it does not."""
-    return dtype in DTYPES and can_run(device, lambda: _try(device, dtype))
-
-
-def _try(device: torch.device, dtype: torch.dtype) -> None:
-    kernel, x = Kernel(device, 0.0, None), torch.zeros(2, dtype=dtype, device=device)
-    rows = torch.empty(1, 1, len(COLUMNS), dtype=torch.float64, device=device)
-    cursor = torch.zeros(1, dtype=torch.int32, device=device)
-    kernel.launch(x, kernel.prepared(x, rows, cursor, 0))
-
-
-class Launch(NamedTuple):
-    """A launch of the kernel for tensors of one size and dtype.
-
-    Attributes:
-        key: see `TritonKernel.launch`.
-        programs: number of programs.
-        args: all arguments after the tensor.
-        numbers: the same with addresses in place of tensors.
-        n_counted: about how many elements a histogram has; 0 without one.
-    """
-
-    key: tuple[Hashable, ...]
-    programs: int
-    args: tuple[Any, ...]
-    numbers: tuple[Any, ...]
-    n_counted: float
-
-
-class Kernel:
-    """The kernel with memory that it needs on a device; launches of one must not overlap."""
-
-    @torch.inference_mode(False)
-    def __init__(self, device: torch.device, eps: float, bins: Bins | None) -> None:
-        sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-        self.device, self.most = device, PER_SM * sms
-        n = 0 if bins is None else bins.n + 3
-        self._n_slots = 1 << (n - 1).bit_length() if n else 0  # a power of 2, as Triton needs
-        self._parts = torch.empty(PARTS, self.most, dtype=torch.float64, device=device)
-        self._counts = torch.zeros(1 + n, dtype=torch.int64, device=device)
-        bins = bins or Bins(1)
-        limits = eps, *bins.scale, bins.ends[1] if bins.ends else 0.0, bins.n, bins.ends is not None
-        # without a transfer, which no graph may capture
-        self._limits = torch.stack([torch.full((), x, dtype=torch.float64, device=device) for x in limits])
-
-    def prepared(self, x: Tensor, rows: Tensor, cursor: Tensor, row: int, counts_all: bool = False) -> Launch:
-        """Arguments of `launch`, by which it writes the sums of tensors like one to `rows[cursor, row]`.
-
-        Args:
-            x: a dense tensor of a type in `DTYPES`, of 1 element or more.
-            rows: `(records, rows, columns)`, float64; columns are `COLUMNS`, and the counts of a histogram.
-            cursor: `(1,)`, int32, so that a captured graph can be told where to write; if it is negative,
-                nothing is written.
-            row: index of the row.
-            counts_all: whether the histogram is of all elements, also if they are over 8,192; else it is of
-                4,096 or more that are spread evenly, the same ones of each tensor of this size.
-        """
-        n = x.numel()
-        blocks = max(SHARE // BLOCK, -(-n // (self.most * BLOCK)))  # of each program
-        programs = -(-n // (blocks * BLOCK))
-        passes = blocks if counts_all or n <= WHOLE else -(-SAMPLED * blocks // n)
-        own = rows, rows.stride(0), row * rows.stride(1), cursor, self._parts, self._counts
-        args = *own, n, blocks, passes, self._limits, self.most, self._n_slots, BLOCK
-        n_counted = n * passes / blocks if self._n_slots else 0.0
-        return Launch((x.dtype, n < 2**31, self._n_slots), programs, args, addressed(args), n_counted)
-
-    def launch(self, x: Tensor, launch: Launch, stream: int | None = None) -> None:
-        """Writes the sums of all elements of a tensor, in one launch; it is copied if its memory has gaps.
-
-        Source: sums around a pivot: T. Chan, G. Golub, R. LeVeque, "Algorithms for computing the sample
-        variance", 1983. Pivot and scale are mean and extent of the first block, which each program reads, so
-        that the sums of all can be added, and powers of z stay in the range of float32.
-        """
-        if not x.is_contiguous() or x.is_neg():
-            x = flat(x.detach().resolve_neg()).contiguous()
-        if x.dtype is torch.bool:
-            x = x.view(torch.uint8)  # a Triton bool is one bit
-        address = x.data_ptr()
-        args, numbers = (x, *launch.args), (address, *launch.numbers)
-        KERNEL.launch((launch.key, address % 16 == 0), self.device, launch.programs, args, numbers, stream)
+PARTS = 9  # sums that a program hands on: those of `COLUMNS` but for the number, pivot and scale
 
 
 def _add(
@@ -208,13 +114,13 @@ def _take(
     part = parts + tl.program_id(0)
     tl.store(part, tl.sum(sum1.to(tl.float64)))
     tl.store(part + most, tl.sum(sum2.to(tl.float64)))
-    tl.store(part + most * 2, tl.sum(sum3.to(tl.float64)))
-    tl.store(part + most * 3, tl.sum(sum4.to(tl.float64)))
-    tl.store(part + most * 4, tl.min(low))
-    tl.store(part + most * 5, tl.max(high))
-    tl.store(part + most * 6, tl.sum(near).to(tl.float64))
-    tl.store(part + most * 7, tl.sum(zeros).to(tl.float64))
-    tl.store(part + most * 8, tl.sum(others).to(tl.float64))
+    tl.store(part + most * 2, tl.sum(near).to(tl.float64))
+    tl.store(part + most * 3, tl.sum(zeros).to(tl.float64))
+    tl.store(part + most * 4, tl.sum(others).to(tl.float64))
+    tl.store(part + most * 5, tl.sum(sum3.to(tl.float64)))
+    tl.store(part + most * 6, tl.sum(sum4.to(tl.float64)))
+    tl.store(part + most * 7, tl.min(low).to(tl.float64))
+    tl.store(part + most * 8, tl.max(high).to(tl.float64))
     if n_slots > 0:
         counts = tl.zeros((n_slots,), tl.int32)
         origin = tl.load(limits + 1).to(real)
@@ -248,40 +154,23 @@ def _take(
     programs = tl.num_programs(0)
     if tl.atomic_add(totals, 1, sem="acq_rel") < programs - 1:
         return
-    index = tl.arange(0, 256)
-    sum1 = tl.zeros((256,), tl.float64)
-    sum2 = tl.zeros((256,), tl.float64)
-    sum3 = tl.zeros((256,), tl.float64)
-    sum4 = tl.zeros((256,), tl.float64)
+    kind, index = tl.arange(0, 8), tl.arange(0, 256)  # of 8 columns of sums 7 are there
+    total = tl.zeros((8, 256), tl.float64)
     low = tl.full((256,), inf, tl.float64)
     high = tl.full((256,), -inf, tl.float64)
-    near = tl.zeros((256,), tl.float64)
-    zeros = tl.zeros((256,), tl.float64)
-    others = tl.zeros((256,), tl.float64)
     for i in range(0, programs, 256):
         column, is_there = parts + i + index, i + index < programs
-        sum1 += tl.load(column, mask=is_there, other=0.0, cache_modifier=".cg")  # of others, so not from L1
-        sum2 += tl.load(column + most, mask=is_there, other=0.0, cache_modifier=".cg")
-        sum3 += tl.load(column + most * 2, mask=is_there, other=0.0, cache_modifier=".cg")
-        sum4 += tl.load(column + most * 3, mask=is_there, other=0.0, cache_modifier=".cg")
-        low = tl.minimum(low, tl.load(column + most * 4, mask=is_there, other=inf, cache_modifier=".cg"))
-        high = tl.maximum(high, tl.load(column + most * 5, mask=is_there, other=-inf, cache_modifier=".cg"))
-        near += tl.load(column + most * 6, mask=is_there, other=0.0, cache_modifier=".cg")
-        zeros += tl.load(column + most * 7, mask=is_there, other=0.0, cache_modifier=".cg")
-        others += tl.load(column + most * 8, mask=is_there, other=0.0, cache_modifier=".cg")
+        sums, are_there = column[None, :] + kind[:, None] * most, is_there[None, :] & (kind < 7)[:, None]
+        total += tl.load(sums, mask=are_there, other=0.0, cache_modifier=".cg")  # of others, so not from L1
+        low = tl.minimum(low, tl.load(column + most * 7, mask=is_there, other=inf, cache_modifier=".cg"))
+        high = tl.maximum(high, tl.load(column + most * 8, mask=is_there, other=-inf, cache_modifier=".cg"))
     row = rows + record.to(tl.int64) * stride + place
     tl.store(row, tl.cast(n, tl.float64))
-    tl.store(row + 1, pivot.to(tl.float64))
-    tl.store(row + 2, scale.to(tl.float64))
-    tl.store(row + 3, tl.sum(sum1))
-    tl.store(row + 4, tl.sum(sum2))
-    tl.store(row + 5, tl.sum(sum3))
-    tl.store(row + 6, tl.sum(sum4))
-    tl.store(row + 7, tl.min(low))
-    tl.store(row + 8, tl.max(high))
-    tl.store(row + 9, tl.sum(near))
-    tl.store(row + 10, tl.sum(zeros))
-    tl.store(row + 11, tl.sum(others))
+    tl.store(row + 1 + kind, tl.sum(total, 1), mask=kind < 7)
+    tl.store(row + 8, pivot.to(tl.float64))
+    tl.store(row + 9, scale.to(tl.float64))
+    tl.store(row + 10, tl.min(low))
+    tl.store(row + 11, tl.max(high))
     if n_slots > 0:
         index = tl.arange(0, n_slots)
         is_used = index < bins + 2

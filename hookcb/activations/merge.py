@@ -2,41 +2,29 @@
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hookcb.activations.buffer import OutputBuffer, portions
-from hookcb.activations.slab import Output, Waiting, stats_of
-from hookcb.activations.stats import LAYER_STATS, summarize
+from hookcb.activations.buffer import OutputBuffer
+from hookcb.activations.slab import Output
+from hookcb.activations.stats import ADDED, HIGH, LAYER_STATS, LOW, added, joined, mean_of, stats_of
 from hookcb.core.alone import Ranks
 from hookcb.core.precision import moved, numbers_to, widest
 from hookcb.records.records import PHASES
 
-# calls; elements, and those that moments and shares are from; Σd and Σd² around the pivot; numbers near zero,
-# zero, and not finite: for each output, before the counts of its histogram
-N_SUMS = 9
-LOW, HIGH = LAYER_STATS.index("min"), LAYER_STATS.index("max")
-Sizes = tuple[int, float, float, int]
 About = tuple[str, tuple[int, ...]]  # type and shape of an output
 
 
-class Look(NamedTuple):
-    """This rank's part of a record.
+class Part(NamedTuple):
+    """This rank's part of an output in a record; see `Output`, and `COLUMNS` for the sums."""
 
-    Attributes:
-        outputs: type and shape of each output, by name.
-        values: its `LAYER_STATS`, then the counts of its histogram if there are bins, `(columns,)`, on the
-            device of the model.
-        sizes: numbers of its elements, of those that moments and shares are from, and of ranks that have the
-            same ones, 0 if that is unknown.
-    """
-
-    outputs: dict[str, About]
-    values: dict[str, Tensor]
-    sizes: dict[str, Sizes]
+    about: About
+    copies: int
+    n_counted: float
+    sums: Tensor
 
 
 class Merger:
@@ -56,80 +44,77 @@ class Merger:
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.ranks, self.device, self._dtype = ranks, device, widest(device)
-        self._names: dict[str, dict[str, int]] = {phase: {} for phase in PHASES}  # on which all have agreed
+        self._names: dict[str, list[str]] = {phase: [] for phase in PHASES}  # on which all have agreed
         self._pivots = {phase: self._tensor([]) for phase in PHASES}
-        self._kept: list[Look] = []  # batches of a validation
+        self._kept: list[dict[str, Part]] = []  # batches of a validation
         self._copies: dict[tuple[str, str], int] = {}  # ranks with the same part, found by comparing
         self._peers: tuple[int, ...] = ()  # ranks that compute outputs together, as in tensor parallelism
-        self.elsewhere: dict[str, About] = {}  # outputs that only other ranks had when all agreed
+        self.elsewhere: dict[str, About] = {}  # outputs of any rank when all agreed, if they differed
 
-    def merge(self, buffer: OutputBuffer, outputs: dict[str, Output], epoch: int, step: int) -> None:
+    def merge(self, buffer: OutputBuffer, outputs: Mapping[str, Output], epoch: int, step: int) -> None:
         """Puts a training batch of all ranks into the store; all ranks must call it."""
-        self._put("train", buffer, self._look("train", buffer, outputs), epoch, step)
+        self._put("train", buffer, self._look(buffer, outputs), epoch, step)
 
-    def keep(self, buffer: OutputBuffer, outputs: dict[str, Output]) -> None:
+    def keep(self, buffer: OutputBuffer, outputs: Mapping[str, Output]) -> None:
         """Keeps a validation batch until `merge_kept`."""
-        self._kept.append(self._look("valid", buffer, outputs))
+        self._kept.append(self._look(buffer, outputs))
 
     def merge_kept(self, buffer: OutputBuffer, epoch: int, step: int) -> None:
         """Puts the validation batches of all ranks into the store; all ranks must call it."""
         kept, self._kept = self._kept, []
         for i in range(int(self.ranks.max([len(kept)])[0])):
-            look = kept[i] if i < len(kept) else self._look("valid", buffer, {})
-            self._put("valid", buffer, look, epoch, step)
+            self._put("valid", buffer, kept[i] if i < len(kept) else {}, epoch, step)
 
     def note_peers(self, mesh: Any) -> None:
         """Notes the ranks that compute an output together."""
         self._peers = self._peers or tuple(mesh.mesh.flatten().tolist())
 
-    # ---- this rank
-
     def _tensor(self, numbers: Any) -> Tensor:
         return numbers_to(self.device, numbers, self._dtype)
 
-    def _look(self, phase: str, buffer: OutputBuffer, outputs: dict[str, Output]) -> Look:
-        """Statistics of this rank's outputs; those of the same shape together, in a fraction of the time."""
-        found = {name: output for name, output in outputs.items() if output.is_known}
-        values: dict[str, Tensor] = {}
-        for runs, rows, known in portions(Waiting(phase, name, 0, output) for name, output in found.items()):
-            of_rows = summarize(rows, known, buffer.eps, wide=True)
-            if buffer.bins is not None:
-                of_rows = torch.cat([of_rows, buffer.bins.counts_of(rows).to(of_rows.dtype)], 1)
-            values |= dict(zip((run[0].name for run in runs), moved(of_rows, self.device), strict=True))
-        places = {name: output.place for name, output in found.items() if output.place}
-        if places:
-            sums = torch.stack([place.sums.to(self.device) for place in places.values()])
-            values |= dict(zip(places, stats_of(sums), strict=True))
-        sizes = {name: self._sizes(phase, name, output) for name, output in found.items()}
-        return Look({name: (output.type, output.shape) for name, output in found.items()}, values, sizes)
+    def _look(self, buffer: OutputBuffer, outputs: Mapping[str, Output]) -> dict[str, Part]:
+        """This rank's parts of a record by name, in the order of the forward, on the device of the model."""
+        sums: dict[str, Tensor] = {}
+        if written := {name: output for name, output in outputs.items() if output.slab is not None}:
+            rows = torch.stack([output.sums.to(self.device) for output in written.values()])
+            sums |= dict(zip(written, rows, strict=True))
+        for names, rows in buffer.summed(outputs.items()):
+            sums |= dict(zip(names, moved(rows, self.device), strict=True))
+        return {
+            name: Part(
+                (output.type, tuple(output.shape)),
+                output.copies,
+                output.n_counted if output.elements is None else output.elements.numel(),
+                sums[name],
+            )
+            for name, output in outputs.items()
+            if output.has_stats
+        }
 
-    def _sizes(self, phase: str, name: str, output: Output) -> Sizes:
-        taken = output.n_counted or output.n if output.elements is None else output.elements.numel()
-        copies = output.copies or self._copies.get((phase, name), 0)
-        return output.n, taken if output.exact is None else output.n, taken, copies
-
-    # ---- all ranks
-
-    def _put(self, phase: str, buffer: OutputBuffer, look: Look, epoch: int, step: int) -> None:
-        known, is_new = list(self._names[phase]), not look.outputs.keys() <= self._names[phase].keys()
-        values: list[Tensor] = []
+    def _put(self, phase: str, buffer: OutputBuffer, look: Mapping[str, Part], epoch: int, step: int) -> None:
+        names, store = self._names[phase], buffer.stores[phase]
+        is_new, values = not look.keys() <= set(names), list[Tensor]()
         has_new: float = is_new
-        if known:
-            merged, flag = self._merged(phase, buffer, look, known, is_new)
+        if names:
+            merged, flag = self._merged(phase, buffer, look, names, is_new)
             values += merged
             has_new = flag.item() if flag.is_cpu else is_new  # on a GPU, reading it would wait for the device
-        if not known or self.device.type != "cpu":
+        if not names or self.device.type != "cpu":
             has_new = self.ranks.max([has_new])[0]
         if has_new:
             new = self._agree(phase, look)
             values += self._merged(phase, buffer, look, new, False)[0]
-        store, names = buffer.stores[phase], self._names[phase]
         record = store.begin(epoch, step) if names else 0
         for name, row in zip(names, values, strict=True):
             store.put(name, [record], row[None])
 
     def _merged(
-        self, phase: str, buffer: OutputBuffer, look: Look, names: Sequence[str], is_new: bool
+        self,
+        phase: str,
+        buffer: OutputBuffer,
+        look: Mapping[str, Part],
+        names: Sequence[str],
+        is_new: bool,
     ) -> tuple[Tensor, Tensor]:
         """Statistics of outputs on all ranks, `(n, columns)`, and whether any rank has a new one.
 
@@ -140,65 +125,59 @@ class Merger:
             names: adjacent ones of those that the ranks have agreed on.
             is_new: whether this rank has a new one.
         """
-        first, places = self._names[phase][names[0]], {name: i for i, name in enumerate(names)}
+        first, n_sums = self._names[phase].index(names[0]), len(ADDED) + 2
         pivots = self._pivots[phase][first : first + len(names)]
-        n_columns = N_SUMS + (buffer.bins.n + 2 if buffer.bins else 0)
+        # calls; elements that histograms have; what parts add up to
+        n_columns = n_sums + (buffer.bins.n + 2 if buffer.bins else 0)
         sums = torch.zeros(len(names), n_columns, dtype=self._dtype, device=self.device)
         maxs = torch.full((2 * len(names) + 1,), -math.inf, dtype=self._dtype, device=self.device)
-        most = maxs[:-1].view(-1, 2)
-        if own := [name for name in look.outputs if name in places]:
-            at = numbers_to(self.device, [places[name] for name in own], torch.int64)
-            values = torch.stack([look.values[name] for name in own])
-            sizes = self._tensor([look.sizes[name] for name in own])
-            sums.index_copy_(0, at, _sums(values, sizes, pivots.index_select(0, at)))
-            most.index_copy_(0, at, _extremes(values))
+        ends = maxs[:-1].view(-1, 2)
+        if own := [(i, name, look[name]) for i, name in enumerate(names) if name in look]:
+            at = numbers_to(self.device, [i for i, *_ in own], torch.int64)
+            rows = torch.stack([part.sums for *_, part in own])
+            copies = [[part.copies or self._copies.get((phase, name), 1)] for _, name, part in own]
+            counted, n = self._tensor([[part.n_counted] for *_, part in own]), rows[:, :1]
+            parts = torch.cat([(n >= 0).to(n.dtype), counted, added(rows, pivots.index_select(0, at))], 1)
+            parts[:, n_sums:] *= (n / counted).nan_to_num()  # as if all were counted
+            sums.index_copy_(0, at, parts / self._tensor(copies))
+            ends.index_copy_(0, at, torch.stack([rows[:, HIGH], -rows[:, LOW]], 1).where(n > 0, -math.inf))
         maxs[-1] = float(is_new)
         self.ranks.share(sums, maxs)
-        merged = _values(sums, most, pivots)
+        merged = stats_of(joined(sums[:, 2:], pivots, -ends[:, 1], ends[:, 0]))
+        merged[:, len(LAYER_STATS) :] *= (sums[:, 1] / sums[:, 2])[:, None]
+        merged = merged.where(sums[:, :1] > 0, math.nan)
+        merged[:, len(LAYER_STATS) :].round_()
         pivots.copy_(merged[:, 0].where(merged[:, 0].isfinite(), pivots))
         return merged, maxs[-1]
 
-    def _agree(self, phase: str, look: Look) -> list[str]:
+    def _agree(self, phase: str, look: Mapping[str, Part]) -> list[str]:
         """Agrees on new names of all ranks, and on their pivots; returns the names."""
         names = self._names[phase]
-        new = {name: about for name, about in look.outputs.items() if name not in names}
-        digest = float(zlib.crc32(repr(list(new)).encode()))
+        own = {name: part for name, part in look.items() if name not in names}
+        new = {name: part.about for name, part in own.items()}
+        digest = float(_digest(list(new)))
         most, least, has_peers = self.ranks.max([digest, -digest, bool(self._peers)])
         if most != -least:
-            of_ranks, new = self.ranks.gather(new), {}
-            for theirs in of_ranks:
-                new = theirs | new
+            new = {name: about for theirs in self.ranks.gather(new) for name, about in theirs.items()}
             self.elsewhere |= new
         if has_peers:
-            self._compare(phase, look, list(new))
-        sums = torch.zeros(2, len(new), dtype=self._dtype, device=self.device)
-        for i, name in enumerate(new):
-            names[name] = len(names)
-            if name in look.values:
-                mean, n = look.values[name][0], look.sizes[name][0]
-                sums[0, i] = torch.where(mean.isfinite(), mean * n, 0.0)
-                sums[1, i] = mean.isfinite() * n
-        self.ranks.share(sums, sums.new_zeros(1))
-        pivots = (sums[0] / sums[1]).nan_to_num(0.0)
-        self._pivots[phase] = torch.cat([self._pivots[phase], pivots])
+            self._compare(phase, {name: part for name, part in own.items() if not part.copies})
+        rows = [part.sums for part in own.values()]
+        means = dict(zip(own, mean_of(torch.stack(rows)).tolist() if rows else [], strict=True))
+        known = (means.get(name, math.nan) for name in new)
+        pivots = self.ranks.max([mean if math.isfinite(mean) else -math.inf for mean in known])
+        pivots = [pivot if math.isfinite(pivot) else 0.0 for pivot in pivots]
+        self._pivots[phase] = torch.cat([self._pivots[phase], self._tensor(pivots)])
+        names += new
         return list(new)
 
-    def _compare(self, phase: str, look: Look, names: Sequence[str]) -> None:
-        """Finds outputs that several ranks have alike, as they compute something else together."""
-        own = {
-            name: look.values[name].tolist()
-            for name in names
-            if name in look.sizes and not look.sizes[name][-1]
-        }
-        of_ranks = self.ranks.gather((self._peers, own))
-        for name in own:
-            same = [
-                repr(theirs.get(name)) == repr(own[name])
-                for peers, theirs in of_ranks
-                if peers == self._peers
-            ]
-            self._copies[phase, name] = sum(same)
-            look.sizes[name] = (*look.sizes[name][:-1], sum(same))
+    def _compare(self, phase: str, own: Mapping[str, Part]) -> None:
+        """Counts the ranks that have the same elements of outputs, as they compute others together."""
+        digests = {name: _digest(part.sums.tolist()) for name, part in own.items()}
+        of_ranks = self.ranks.gather((self._peers, digests))
+        for name, digest in digests.items():
+            alike = (theirs.get(name) == digest for peers, theirs in of_ranks if peers == self._peers)
+            self._copies[phase, name] = sum(alike)
 
     # ---- resuming
 
@@ -217,43 +196,11 @@ class Merger:
     def load_state(self, state: dict[str, Any]) -> None:
         """Restores what `state` has returned."""
         for phase, (names, pivots, _) in state["agreed"].items():
-            self._names[phase] = {name: i for i, name in enumerate(names)}
+            self._names[phase] = list(names)
             self._pivots[phase] = self._tensor(pivots)
         self._copies = dict(state["copies"])
 
 
-def _sums(values: Tensor, sizes: Tensor, pivots: Tensor) -> Tensor:
-    """The sums that a rank adds, `(n, N_SUMS)`, from `LAYER_STATS` of its outputs; then their counts."""
-    mean, std, _, _, _, *shares, nonfinite = values[:, : len(LAYER_STATS)].unbind(1)
-    near_zero, zeros = (share.nan_to_num() for share in shares)  # unknown if no element is finite
-    n, n_measured, n_counted, copies = sizes.unbind(1)
-    d = mean - pivots
-    squares = torch.where(n_measured > 1, std.square() * (n_measured - 1) * (n / n_measured), 0.0)
-    sums = [n, n_measured, n_counted, n * d, squares + n * d.square(), n * near_zero, n * zeros, nonfinite]
-    counts = values[:, len(LAYER_STATS) :] * (n / n_counted)[:, None]
-    of_all = torch.cat([torch.stack(sums, 1), counts], 1) / copies.clamp(min=1)[:, None]
-    of_all = torch.where(n[:, None] > 0, of_all, 0.0)  # an output without elements
-    return torch.cat([torch.ones_like(of_all[:, :1]), of_all], 1)
-
-
-def _extremes(values: Tensor) -> Tensor:
-    """Maximum and negative minimum, `(n, 2)`; -inf without finite elements."""
-    extremes = torch.stack([values[:, HIGH], -values[:, LOW]], 1)
-    return extremes.where(extremes.isfinite(), -math.inf)
-
-
-def _values(sums: Tensor, maxs: Tensor, pivots: Tensor) -> Tensor:
-    """`LAYER_STATS` and counts, `(n, columns)`, from sums and extremes over all ranks."""
-    n_calls, n, n_measured, n_counted, d, squares, near_zero, zeros, nonfinite = sums[:, :N_SUMS].unbind(1)
-    shift = d / n
-    variance = (squares - n * shift.square()).clamp(min=0) / n * (n_measured / (n_measured - 1))
-    high, low = _or_nan(maxs[:, 0]), -_or_nan(maxs[:, 1])
-    values = [pivots + shift, variance.sqrt(), low, high, torch.maximum(high, -low)]
-    values += [(share / n).where(low <= high, math.nan) for share in (near_zero, zeros)]
-    values.append(nonfinite.where(n_calls > 0, math.nan))
-    counts = sums[:, N_SUMS:] * (n_counted / n)[:, None]
-    return torch.cat([torch.stack(values, 1), counts.round()], 1)
-
-
-def _or_nan(maxs: Tensor) -> Tensor:
-    return maxs.where(maxs > -math.inf, math.nan)
+def _digest(x: list[Any]) -> int:
+    """A number by which ranks find out whether they have the same."""
+    return zlib.crc32(repr(x).encode())

@@ -1,4 +1,8 @@
-"""Figures of ActivationStats; matplotlib is imported when one is drawn, pyplot never."""
+"""Figures of ActivationStats; matplotlib is imported when one is drawn, pyplot never.
+
+Each raises ModuleNotFoundError without matplotlib, and ValueError if there is nothing to draw, or not as many
+axes are given as there are panels.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -60,10 +64,6 @@ def color_dim(
     All bins are equally high; the bands `<low` and `>high` show the values outside. A mark on top is a record
     with NaN or infinite values. All layers share one color scale; records that share a pixel are averaged.
 
-    Raises:
-        ModuleNotFoundError: Without matplotlib.
-        ValueError: If there is nothing to draw, or `ax` is given for several layers.
-
     Source: Stefano Giomo, "The colorful dimension", forums.fast.ai, 2019.
     """
     n, columns = len(hists), math.ceil(math.sqrt(len(hists)))
@@ -90,12 +90,7 @@ def color_dim(
 def layer_lines(
     title: str, series: Series, x: Sequence[int], figsize: Size = None, axs: "Sequence[Axes] | None" = None
 ) -> "Figure":
-    """Statistics of a layer over the steps `x`, a panel each; NaN leaves a gap, infinity a red tick.
-
-    Raises:
-        ModuleNotFoundError: Without matplotlib.
-        ValueError: If there is nothing to draw, or the numbers of `axs` and `series` differ.
-    """
+    """Statistics of a layer over the steps `x`, a panel each; NaN leaves a gap, infinity a red tick."""
     check_any(series, len(x))
     n = len(series)
     if axs is not None and len(axs) != n:
@@ -117,10 +112,6 @@ def depth_lines(
     """Standard deviation of the layers' outputs in the order of the model, a line for each name in `stds`.
 
     The axis is logarithmic; a value that is 0 or not finite leaves a gap, marked by a cross.
-
-    Raises:
-        ModuleNotFoundError: Without matplotlib.
-        ValueError: If there is nothing to draw.
     """
     n = len(layers)
     check_any(stds, n)
@@ -145,10 +136,6 @@ def share_chart(
     """Heat map of shares in 0..1: a row for each layer, a column for each record, made at the steps `x`.
 
     The first layer is on top; gray is NaN: the layer was not called.
-
-    Raises:
-        ModuleNotFoundError: Without matplotlib.
-        ValueError: If there is nothing to draw.
     """
     check_any(shares, len(x))
     n = len(shares)

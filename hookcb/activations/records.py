@@ -50,9 +50,6 @@ class ActivationRecords(SavedRecords):
             path.
         of_ranks: the ranks whose samples were seen, "rank 0 of 2"; "" if there is only one.
 
-    Raises:
-        TypeError, ValueError: If an argument is invalid.
-
     >>> import torch
     >>> from hookcb import ActivationRecords
     >>> records = ActivationRecords()
@@ -104,7 +101,13 @@ class ActivationRecords(SavedRecords):
     # ---- recording
 
     def take(
-        self, path: str, output: Any, kind: str, shape: tuple[int, ...] | None = None, copies: int = 1
+        self,
+        path: str,
+        output: Any,
+        kind: str,
+        shape: tuple[int, ...] | None = None,
+        copies: int = 1,
+        written: Tensor | None = None,
     ) -> None:
         """Takes what statistics need of a call's output, in the running batch; waits for no device.
 
@@ -114,13 +117,14 @@ class ActivationRecords(SavedRecords):
             kind: class of the layer.
             shape: shape of the whole output, if this is a part of it.
             copies: number of ranks that have the same part; 0 if that is unknown.
+            written: what compiled code gives its operator to write to.
         """
         if not has_stats(output):
             self.leave_out(path, kind_of(output))
             return
-        is_merged = self.merger is not None  # then samples of a whole validation wait
-        lends, launches = not (is_merged or _is_traced()), not is_compiling()
-        self.buffer.take(path, detached(output), kind, is_merged, lends, launches)
+        is_plain = not (is_compiling() or in_transform() or is_jit_tracing())
+        x, is_merged = output if is_plain else detached(output), self.merger is not None
+        self.buffer.take(path, x, kind, is_plain, is_merged, written)
         if shape is not None or copies != 1:
             calls = self.buffer.batch[path]
             calls[-1] = calls[-1]._replace(shape=shape or calls[-1].shape, copies=copies)
@@ -129,47 +133,31 @@ class ActivationRecords(SavedRecords):
         """Takes a call's output of a kind that has no statistics, in the running batch."""
         self.buffer.batch.setdefault(path, []).append(Output(kind))
 
-    def take_usual(self, path: str, x: Tensor, kind: str, written: Tensor | None = None) -> bool:
-        """Does what `take` does, if `x` is a whole tensor with statistics. Dynamo must not trace it.
-
-        With `written`, what compiled code gives its operator to write to, a kernel writes there.
-        """
-        if not has_stats(x) or in_transform() or is_jit_tracing():
-            return False
-        is_merged = self.merger is not None
-        self.buffer.take(path, x, kind, is_merged, not is_merged, written=written)
-        return True
-
     def drop_batch(self) -> None:
         """Forgets what was taken in the running batch."""
         self.buffer.drop_batch()
 
     def end_batch(self, phase: str, epoch: int, step: int) -> None:
         """Makes a record of what was taken in the running batch."""
-        if self.merger is None:
-            outputs = self.buffer.end_batch(phase, epoch, step)
-        else:
-            outputs = self.buffer.take_batch()
-            if phase == "train":
-                self.merger.merge(self.buffer, outputs, epoch, step)
-            else:
-                self.merger.keep(self.buffer, outputs)
+        outputs = self.buffer.take_batch()
         for name, output in outputs.items():
-            if not output.is_known:
+            if not output.has_stats:
                 self.left_out[name] = output.type
-            elif (seen := self.outputs.get(name)) is None or seen != (output.type, output.shape):
+            elif self.outputs.get(name) != (output.type, output.shape):
                 self.outputs[name] = output.type, tuple(output.shape)
-        self._add_elsewhere()
-
-    def _add_elsewhere(self) -> None:
-        if self.merger is not None and self.merger.elsewhere:
+        if self.merger is None:
+            self.buffer.keep(outputs, phase, epoch, step)
+        elif phase == "train":
+            self.merger.merge(self.buffer, outputs, epoch, step)
             self.outputs = self.merger.elsewhere | self.outputs
+        else:
+            self.merger.keep(self.buffer, outputs)
 
     def end_validation(self, epoch: int, step: int) -> None:
         """Makes records of the validation batches, if they are those of several ranks."""
         if self.merger is not None:
             self.merger.merge_kept(self.buffer, epoch, step)
-            self._add_elsewhere()
+            self.outputs = self.merger.elsewhere | self.outputs
 
     def flush(self) -> None:
         """Starts the transfer to the host of what is on a device; nothing waits for it."""
@@ -309,9 +297,6 @@ class ActivationRecords(SavedRecords):
             depth: shows one row, the worst, for all layers whose names agree in the first `depth` parts, and
                 their number: `encoder.0.fc` and `encoder.1.fc` agree in one part.
             verdict: marks the layers that it has findings about: `report(verdict=learn.diagnose())`.
-
-        Raises:
-            TypeError, ValueError: If `worst` or `depth` is invalid.
         """
         return ActivationReport(
             list(self.rows(verdict)),
@@ -388,11 +373,6 @@ class ActivationRecords(SavedRecords):
                 store = from_levels(store, ranges, records.edges)
             records._stores[phase] = StatStore.from_state(store)
         return records
-
-
-def _is_traced() -> bool:
-    """Whether what is done now is compiled, transformed or traced."""
-    return is_compiling() or in_transform() or is_jit_tracing()
 
 
 def _check_range(hist_range: Any) -> None:

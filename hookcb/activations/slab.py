@@ -1,33 +1,26 @@
 """Slab: a tensor on a device to which a kernel writes the sums of each layer's outputs, record by record."""
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hookcb.activations.bins import Bins
-from hookcb.activations.kernel import COLUMNS, Kernel, Launch, works_on
-from hookcb.activations.stats import Known
-from hookcb.core.torch_private import raw_stream
-from hookcb.records.store import StatStore, Transfer
+from hookcb.activations.kernel import BLOCK, KERNEL, PARTS
+from hookcb.activations.stats import COLUMNS, SAMPLED, WHOLE, Known, flat
+from hookcb.core.triton_kernel import addressed, can_run
+from hookcb.records.store import Transfer
 
 RECORDS = 65  # those that wait, and the running batch
 ROWS = 64  # for layers and their calls, at first
-SPARE = 2  # kernels, for the streams on which a graph is tried and captured
 NOT_CALLED = -1.0  # in place of the number of elements
-
-
-class Place(NamedTuple):
-    """Place of the sums of an output, in each record."""
-
-    slab: "Slab"
-    row: int
-
-    @property
-    def sums(self) -> Tensor:
-        """The sums in the running batch, on their device, `(columns,)`."""
-        return self.slab.sums[self.slab.record, self.row]
+SHARE = 8 * BLOCK  # elements of a program, at least
+PER_SM = 4  # programs, as many as run at once by their registers
+DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool} | {
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+}
 
 
 class Output(NamedTuple):
@@ -36,147 +29,165 @@ class Output(NamedTuple):
     Attributes:
         type: class of the layer; for an output without statistics, what the output is instead.
         shape: shape of the output.
-        n: number of elements that this process has of the output.
-        copies: number of ranks that have the same ones, as under tensor parallelism; 0 if that is unknown.
+        dtype: that of the output.
         elements: a copy of the output or a sample of it, see `take`; None if it is in a slab, or has no
             statistics.
-        exact: moments of all elements if `elements` is a sample, else None.
-        place: where its sums are in a slab; None if they are not in one.
-        n_counted: about how many elements a histogram in a slab has.
+        known: `moments` of all elements if `elements` is a sample, else None.
+        slab: where its sums are; None if they are not in one.
+        row: its row in each record of the slab.
+        n: number of elements that this process has of the output.
+        n_counted: about how many of them a histogram in a slab counts.
+        copies: number of ranks that have the same elements, as in tensor parallelism; 0 if that is unknown.
     """
 
     type: str
     shape: tuple[int, ...] = ()
-    n: int = 0
-    copies: int = 1
+    dtype: torch.dtype | None = None
     elements: Tensor | None = None
-    exact: Known | None = None
-    place: Place | None = None
+    known: Known | None = None
+    slab: "Slab | None" = None
+    row: int = 0
+    n: int = 0
     n_counted: float = 0.0
+    copies: int = 1
 
     @property
-    def is_known(self) -> bool:
+    def has_stats(self) -> bool:
         """Whether it has statistics."""
-        return self.elements is not None or self.place is not None
+        return self.elements is not None or self.slab is not None
 
-
-class Waiting(NamedTuple):
-    """A layer's output in a batch that has a record, and in which record of a slab it is."""
-
-    phase: str
-    name: str
-    record: int
-    output: Output
-    at: int = 0
+    @property
+    def sums(self) -> Tensor:
+        """Its sums in the running record of its slab, on their device, `(columns,)`."""
+        if self.slab is None:
+            raise ValueError(f"an output of {self.type} is in no slab")
+        return self.slab.sums[self.slab.record, self.row]
 
 
 class Ready(NamedTuple):
-    """All that the next output of a call needs, if it is like the last one."""
+    """All that the next output of a call needs, if it is like the last one.
+
+    Attributes:
+        output: the last one.
+        sums: the tensor to write to.
+        key: see `TritonKernel.launch`.
+        programs: number of programs.
+        args: all arguments after the tensor.
+        numbers: the same with addresses in place of tensors.
+    """
 
     output: Output
-    dtype: torch.dtype
     sums: Tensor
-    stream: int
-    kernel: Kernel
-    launch: Launch
+    key: tuple[Hashable, ...]
+    programs: int
+    args: tuple[Any, ...]
+    numbers: tuple[Any, ...]
 
 
 class Slab:
     """Sums of outputs of the batches that wait, on one device; nothing is allocated in a hook.
 
     A launch reads on the device which record is the running one, or that none is. So a captured graph
-    records at each replay, though no hook is called then.
+    records at each replay, though no hook is called then. Each row has memory of its own in which programs
+    hand on their sums, as launches on several streams overlap.
 
     Args:
         device: the device.
         eps: see `layer_stats`.
         bins: bins of histograms, or None.
-        counts_all: whether these count all elements, see `Kernel.prepared`.
+        counts_all: whether these count all elements, also if they are over 8,192; else 4,096 or more that are
+            spread evenly, the same ones of each output of this size.
 
     Attributes:
-        sums: `(records, rows, columns)`, see `COLUMNS`.
+        sums: `(records, rows, columns)`, see `COLUMNS`, then the counts of a histogram; float64.
         record: the running one.
         captured: outputs of graphs that may be replayed in any batch, by path.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, device: torch.device, eps: float, bins: Bins | None, counts_all: bool) -> None:
-        self.device, self._eps, self._bins, self._counts_all = device, eps, bins, counts_all
+        sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+        self.device, self.most, self._counts_all = device, PER_SM * sms, counts_all
+        self._n_slots = 1 << (bins.n + 2).bit_length() if bins else 0  # a power of 2, as Triton needs
         self._n_columns = len(COLUMNS) + (bins.n + 2 if bins else 0)
-        self.sums = self._empty(ROWS)
-        self.captured: dict[str, list[Output]] = {}
+        bins = bins or Bins(1)
+        limits = eps, *bins.scale, bins.ends[1] if bins.ends else 0.0, bins.n, bins.ends is not None
+        # without a transfer, which no graph may capture
+        self._limits = torch.stack([torch.full((), x, dtype=torch.float64, device=device) for x in limits])
         self._cursor = torch.zeros(1, dtype=torch.int32, device=device)
-        self._kernels: dict[int, Kernel] = {}  # by stream, as launches that overlap need memory of their own
-        self._spare: list[Kernel] = []  # for streams of CUDA graphs, in whose pool nothing may stay
-        self._add_spare()
-        self._rows: dict[tuple[str, int], int] = {}  # by path and call
-        self._ready: dict[tuple[str, int], Ready] = {}
-        self._wide: set[int] = set()  # rows of float64 outputs
+        self.sums = torch.empty(RECORDS, 0, self._n_columns, dtype=torch.float64, device=device)
+        self._scratch: list[tuple[Tensor, Tensor]] = []  # by row
+        self.reserve(ROWS)
+        self.captured: dict[str, list[Output]] = {}
+        self._ready: dict[tuple[str, int], Ready] = {}  # by path and call
         self.record, self._is_used, self._rests = 0, False, False  # whether the running batch has written
-        self._sent: list[tuple[Sequence[Waiting], Transfer]] = []
 
-    @torch.inference_mode(False)  # else it could be written in inference mode only
-    def _empty(self, n: int) -> Tensor:
-        shape = RECORDS, n, self._n_columns
-        return torch.full(shape, NOT_CALLED, dtype=torch.float64, device=self.device)
+    def take(self, path: str, call: int, x: Tensor, kind: str, written: Tensor | None) -> Output | None:
+        """Writes the sums of a tensor to a row, in one launch; None if the kernel does not take it.
 
-    def take_alike(self, path: str, call: int, x: Tensor, kind: str, written: Tensor | None) -> Output | None:
-        """Does what `take` does if the tensor is like the last one of this call; else returns None."""
+        Args:
+            path: name of the layer, or of a tensor in its output.
+            call: index of the call in this batch.
+            x: the tensor.
+            kind: class of the layer.
+            written: what compiled code gives to write to: `sums`, or a copy, which it copies back.
+        """
+        # a tensor of another shape was replaced since
+        sums = self.sums if written is None or written.shape != self.sums.shape else written
         ready = self._ready.get((path, call))
         if (
             ready is None
-            or x.dtype is not ready.dtype
+            or x.dtype is not ready.output.dtype
             or x.shape != ready.output.shape
-            or not x.is_contiguous()
-            or (self.sums if written is None else self._sums_of(written)) is not ready.sums
-            or self._stream(x) != ready.stream
+            or sums is not ready.sums
             or kind != ready.output.type
         ):
-            return None
-        ready.kernel.launch(x, ready.launch, ready.stream)
+            if not can_take(x):
+                return None
+            ready = self._prepared(path, call, x, kind, sums)
+        self._launch(x, ready)
         self._is_used = True
         return ready.output
 
-    def take(self, path: str, call: int, x: Tensor, kind: str, written: Tensor | None = None) -> Output:
-        """Writes the sums of a tensor that `can_take` accepts, in compiled code to `written`; one launch."""
-        ready = self._prepare(path, call, x, kind, self._sums_of(written), self._stream(x))
-        ready.kernel.launch(x, ready.launch, ready.stream)
-        self._is_used = True
-        return ready.output
-
-    def _sums_of(self, written: Tensor | None) -> Tensor:
-        """Tensor to write to: a compiler may give a copy, which it copies back; an old one was replaced."""
-        return self.sums if written is None or written.shape != self.sums.shape else written
-
-    def _stream(self, x: Tensor) -> int:
-        return raw_stream(self.device) if x.is_cuda else 0
-
-    def _prepare(self, path: str, call: int, x: Tensor, kind: str, sums: Tensor, stream: int) -> Ready:
-        row = self._rows.setdefault((path, call), len(self._rows))
+    def _prepared(self, path: str, call: int, x: Tensor, kind: str, sums: Tensor) -> Ready:
+        known = self._ready.get((path, call))
+        row = len(self._ready) if known is None else known.output.row
         if row == self.sums.shape[1]:
             self.reserve(2 * row)
             sums = self.sums
-        if x.dtype is torch.float64:
-            self._wide.add(row)
-        if stream not in self._kernels:
-            self._kernels[stream] = self._spare.pop() if self._spare else self._new_kernel()
-        kernel = self._kernels[stream]
-        launch = kernel.prepared(x, sums, self._cursor, row, self._counts_all)
-        output = Output(kind, x.shape, x.numel(), place=Place(self, row), n_counted=launch.n_counted)
-        ready = self._ready[path, call] = Ready(output, x.dtype, sums, stream, kernel, launch)
+        n = x.numel()
+        blocks = max(SHARE // BLOCK, -(-n // (self.most * BLOCK)))  # of each program
+        passes = blocks if self._counts_all or n <= WHOLE else -(-SAMPLED * blocks // n)  # of the histogram
+        own = sums, sums.stride(0), row * sums.stride(1), self._cursor, *self._scratch[row]
+        args = *own, n, blocks, passes, self._limits, self.most, self._n_slots, BLOCK
+        output = Output(kind, x.shape, x.dtype, slab=self, row=row, n=n, n_counted=n * passes / blocks)
+        key, programs = (x.dtype, n < 2**31, self._n_slots), -(-n // (blocks * BLOCK))
+        self._ready[path, call] = ready = Ready(output, sums, key, programs, args, addressed(args))
         return ready
 
-    def _new_kernel(self) -> Kernel:
-        return Kernel(self.device, self._eps, self._bins)
+    def _launch(self, x: Tensor, ready: Ready) -> None:
+        """Writes the sums of a tensor, which is copied if its memory has gaps."""
+        if not x.is_contiguous() or x.is_neg():
+            x = flat(x.detach().resolve_neg()).contiguous()
+        if x.dtype is torch.bool:
+            x = x.view(torch.uint8)  # a Triton bool is one bit
+        address = x.data_ptr()
+        key, args, numbers = (ready.key, address % 16 == 0), (x, *ready.args), (address, *ready.numbers)
+        KERNEL.launch(key, self.device, ready.programs, args, numbers)
 
-    def _add_spare(self) -> None:
-        while len(self._spare) < SPARE:
-            self._spare.append(self._new_kernel())
-
+    @torch.inference_mode(False)  # else it could be written in inference mode only
     def reserve(self, n: int) -> None:
         """Has room for a number of layers and calls from the start, as a CUDA graph must allocate none."""
-        if n > (n_rows := self.sums.shape[1]):
-            with torch.inference_mode(False):
-                self.sums = torch.cat([self.sums, self._empty(n - n_rows)], 1)
+        more = n - self.sums.shape[1]
+        if more <= 0:
+            return
+        shape = RECORDS, more, self._n_columns
+        new = torch.full(shape, NOT_CALLED, dtype=torch.float64, device=self.device)
+        self.sums = torch.cat([self.sums, new], 1)
+        parts = torch.empty(more, PARTS, self.most, dtype=torch.float64, device=self.device)
+        # programs that have finished, counts of the histogram; an even number, as rows begin at 16 bytes
+        totals = torch.zeros(more, 2 + self._n_slots, dtype=torch.int64, device=self.device)
+        self._scratch += zip(parts, totals, strict=True)
 
     def drop_batch(self) -> None:
         """Forgets the sums of the running batch."""
@@ -189,7 +200,6 @@ class Slab:
         if self._is_used or self.captured:
             self.record, self._is_used = self.record + 1, False
             self._point()
-        self._add_spare()
 
     def _point(self) -> None:
         self._cursor.fill_(-1 if self._rests else self.record)
@@ -200,47 +210,28 @@ class Slab:
         if self.captured:
             self._point()
 
-    def send(self, waiting: Sequence[Waiting]) -> None:
+    def send(self) -> Transfer:
         """Starts the transfer of the sums of batches that have ended; the running one stays."""
-        if not self.record:
-            return
-        self._sent.append((waiting, Transfer(self.sums[: self.record, : len(self._rows)].clone())))
+        sent = Transfer(self.sums[: self.record, : len(self._ready)].clone())
         running = self.sums[self.record].clone()
         self.sums[: self.record + 1].fill_(NOT_CALLED)
         self.sums[0] = running
         self.record = 0
         self._point()
+        return sent
 
-    def receive(self, stores: Mapping[str, StatStore]) -> None:
-        """Puts statistics of all that was sent into the stores; waits for it."""
-        sent, self._sent = self._sent, []
-        for waiting, transfer in sent:
-            sums = transfer.arrived()
-            values, was_called = stats_of(sums), sums[..., 0] != NOT_CALLED
-            of_layers: dict[tuple[str, str], list[tuple[int, int, int]]] = {}
-            for phase, name, record, output, at in waiting:
-                if output.place is not None and was_called[at, output.place.row]:
-                    of_layers.setdefault((phase, name), []).append((record, at, output.place.row))
-            for (phase, name), items in of_layers.items():
-                records, at_, rows = map(list, zip(*items, strict=True))
-                x = values[at_, rows]
-                stores[phase].put(name, records, x if rows[0] in self._wide else x.float())
+
+@cache
+def works_on(device: torch.device, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether the kernel works with a type on a device; warns if Triton is installed and it does not."""
+    return dtype in DTYPES and can_run(device, lambda: _try(device, dtype))
+
+
+def _try(device: torch.device, dtype: torch.dtype) -> None:
+    slab, x = Slab(device, 0.0, None, counts_all=False), torch.zeros(2, dtype=dtype, device=device)
+    slab._launch(x, slab._prepared("", 0, x, "", slab.sums))
 
 
 def can_take(x: Tensor) -> bool:
     """Whether the kernel takes a tensor: dense, not repeated in memory, and with elements."""
     return works_on(x.device, x.dtype) and x.numel() > 0 and 0 not in x.stride()
-
-
-def stats_of(sums: Tensor) -> Tensor:
-    """`LAYER_STATS`, then the counts of a histogram, `(..., columns)`, from sums of the kernel."""
-    n, pivot, scale, sum1, sum2, _, _, low, high, near_zero, zeros, nonfinite = sums[
-        ..., : len(COLUMNS)
-    ].unbind(-1)
-    mean = pivot + sum1 / n / scale
-    std = ((sum2 - sum1.square() / n).clamp(min=0) / (n - 1)).sqrt() / scale  # NaN for one element
-    unknown = low > high  # no element is finite
-    low, high = (x.masked_fill(unknown, torch.nan) for x in (low, high))
-    shares = [(x / n).masked_fill(unknown, torch.nan) for x in (near_zero, zeros)]
-    found = [mean, std, low, high, torch.maximum(high, -low), *shares, nonfinite]
-    return torch.cat([torch.stack(found, -1), sums[..., len(COLUMNS) :]], -1)

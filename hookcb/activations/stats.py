@@ -1,4 +1,8 @@
-"""Statistics of a layer's output: pure functions from a tensor to small tensors, without device syncs."""
+"""Statistics of a layer's output: pure functions from a tensor to small tensors, without device syncs.
+
+Whatever measures an output, plain operations or a kernel, gives sums in the order of `COLUMNS`, which can be
+added to those of other parts and ranks; `stats_of` makes the statistics of them.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,21 +13,26 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from hookcb.core.precision import WIDE, at_least_float32, scale_of, scaled_norm, widened, widest
+from hookcb.core.precision import WIDE, at_least_float32, numbers_to, scale_of, widest
 
 LAYER_STATS = ("mean", "std", "min", "max", "abs_max", "near_zero", "zeros", "nonfinite")
+# numbers of elements, and sums of powers of z = (x - pivot) · scale: what parts add up to
+ADDED = ("n", "sum1", "sum2", "near_zero", "zeros", "nonfinite")
+# extremes are those of finite elements, inf and -inf if none is; the counts of a histogram may follow
+COLUMNS = (*ADDED, "sum3", "sum4", "pivot", "scale", "min", "max")
+LOW, HIGH = COLUMNS.index("min"), COLUMNS.index("max")
 WHOLE = 8_192  # number of elements up to which shares and histograms use all
 SAMPLED = 4_096  # number they use above: the standard error of a share is at most 0.8 %
-ROW = 65_536  # elements that are summed in float32
+ROW = 65_536  # elements whose squares are summed in float32
 AT_ONCE = 16 * ROW  # elements that are widened at a time
-# Variance by mean square above which sums of squares give a std to 3e-4, though float32 rounds those of few
-# distinct values all in one direction: of any number of elements, |mean|/std below 3, and of few, below 7.
-EXACT, EXACT_OF_FEW = 0.1, 0.02
+# Variance by mean square above which float32 gives a std to 3e-4, though it rounds squares of few distinct
+# values all in one direction: |mean|/std below 3.
+EXACT = 0.1
 
 USUAL = {torch.float32, torch.bfloat16, torch.float16}  # types of most outputs
 
 Sample = int | None | Literal["auto"]
-Known = Tensor | tuple[float, ...]  # `moments` of one output: `(1, 6)`, or six numbers
+Known = Tensor | tuple[float, ...]  # `moments` of one output: `(1, 12)`, or twelve numbers
 
 
 def has_stats(x: object) -> bool:
@@ -72,11 +81,57 @@ def layer_stats(x: Tensor, eps: float = 0.05) -> Tensor:
     fastai counts each negative value as near zero; here the magnitude counts.
     """
     elements, _ = take(x.detach(), None)
-    return summarize(elements.reshape(1, -1), (), eps)[0]
+    return stats_of(summarize(elements.reshape(1, -1), (), eps, x.numel()))[0].to(elements.dtype)
+
+
+def stats_of(sums: Tensor) -> Tensor:
+    """`LAYER_STATS`, then the counts of a histogram, `(..., columns)`, from sums in the order of `COLUMNS`.
+
+    With NaN or infinities mean and std follow arithmetic.
+    """
+    n, sum1, sum2, near_zero, zeros, nonfinite, _, _, _, scale, low, high = sums[..., : len(COLUMNS)].unbind(
+        -1
+    )
+    std = ((sum2 - sum1.square() / n).clamp(min=0) / (n - 1)).sqrt() / scale  # NaN for one element
+    known = [low, high, torch.maximum(high, -low), near_zero / n, zeros / n]
+    known = [x.masked_fill(low > high, math.nan) for x in known]  # no element is finite
+    return torch.cat(
+        [torch.stack([mean_of(sums), std, *known, nonfinite], -1), sums[..., len(COLUMNS) :]], -1
+    )
+
+
+def mean_of(sums: Tensor) -> Tensor:
+    """Mean of all elements, `(...,)`, from sums in the order of `COLUMNS`."""
+    n, sum1, *_, pivot, scale, _, _ = sums[..., : len(COLUMNS)].unbind(-1)
+    return pivot + sum1 / n / scale
+
+
+def added(sums: Tensor, pivots: Tensor) -> Tensor:
+    """Sums that can be added, `(R, columns)`: `ADDED`, powers around `pivots`, then counts of a histogram.
+
+    Zeros of a part without elements.
+
+    Source: T. Chan, G. Golub, R. LeVeque, "Algorithms for computing the sample variance", 1983.
+    """
+    n, sum1, sum2, *counts = sums[:, : len(ADDED)].unbind(1)
+    scale, shift = sums[:, COLUMNS.index("scale")], mean_of(sums) - pivots
+    sum2 = (sum2 - sum1.square() / n) / scale.square() + n * shift.square()
+    found = torch.stack([n, n * shift, sum2, *counts], 1)
+    return torch.cat([found, sums[:, len(COLUMNS) :]], 1).where(n[:, None] > 0, 0.0)
+
+
+def joined(total: Tensor, pivots: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Sums in the order of `COLUMNS` of all parts, from the total of `added` and from extremes."""
+    one = torch.ones_like(low)
+    others = torch.stack([one * 0, one * 0, pivots * one, one, low, high], 1)
+    return torch.cat([total[:, : len(ADDED)], others, total[:, len(ADDED) :]], 1)
 
 
 def take(
-    x: Tensor, sample: Sample, wide: bool = False, lend: Callable[[torch.Size], Tensor] | None = None
+    x: Tensor,
+    sample: Sample,
+    lend: Callable[[torch.Size], Tensor] | None = None,
+    is_merged: bool = False,
 ) -> tuple[Tensor, Known | None]:
     """The part of a layer's output to keep until it is reduced.
 
@@ -84,8 +139,8 @@ def take(
         x: the output, of n elements, detached.
         sample: `"auto"` keeps all of up to 8,192 elements, of more 4,096 and the moments of all; an int at
             most that many; None all.
-        wide: see `moments`.
         lend: called with a shape; returns a tensor to fill, float32 on a CPU.
+        is_merged: whether moments join those of other parts, so that float32 has too few digits for them.
 
     Returns:
         A copy of `x`, or elements `(sample,)`, float32 or float64; and `moments` of all, or None if these
@@ -99,10 +154,11 @@ def take(
         if lend is not None and n <= WHOLE:
             return lend(x.shape).copy_(x), None
         return (x.clone() if x.dtype in WIDE else x.float()), None
-    is_expanded = 0 in x.stride() and not is_compiling()
-    x = flat(_once(x) if is_expanded else x)
+    if 0 in x.stride() and not is_compiling():  # elements that are repeated need not be in memory as often
+        x = x[tuple(slice(1) if stride == 0 else slice(None) for stride in x.stride())]
+    x = flat(x)
     places = _strata(n, SAMPLED if sample == "auto" else most, x.device)
-    if is_expanded:
+    if x.numel() < n:
         places = places % x.numel()
     if sample != "auto":
         return at_least_float32(x.index_select(0, places)), None
@@ -110,110 +166,85 @@ def take(
         elements = torch.index_select(x, 0, places, out=lend(places.shape))
     else:
         elements = at_least_float32(x.index_select(0, places))
-    quick = not wide and x.is_cpu and not is_compiling()
-    known: Known | None = _quick_moments(x) if quick else None
+    is_quick = x.is_cpu and not (is_merged or is_compiling())
+    known: Known | None = _quick_moments(x) if is_quick else None
     if known is None:
-        known = torch.stack(moments(x[None], wide), 1)
-    return elements, _repeated(known, x.numel(), n) if is_expanded else known
+        known = moments(x[None])
+    if x.numel() < n:
+        known = together([known], x.device)
+        known[:, : len(ADDED)] *= n / x.numel()
+    return elements, known
 
 
-def summarize(rows: Tensor, known: Sequence[Known], eps: float, wide: bool = False) -> Tensor:
-    """`LAYER_STATS` of rows of elements, `(R, n)`, as `(R, 8)`; `known` are their moments, or nothing."""
-    *first, nonfinite = together(known, rows.dtype).unbind(1) if known else moments(rows, wide)
-    unknown = first[2].isnan()  # the minimum: no element is finite
-    both = (x.to(nonfinite.dtype).masked_fill(unknown, float("nan")) for x in shares(rows, eps, wide))
-    return torch.stack([*first, *both, nonfinite], 1)
+def summarize(rows: Tensor, known: Sequence[Known], eps: float, n: int) -> Tensor:
+    """Sums of outputs of `n` elements, `(R, 12)`, from rows of elements, `(R, k)`.
 
-
-def moments(rows: Tensor, wide: bool = False) -> tuple[Tensor, ...]:
-    """Mean, unbiased std, min, max, largest magnitude, number of non-finite elements of each row.
-
-    Args:
-        rows: `(R, n)`, any real dtype.
-        wide: for results that are merged with others: in the device's widest dtype, see `widest`.
-
-    Returns:
-        Each `(R,)`, float64 if `rows` are, else float32. With NaN or infinities mean and std follow
-        arithmetic; min, max and magnitude count finite elements only.
+    `known` are `moments` of all elements, or nothing. Else these elements estimate those of all, but for the
+    number of elements that are not finite.
     """
-    n, dtype = rows.shape[1], torch.float64 if rows.dtype is torch.float64 else torch.float32
-    if wide:
-        rows, dtype = widened(rows) if n <= ROW else rows, widest(rows.device)
-    if n == 0:
-        nothing = torch.full((len(rows),), float("nan"), dtype=dtype, device=rows.device)
-        return *[nothing] * 5, torch.zeros_like(nothing)
-    if rows.is_cpu and not is_compiling():
-        parts = _in_rows(rows) if n <= ROW else _in_parts(rows)
+    k = rows.shape[1]
+    sums = together(known, rows.device) if known else moments(rows)
+    if not known and k < n:
+        sums[:, :3] *= numbers_to(rows.device, [n / k, n / k, (n - 1) / (k - 1)], sums.dtype)
+    sums[:, 3:5] = shares(rows, eps) * sums[:, :1]
+    return sums
+
+
+def shares(rows: Tensor, eps: float) -> Tensor:
+    """Shares, 0..1, of |x| ≤ eps and of zeros in each row of `(R, n)`, as `(R, 2)`; NaN without elements."""
+    is_so, dtype = rows.abs(), rows.dtype if rows.shape[1] < 2**24 else widest(rows.device)
+    near_zero = is_so.le_(eps).sum(1, dtype=dtype)  # floats sum ten times as fast as bools
+    counts = torch.stack([near_zero, torch.eq(rows, 0, out=is_so).sum(1, dtype=dtype)], 1)
+    return counts.to(widest(rows.device)) / rows.shape[1]
+
+
+def moments(rows: Tensor) -> Tensor:
+    """Sums of each row of `(R, n)`, any real dtype, as `(R, 12)` in the widest dtype; no shares.
+
+    In two passes, so that an offset costs no digits. What is not finite is looked for on a CPU only if a sum
+    is not, as elsewhere that would wait for the device.
+    """
+    n, is_cpu = rows.shape[1], rows.is_cpu and not is_compiling()
+    if is_cpu and len(rows) > 1 and rows.numel() > ROW:  # more would make the heap grow each time
+        return torch.cat([moments(some) for some in torch.split(rows, max(1, ROW // n))])
+    if is_cpu and n > AT_ONCE:
+        return _of_parts([moments(x) for x in torch.split(rows, AT_ONCE, 1)])
+    z, rows = rows.to(widest(rows.device), copy=True), at_least_float32(rows)
+    zero = z.new_zeros(len(z))
+    one = zero + 1
+    if not n:
+        return torch.stack([*[zero] * 9, one, one * math.inf, one * -math.inf], 1)
+    scale = one
+    if rows.dtype is z.dtype:  # squares of other dtypes have room
+        scale = 1 / scale_of(z, 1)[:, 0]
+        z.mul_(scale[:, None])
+    center = z.mean(1)
+    sum2 = torch.linalg.vector_norm(z.sub_(center[:, None]), dim=1).square_()
+    if is_cpu and math.isfinite(sum2.sum().item()):
+        low, high, nonfinite = rows.amin(1), rows.amax(1), zero
     else:
-        parts = _in_one(rows)
-    mean, spread, low, high, nonfinite = parts
-    none = low > high
-    low, high = low.masked_fill_(none, float("nan")), high.masked_fill_(none, float("nan"))
-    std = spread / (n - 1) ** 0.5 if n > 1 else torch.full_like(mean, float("nan"))
-    return tuple(x.to(dtype) for x in (mean, std, low, high, torch.maximum(high, -low), nonfinite))
+        others = rows.isfinite().logical_not_()
+        low, high = rows.masked_fill(others, math.inf).amin(1), rows.masked_fill(others, -math.inf).amax(1)
+        nonfinite = others.sum(1)
+    found = [one * n, zero, sum2, zero, zero, nonfinite, zero, zero, center / scale, scale, low, high]
+    return torch.stack([x.to(z.dtype) for x in found], 1)
 
 
-Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # mean, L2 norm around it, min, max, n non-finite: (R,)
-
-
-def _in_one(rows: Tensor) -> Parts:
-    """Welford's algorithm: exact at any offset, and fused into one pass if compiled."""
-    rows = at_least_float32(rows)
-    scale = scale_of(rows, 1) if rows.dtype is torch.float64 else None  # squares beyond 1e308 are rare
-    scaled = rows if scale is None else rows / scale
-    var, mean = torch.var_mean(scaled, dim=1, correction=0)
-    # var_mean gives NaN for an infinite mean
-    mean = torch.where(mean.isnan(), scaled.mean(1), mean)
-    mean, spread = widened(mean), (widened(var) * rows.shape[1]).sqrt()
-    if scale is not None:
-        mean, spread = mean * scale[:, 0], spread * scale[:, 0]
-    return mean, spread, *_finite(rows)
-
-
-def _finite(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Minimum and maximum of the finite elements, ±inf if there are none, and the number of others."""
-    others, inf = rows.isfinite().logical_not_(), float("inf")
-    return rows.masked_fill(others, inf).amin(1), rows.masked_fill(others, -inf).amax(1), others.sum(1)
-
-
-def _in_rows(rows: Tensor) -> Parts:
-    """Sums and norms, exact for most rows, in a tenth of the time of `var_mean` on a CPU.
-
-    Σ(x - mean)² = Σx² - n·mean² loses digits if the mean is large against the spread. Such rows, with
-    |mean|/std above 3 or 7, and rows that overflow or are not finite are computed again in float64.
-    """
-    rows, n = at_least_float32(rows), rows.shape[1]
-    mean, total = rows.mean(1).double(), torch.linalg.vector_norm(rows, dim=1).double().square_()
-    low, high = rows.amin(1), rows.amax(1)
-    squares = torch.addcmul(total, mean, mean, value=-n)
-    spread = squares.sqrt()
-    limit = EXACT_OF_FEW if n <= WHOLE else EXACT
-    again = torch.sub(squares, total, alpha=limit).gt_(0).logical_not()  # NaN too
-    nonfinite = torch.zeros_like(low)
-    hard = rows[again]
-    if len(hard):
-        low[again], high[again], others = _finite(hard)
-        nonfinite[again] = others.to(nonfinite.dtype)
-        hard = hard.double()
-        size = scale_of(hard, 1)
-        scale = size / torch.frexp(size).mantissa  # a power of two, by which a division is exact
-        hard = hard.div_(scale)
-        center = hard.mean(1, keepdim=True)
-        mean[again] = (center * scale)[:, 0]
-        spread[again] = torch.linalg.vector_norm(hard - center, dim=1) * scale[:, 0]
-    return mean, spread, low, high, nonfinite
-
-
-def _sum_of_squares(rows: Tensor) -> float:
-    norms: list[float] = torch.linalg.vector_norm(rows, dim=1).tolist()
-    return sum([norm * norm for norm in norms])
+def _of_parts(parts: Sequence[Tensor]) -> Tensor:
+    """Sums of one row, `(1, 12)`, from `moments` of its parts; the mean of the first is the pivot."""
+    sums = torch.cat(list(parts))
+    pivot = mean_of(sums)[0].nan_to_num(0.0, 0.0, 0.0)
+    return joined(
+        added(sums, pivot).sum(0, True), pivot, sums[:, LOW].amin(0, True), sums[:, HIGH].amax(0, True)
+    )
 
 
 def _quick_moments(x: Tensor) -> tuple[float, ...] | None:
     """Finds `moments` of many elements on a CPU by four reductions; None where these are not exact.
 
-    As in `_in_rows`, but joined in Python's floats. In a training each kind of operation costs 5 to 20 µs
-    before it reads an element, as its code has left the CPU's caches; so there are as few as possible.
+    Σ(x - mean)² = Σx² - n·mean² loses digits if the mean is large against the spread. In a training each kind
+    of operation costs 5 to 20 µs before it reads an element, as its code has left the CPU's caches; so there
+    are as few as possible, and the rest is done in Python's floats.
     """
     n = x.numel()  # `len` of a tensor is a function in Python
     length = n if n <= 2 * ROW else _row_length(n)
@@ -221,22 +252,22 @@ def _quick_moments(x: Tensor) -> tuple[float, ...] | None:
         return None
     x = at_least_float32(x)
     mean = x.sum().item() / n
-    # a dot product has as many digits as norms of rows half as long
-    total = torch.dot(x, x).item() if n == length else _sum_of_squares(x.view(-1, length))
+    if n == length:
+        total = torch.dot(x, x).item()  # has as many digits as norms of rows half as long
+    else:
+        total = sum([norm * norm for norm in torch.linalg.vector_norm(x.view(-1, length), dim=1).tolist()])
     squares = total - n * mean * mean
     if not squares > EXACT * total:  # NaN too
         return None
     ends = torch.aminmax(x) if n <= ROW else (x.amin(), x.amax())  # two passes are faster over many
-    low, high = ends[0].item(), ends[1].item()
-    return mean, math.sqrt(squares / (n - 1)), low, high, max(high, -low), 0.0
+    return n, 0.0, squares, 0.0, 0.0, 0.0, 0.0, 0.0, mean, 1.0, ends[0].item(), ends[1].item()
 
 
-def together(known: Sequence[Known], dtype: torch.dtype) -> Tensor:
-    """`moments` of R outputs, `(R, 6)`."""
+def together(known: Sequence[Known], device: torch.device) -> Tensor:
+    """`moments` of R outputs, `(R, 12)`."""
     if all(isinstance(x, tuple) for x in known):
-        return torch.tensor(known, dtype=dtype, device="cpu")
-    rows = [torch.tensor([x], dtype=dtype, device="cpu") if isinstance(x, tuple) else x for x in known]
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
+        return numbers_to(device, known, widest(device))
+    return torch.cat([x if isinstance(x, Tensor) else numbers_to(device, [x], widest(device)) for x in known])
 
 
 @lru_cache(maxsize=256)
@@ -245,51 +276,11 @@ def _row_length(n: int) -> int | None:
     return next((k for k in range(min(n, ROW), 1023, -1) if n % k == 0), None)
 
 
-def _in_parts(rows: Tensor) -> Parts:
-    """A long row in parts, joined by the formula of Chan, Golub and LeVeque (1979)."""
-    (x,) = rows
-    whole = x[: len(x) // ROW * ROW].view(-1, ROW)
-    pieces = [
-        *whole.split(AT_ONCE // ROW),
-        x[None, len(whole) * ROW :],
-    ]  # few at a time, as widening copies them
-    pieces = [piece for piece in pieces if piece.numel()]
-    sizes = [float(piece.shape[1]) for piece in pieces for _ in range(piece.shape[0])]
-    n = torch.tensor(sizes, dtype=torch.float64, device="cpu")
-    mean, spread, low, high, nonfinite = map(torch.cat, zip(*map(_in_rows, pieces), strict=True))
-    center = (n / len(x) * mean).sum()
-    spread = scaled_norm(torch.cat([spread, n.sqrt() * (mean - center)]), 0)
-    joined = center, spread, low.amin(), high.amax(), nonfinite.sum()
-    mean, spread, low, high, nonfinite = (x.reshape(1) for x in joined)
-    return mean, spread, low, high, nonfinite
-
-
-def shares(rows: Tensor, eps: float, wide: bool = False) -> tuple[Tensor, Tensor]:
-    """Shares, 0..1, of |x| ≤ eps and of exact zeros in each row of `(R, n)`; NaN for empty rows."""
-    is_so, dtype = rows.abs(), widest(rows.device) if wide else None
-    near_zero = is_so.le_(eps).mean(1, dtype=dtype)  # floats sum ten times as fast as bools
-    return near_zero, torch.eq(rows, 0, out=is_so).mean(1, dtype=dtype)
-
-
 def flat(x: Tensor) -> Tensor:
     """`x` in one dimension in the order of memory; a view if its elements are contiguous."""
     if x.is_contiguous():
         return x.view(-1)
     return x.permute(sorted(range(x.ndim), key=x.stride, reverse=True)).reshape(-1)
-
-
-def _once(x: Tensor) -> Tensor:
-    """The elements of an expanded tensor, which need not be in memory as often as they are repeated."""
-    x = x[tuple(slice(1) if stride == 0 else slice(None) for stride in x.stride())]
-    return x if x.numel() > 1 else torch.cat([x.reshape(1)] * 2)  # one has no standard deviation
-
-
-def _repeated(known: Known, n: int, n_all: int) -> Known:
-    """`moments` of `n_all` elements that are `n` ones again and again, from those of the `n`."""
-    factors = 1.0, math.sqrt((n - 1) / n * n_all / (n_all - 1)), 1.0, 1.0, 1.0, n_all / n
-    if isinstance(known, tuple):
-        return tuple(x * factor for x, factor in zip(known, factors, strict=True))
-    return torch.stack([x * factor for x, factor in zip(known.unbind(1), factors, strict=True)], 1)
 
 
 def _strata(n: int, k: int, device: torch.device) -> Tensor:

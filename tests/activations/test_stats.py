@@ -9,16 +9,18 @@ from torch import nn
 
 from hookcb import ActivationStats, Learner
 from hookcb.activations.stats import (
+    HIGH,
     LAYER_STATS,
+    LOW,
     SAMPLED,
     WHOLE,
-    _in_one,
-    _in_rows,
+    added,
     has_stats,
+    joined,
     layer_stats,
+    stats_of,
     summarize,
     take,
-    together,
 )
 from tests.activations.support import (
     INF,
@@ -36,8 +38,14 @@ from tests.hooks import support as zoo
 from tests.support import PACKED, covering, fit
 
 
-def stats_of(x, **options):
+def by_name(x, **options):
     return dict(zip(LAYER_STATS, layer_stats(x, **options).tolist(), strict=True))
+
+
+def of_taken(taken):
+    """The statistics of what `take` has returned."""
+    elements, known = taken
+    return stats_of(summarize(elements.reshape(1, -1), () if known is None else (known,), 0.05, 0))[0]
 
 
 def check(x, rel=1e-5, abs_tol=1e-6):
@@ -126,7 +134,7 @@ def test_nan_and_infinities_are_counted_and_left_out_of_extremes(n, odd):
 
 
 def test_an_output_without_a_finite_element_has_no_extremes():
-    stats = stats_of(torch.tensor([math.inf, math.nan]))
+    stats = by_name(torch.tensor([math.inf, math.nan]))
     assert all(math.isnan(stats[stat]) for stat in ("mean", "std", "min", "max", "abs_max"))
     assert stats["nonfinite"] == 2
 
@@ -135,18 +143,21 @@ def test_an_output_without_a_finite_element_has_no_extremes():
 @pytest.mark.parametrize(
     "x", [randn(5, 300), randn(3, 300).relu(), torch.zeros(2, 9)], ids=["normal", "relu", "zeros"]
 )
-def test_what_compiled_code_and_gpus_run_agrees_with_what_a_cpu_runs(x, offset):
+def test_what_compiled_code_and_gpus_run_agrees_with_what_a_cpu_runs(monkeypatch, x, offset):
     rows = x + offset
     rows[-1, 1] = math.inf
     rows[-1, 2] = math.nan
-    for quick, plain in zip(_in_rows(rows), _in_one(rows), strict=True):
-        assert torch.allclose(quick.double(), plain.double(), rtol=1e-4, atol=1e-4, equal_nan=True)
+    found = summarize(rows, (), 0.05, rows.shape[1])
+    monkeypatch.setattr("hookcb.activations.stats.is_compiling", lambda: True)
+    assert torch.allclose(
+        found, summarize(rows, (), 0.05, rows.shape[1]), rtol=1e-9, atol=1e-9, equal_nan=True
+    )
 
 
 def test_eps_is_a_magnitude_and_counts_itself():
     x = torch.tensor([-1.0, -0.5, 0.25, 0.5, 1.0])
-    assert stats_of(x, eps=0.5)["near_zero"] == pytest.approx(0.6)
-    assert stats_of(x, eps=0)["near_zero"] == 0
+    assert by_name(x, eps=0.5)["near_zero"] == pytest.approx(0.6)
+    assert by_name(x, eps=0)["near_zero"] == 0
 
 
 def test_up_to_8192_elements_all_are_taken_and_of_more_a_sample_and_exact_moments():
@@ -156,7 +167,10 @@ def test_up_to_8192_elements_all_are_taken_and_of_more_a_sample_and_exact_moment
     assert exact is None
     elements, exact = take(x, "auto")
     assert len(elements) == SAMPLED
-    assert exact == pytest.approx([*list(oracle(x).values())[:5], 0], rel=1e-5, abs=1e-6)
+    got = of_taken((elements, exact)).tolist()
+    want = list(oracle(x).values())
+    assert got[:5] == pytest.approx(want[:5], rel=1e-5, abs=1e-6)
+    assert got[-1] == want[-1]
 
 
 def test_a_sample_of_any_size_and_every_element_can_be_asked_for():
@@ -181,20 +195,19 @@ EXPANDED = {
 }
 
 
-@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("name", EXPANDED)
-def test_elements_that_are_repeated_are_read_once_and_count_as_often(name, wide):
+def test_elements_that_are_repeated_are_read_once_and_count_as_often(name):
     x = EXPANDED[name]
-    elements, known = take(x, "auto", wide)
-    whole, exact = take(x.contiguous(), "auto", wide)
+    elements, known = take(x, "auto")
+    whole, exact = take(x.contiguous(), "auto")
     assert elements.shape == whole.shape
     assert elements.dtype == whole.dtype
-    want = oracle(x)
-    want = [*list(want.values())[:5], want["nonfinite"]]
-    tol = 1e-9 if wide else 1e-5  # float32 sums depend on the processor
-    for moments in (known, exact):
-        got = together([moments], torch.float64)[0].tolist()
-        assert got == pytest.approx(want, rel=tol, abs=tol / 10, nan_ok=True)
+    want = list(oracle(x).values())
+    for taken in ((elements, known), (whole, exact)):
+        got = of_taken(taken).tolist()
+        # float32 sums depend on the processor
+        assert got[:5] == pytest.approx(want[:5], rel=1e-5, abs=1e-6, nan_ok=True)
+        assert got[-1] == want[-1]
     for value in x.unique()[:4]:
         share = (x == value).double().mean()
         assert abs((elements == value).double().mean() - share) < 0.02
@@ -632,17 +645,50 @@ def test_a_view_that_is_changed_after_the_layer_was_measured_before():
 
 @pytest.mark.parametrize("n", [2, 1000, 70_000])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64], ids=str)
-def test_moments_that_are_merged_later_are_in_float64(n, dtype):
+def test_sums_that_are_merged_later_are_in_float64(n, dtype):
     x = (1e3 + 5 * randn(n)).to(dtype)
-    exact, is_long = x.double(), n > WHOLE
     for sample in ("auto", None, 1 << 30):
-        elements, known = take(x, sample, wide=True)
-        values = summarize(elements.reshape(1, -1), [] if known is None else [known], 0.05, wide=True)[0]
+        values = of_taken(take(x, sample))
         assert values.dtype is torch.float64
-        assert values[0].item() == pytest.approx(exact.mean().item(), rel=1e-6 if is_long else 1e-15)
-        assert values[1].item() == pytest.approx(
-            exact.std().item(), rel=1e-5 if n > 65_536 else 1e-11, nan_ok=True
-        )
+        assert values[0].item() == pytest.approx(x.double().mean().item(), rel=1e-14)
+        assert values[1].item() == pytest.approx(x.double().std().item(), rel=1e-11)
+
+
+def normal(n, seed=0):
+    return 3 * randn(n, seed=seed) + 7
+
+
+def of_parts(*parts, pivot=6.0):
+    """Statistics of all elements of parts, each of which is elements and the number that they stand for."""
+    sums = torch.cat([summarize(x[None], (), 0.05, n) for x, n in parts])
+    total, pivots = added(sums, torch.tensor(pivot)).sum(0, True), torch.tensor([pivot])
+    return stats_of(joined(total, pivots, sums[:, LOW].amin(0, True), sums[:, HIGH].amax(0, True)))[
+        0
+    ].tolist()
+
+
+@pytest.mark.parametrize("sizes", [[1, 99, 900], [1000], [0, 1000], [333, 0, 667], [10, 990]], ids=str)
+def test_sums_of_parts_make_those_of_the_whole(sizes):
+    x = normal(1000)
+    found = of_parts(*((part, len(part)) for part in x.split(sizes)))
+    assert found == pytest.approx(list(oracle(x).values()), rel=1e-6)
+
+
+def test_a_sample_counts_for_all_that_it_stands_for():
+    x, y = normal(100), normal(100, seed=1) + 5
+    whole = list(oracle(torch.cat([x, y.repeat(9)])).values())
+    mean, std, *others = of_parts((x, 100), (y, 900))
+    spread = [x.double().std().square().item(), y.double().std().square().item()]
+    variance = (99 * spread[0] + 899 * spread[1] + 90 * (y.mean() - x.mean()).item() ** 2) / 999
+    assert (mean, std) == pytest.approx((whole[0], variance**0.5), rel=1e-6)
+    assert others == pytest.approx(whole[2:], rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_share_of_all_parts_is_unknown_only_if_no_part_has_a_finite_element(bad):
+    some, none = (torch.tensor([0.0, 0.01, 3.0, 4.0]), 4), (torch.full((4,), bad), 4)
+    assert of_parts(some, none)[5:7] == [2 / 8, 1 / 8]
+    assert all(map(math.isnan, of_parts(none, none)[5:7]))
 
 
 @pytest.mark.parametrize(
@@ -660,7 +706,6 @@ def test_the_std_of_few_distinct_values_is_exact_too(kind, n, ratio):
     values = distinct.get(kind, torch.randn(n, generator=generator))
     x = values.repeat(-(-n // len(values)))[:n]
     x = (x + ratio * x.std()) * 0.3
-    elements, known = take(x, "auto")
-    found = summarize(elements.reshape(1, -1), () if known is None else (known,), 0.05)[0]
+    found = of_taken(take(x, "auto"))
     assert found[0] == pytest.approx(x.double().mean().item(), rel=1e-6, abs=1e-6)
     assert found[1] == pytest.approx(x.double().std().item(), rel=4e-4)

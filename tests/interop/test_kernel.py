@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from hookcb import ActivationRecords, ActivationStats, Learner
-from hookcb.activations import buffer, kernel, slab
+from hookcb.activations import buffer, slab
 from hookcb.activations.bins import Bins
-from hookcb.activations.kernel import BLOCK, COLUMNS, SHARE, Kernel
-from hookcb.activations.slab import NOT_CALLED, can_take, stats_of
-from hookcb.activations.stats import layer_stats
+from hookcb.activations.kernel import BLOCK
+from hookcb.activations.slab import NOT_CALLED, SHARE, Slab, can_take
+from hookcb.activations.stats import COLUMNS, layer_stats, stats_of
 from hookcb.core import triton_kernel
 from tests.support import notice_waits
 
@@ -36,6 +36,8 @@ EPS = 0.05
 REAL = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 WHOLE = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
 INF, NAN = math.inf, math.nan
+POWERS = [COLUMNS.index(x) for x in ("n", "sum1", "sum2", "sum3", "sum4", "pivot", "scale")]
+PIVOT, SCALE = POWERS[5:]
 
 
 def oracle(x, eps=EPS):
@@ -54,22 +56,33 @@ def oracle(x, eps=EPS):
     return [mean, std, low, high, max(abs(low), abs(high)), *shares, n - len(finite)]
 
 
+class Rows:
+    """A slab whose kernel takes any tensor; row 2 of record 1 is written."""
+
+    def __init__(self, eps=EPS, bins=None, most=None, counts_all=True):
+        self.slab = Slab(torch.device(DEVICE), eps, bins, counts_all)
+        self.slab.most = min(most or self.slab.most, self.slab.most)
+        self.slab._cursor.fill_(1)
+        for call in range(2):
+            self.slab._prepared("others", call, torch.zeros(2, device=DEVICE), "", self.slab.sums)
+
+    def output_of(self, x):
+        ready = self.slab._prepared("x", 0, x, "", self.slab.sums)
+        self.slab._launch(x, ready)
+        return ready.output
+
+    def launch(self, x):
+        self.output_of(x)
+        return self.slab.sums[1, 2]
+
+
 def sums_of(x, eps=EPS, bins=None, most=None, counts_all=True):
     """The row that one launch writes."""
-    *others, row = rows_of(x, eps, bins, most, counts_all)
-    assert all((other == NOT_CALLED).all() for other in others)
-    return row
-
-
-def rows_of(x, eps=EPS, bins=None, most=None, counts_all=True):
-    """All rows, that of one launch last."""
-    kernel = Kernel(x.device, eps, bins)
-    kernel.most = min(most or kernel.most, kernel.most)
-    n = len(COLUMNS) + (bins.n + 2 if bins else 0)
-    rows = torch.full((2, 3, n), NOT_CALLED, dtype=torch.float64, device=x.device)
-    cursor = torch.ones(1, dtype=torch.int32, device=x.device)
-    kernel.launch(x, kernel.prepared(x, rows, cursor, 2, counts_all))
-    return rows.flatten(0, 1)
+    rows = Rows(eps, bins, most, counts_all)
+    rows.launch(x)
+    written = (rows.slab.sums != NOT_CALLED).any(-1).nonzero().tolist()
+    assert written == [[1, 2]]
+    return rows.slab.sums[1, 2]
 
 
 def kernel_stats(x, eps=EPS, most=None):
@@ -260,8 +273,7 @@ def test_a_histogram_of_many_elements_is_of_some_that_are_spread_evenly(n):
     bins = Bins(8, (0.0, 1.0))
     x = torch.arange(n, device=DEVICE, dtype=torch.float32) / n
     counts = sums_of(x, bins=bins, counts_all=False)[len(COLUMNS) :].cpu()
-    rows = torch.empty(1, 1, len(COLUMNS) + 10, device=DEVICE, dtype=torch.float64)
-    expected = Kernel(x.device, EPS, bins).prepared(x, rows, rows, 0).n_counted
+    expected = Rows(bins=bins, counts_all=False).output_of(x).n_counted
     assert 4096 <= expected <= n / 1.5
     assert counts.sum().item() == pytest.approx(expected, rel=0.03)
     assert counts[0] == counts[-1] == 0
@@ -274,36 +286,30 @@ def test_the_sums_of_parts_merge_to_those_of_the_whole():
     whole = sums_of(x)
     moments = [0.0] * 4  # of the whole, around its pivot
     for part in map(sums_of, x.split([1, 999, 9000, 20_000])):
-        n, pivot, scale, *sums = part[:7].tolist()
+        n, *sums, pivot, scale = part[POWERS].tolist()
         raw = [n, *(s / scale**k for k, s in enumerate(sums, 1))]
-        away = pivot - whole[1].item()
+        away = pivot - whole[PIVOT].item()
         for k in range(1, 5):
             moments[k - 1] += sum(math.comb(k, i) * away ** (k - i) * raw[i] for i in range(k + 1))
-    scales = whole[2].item() ** torch.arange(1, 5)
-    torch.testing.assert_close(torch.tensor(moments) * scales, whole[3:7].float().cpu(), rtol=1e-5, atol=0.05)
+    scales = whole[SCALE].item() ** torch.arange(1, 5)
+    found = whole[POWERS[1:5]].float().cpu()
+    torch.testing.assert_close(torch.tensor(moments) * scales, found, rtol=1e-5, atol=0.05)
 
 
 def test_a_negative_cursor_lets_it_rest():
-    rows = torch.full((1, 1, len(COLUMNS)), NOT_CALLED, dtype=torch.float64, device=DEVICE)
-    cursor = torch.full((1,), -1, dtype=torch.int32, device=DEVICE)
-    kernel = Kernel(rows.device, EPS, None)
-    x = normal(100)
-    launch = kernel.prepared(x, rows, cursor, 0)
-    kernel.launch(x, launch)
-    assert (rows == NOT_CALLED).all()
-    cursor.fill_(0)
-    kernel.launch(x, launch)
-    assert rows[0, 0, 0] == 100
+    rows, x = Rows(), normal(100)
+    rows.slab._cursor.fill_(-1)
+    assert (rows.launch(x) == NOT_CALLED).all()
+    rows.slab._cursor.fill_(1)
+    assert rows.launch(x)[0] == 100
 
 
 def test_a_launch_leaves_nothing_behind_for_the_next():
-    kernel, bins = Kernel(torch.device(DEVICE), EPS, Bins(60)), Bins(60)
-    rows = torch.empty(1, 2, len(COLUMNS) + 62, dtype=torch.float64, device=DEVICE)
-    cursor = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    bins = Bins(60)
+    rows = Rows(bins=bins)
     for n in (50_000, 3, 20_000):
         x = normal(n)
-        kernel.launch(x, kernel.prepared(x, rows, cursor, 1, counts_all=True))
-        assert torch.equal(rows[0, 1], sums_of(x, bins=bins))
+        assert torch.equal(rows.launch(x), sums_of(x, bins=bins))
 
 
 def as_on_a_card(monkeypatch, works=True):
@@ -388,25 +394,25 @@ def test_tensors_elsewhere_than_on_a_card_are_not_taken():
 def undecided(monkeypatch):
     """Whether Triton works is asked anew, for a device that is called a card."""
     monkeypatch.setattr(triton_kernel, "torch", torch)
-    kernel.works_on.cache_clear()
+    slab.works_on.cache_clear()
     yield torch.device("cuda")
-    kernel.works_on.cache_clear()
+    slab.works_on.cache_clear()
 
 
 def test_a_triton_that_cannot_compile_is_left_alone_with_a_warning(undecided, monkeypatch):
-    def fails(*args):
+    def fails(*args, **kwargs):
         raise RuntimeError("no C compiler")
 
-    monkeypatch.setattr(kernel, "Kernel", fails)
+    monkeypatch.setattr(slab, "Slab", fails)
     with pytest.warns(UserWarning, match="no kernels on cuda, plain operations are slower: .*no C compiler"):
-        assert not kernel.works_on(undecided)
+        assert not slab.works_on(undecided)
     with warnings.catch_warnings(action="error"):
-        assert not kernel.works_on(undecided)  # once is enough
+        assert not slab.works_on(undecided)  # once is enough
 
 
 def test_without_triton_nothing_is_said(undecided, monkeypatch):
     monkeypatch.setattr(triton_kernel, "find_spec", lambda name: None)
-    assert not kernel.works_on(undecided)
+    assert not slab.works_on(undecided)
 
 
 COMPILE = """
@@ -447,9 +453,10 @@ def test_the_kernel_compiles_for_cards_that_are_not_there(tmp_path):
 def test_nothing_waits_for_the_card():
     x = normal(2, 3, 500, 7).to(memory_format=torch.channels_last)
     kernel_stats(x, EPS)
+    rows = Rows()
     notice_waits("error")
     try:
-        stats = [stats_of(rows_of(part)[-1]) for part in (x, x[..., ::2])]
+        stats = [stats_of(rows.launch(part)) for part in (x, x[..., ::2])]
     finally:
         notice_waits("default")
     assert [len(of_part) for of_part in stats] == [8, 8]

@@ -46,7 +46,7 @@ def test_counts_are_those_of_the_page(world, tmp_path_factory):
         assert more(how, "MemoryStats") == N_EPOCHS * GROWING["`MemoryStats`, an epoch"](world)
         assert more(how, "TerminateOnNaN") == N_LOOKS * GROWING["vote"](world)
         assert more(how, "NanTrace") == N_LOOKS * 16
-        assert 0 <= more(how, "ActivationStats") - N_LOOKS * 8 * (11 * N_LAYERS + 1) <= 200
+        assert 0 <= more(how, "ActivationStats") - N_LOOKS * 8 * (10 * N_LAYERS + 1) <= 200
         of_hosts = more(how, "StepTimer") - GROWING["`StepTimer`, 100 steps"](world)
         assert 0 < of_hosts <= (8 + 300) * world
     # findings and the verdict do not grow; hosts, phases, what parts have measured, and new findings do
