@@ -389,6 +389,11 @@ def covering(*lists, of=2):
     ]
 
 
+def pairs(*lists):
+    """Parameters from the product of `lists` in which any two values occur together, and no others."""
+    return [param for param in covering(*lists) if not param.marks]
+
+
 def each(nth, values):
     """Parameters of which each `nth` is quick to know from; the others are slow."""
     params = []
