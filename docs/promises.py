@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "promises.md"
 
 @dataclass(frozen=True)
 class Promise:
-    """A row of the page: a sentence, where it is made, and the tests that fail if it breaks."""
+    """A promise of the page: a sentence, where it is made, and the tests that fail if it breaks."""
 
     sentence: str
     made_in: str
@@ -25,9 +25,10 @@ class Promise:
 
 
 def promises() -> list[Promise]:
-    """Rows of the tables whose last column has tests."""
-    rows = re.findall(r"^\| (.+?) \| (.+?) \| (`tests/.+) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
-    return [Promise(told, made, tuple(tests.split("<br>"))) for told, made, tests in rows]
+    """All promises of the page that have tests."""
+    pattern = r"^- (.+) · (.+)\n((?:    - `tests/.+\n)+)"
+    found = re.findall(pattern, PAGE.read_text("utf-8"), re.MULTILINE)
+    return [Promise(sentence, where, tuple(re.findall("- (.+)", tests))) for sentence, where, tests in found]
 
 
 def codes() -> list[str]:

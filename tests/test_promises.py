@@ -17,7 +17,7 @@ PAGE = "docs/promises.md"
 
 
 def wrong_tests(promise):
-    """Tests of a row that are not there, or that do not run where the row says."""
+    """Tests of a promise that are not there, or that do not run where the page says."""
     for said in promise.tests:
         test = said.split("`")[1]
         try:
@@ -44,11 +44,13 @@ def test_a_test_that_has_gone_or_is_slow_now_is_told():
     ]
 
 
-def test_each_row_of_the_page_is_read():
-    tables = read(PAGE).partition("## Faults")[0]
-    rows = [row for row in tables.splitlines() if row.startswith("| ") and not row.startswith("| promise |")]
-    assert len(rows) == len(promises()) > 100
-    assert len({promise.sentence for promise in promises()}) == len(rows)
+def test_each_promise_of_the_page_is_read():
+    lines = read(PAGE).partition("\n## ")[2].partition("\n## Faults")[0].splitlines()
+    sentences = [promise.sentence for promise in promises()]
+    assert len(sentences) == sum(line.startswith("- ") for line in lines) > 100
+    assert len(set(sentences)) == len(sentences)
+    tests = [test for promise in promises() for test in promise.tests]
+    assert tests == [line.removeprefix("    - ") for line in lines if line.startswith(" ")]
 
 
 def test_promises_of_the_readme_have_a_quick_test():
@@ -89,7 +91,7 @@ def test_tests_that_no_promise_names_are_printed(tmp_path, monkeypatch):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "checks.md").write_text("### `grad.stale`\n", "utf-8")
     page = tmp_path / "docs" / "promises.md"
-    page.write_text("| It works | here | `tests/core/test_a.py::test_it`, slow |\n", "utf-8")
+    page.write_text("- It works · here\n    - `tests/core/test_a.py::test_it`, slow\n", "utf-8")
     for name, body in {
         "core/test_a.py": "def test_it(): ...\n\ndef test_other(): ...\n",
         "diagnosis/test_b.py": "def test_of_a_fault():\n    'grad.stale'\n",
