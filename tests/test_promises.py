@@ -70,6 +70,11 @@ def test_links_and_names_of_the_page_are_there():
     assert [name for path, name in paths if name and f"def {name}(" not in read(path)] == []
 
 
+def test_each_public_name_has_a_promise():
+    text = " ".join(f"{promise.sentence} {promise.made_in}" for promise in promises())
+    assert [name for name in hookcb.__all__ if not re.search(rf"\b{name}\b", text)] == []
+
+
 def test_each_page_that_promises_something_is_linked():
     pages = [
         f"docs/{folder}/{path.name}"
