@@ -11,6 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from controls import CONTROLS
+from faults import FAULTS as CASES
+from faults_language import LANGUAGE_FAULTS
+from more_controls import MORE_CONTROLS
+from programs import PROGRAMS
 from torch.distributed.run import get_args_parser
 
 import hookcb
@@ -18,6 +23,7 @@ from docs.blocks import PAGES, SCRIPT, blocks, is_alike, printed
 from docs.gallery import train
 from docs.picture import PAGE, PICTURE, caption, texts
 from hookcb.cli.parser import make_parser
+from hookcb.diagnosis.fault import FAULTS
 from hookcb.report.collect import collect
 from tests.ranks.support import end, environment, free_port
 from tests.support import start
@@ -171,6 +177,32 @@ def test_the_version_is_the_same_everywhere():
     newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)[1]
     assert newest in (hookcb.__version__, "Unreleased")
     assert f"\nversion: {hookcb.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def numbers_told(page, sentence):
+    """The numbers in a sentence of a page, which has `#` in their places; lines may break anywhere in it."""
+    pattern = r"\s+".join(map(re.escape, sentence.split())).replace(r"\#", r"([\d.]+)")
+    return re.search(pattern, (ROOT / page).read_text("utf-8")).groups()
+
+
+def test_pages_tell_how_many_checks_planted_faults_and_programs_there_are():
+    guide = "docs/guide/diagnosis.md"
+    planted = "# planted faults, # of them in small language models, and # kinds of healthy training"
+    assert numbers_told("README.md", "all # of them: formula") == (str(len(FAULTS)),)
+    n_healthy = len(CONTROLS) + len(MORE_CONTROLS)
+    assert numbers_told(guide, planted) == (str(len(CASES)), str(len(LANGUAGE_FAULTS)), str(n_healthy))
+    assert numbers_told(guide, "`make real` trains # programs") == (str(len(PROGRAMS)),)
+
+
+def test_pages_tell_what_an_installation_needs():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = dict(re.match(r"(\w+)>=([\d.]+)", need).groups() for need in project["dependencies"])
+    assert list(needs) == ["torch", "fastcore", "rich"]
+    assert numbers_told("README.md", "adds only fastcore and rich") == ()
+    python = project["requires-python"].removeprefix(">=")
+    assert numbers_told("README.md", "with Python # or newer") == (python,)
+    assert numbers_told("docs/platforms.md", "`Python >= #` and `torch >= #`") == (python, needs["torch"])
+    assert numbers_told("docs/policy.md", "from #. torch: from #;") == (python, needs["torch"])
 
 
 def test_the_page_of_commands_names_each():

@@ -1,6 +1,7 @@
 """What hookcb imports, at once and later, changes no random numbers, and needs no Unix."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -230,6 +231,16 @@ class Without:
     def find_spec(self, name, path=None, target=None):
         if name in self.names:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_no_module_opens_a_connection():
+    """Names of this host and pairs of sockets inside the process are all that sockets are used for."""
+    nets = {"asyncio", "ftplib", "http", "requests", "smtplib", "ssl", "urllib", "urllib3", "xmlrpc"}
+    for path in sorted(Path(hookcb.__file__).parent.rglob("*.py")):
+        text = path.read_text("utf-8")
+        imported = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE))
+        assert not imported & nets, path
+        assert set(re.findall(r"\bsocket\.(\w+)", text)) <= {"gethostname", "socketpair"}, path
 
 
 def test_an_adapter_that_there_is_not_is_told():

@@ -1,5 +1,6 @@
 """`hookcb demo` does its main job, and says what is wrong with a wrong option."""
 
+import json
 import signal
 import sys
 from importlib.metadata import entry_points
@@ -51,6 +52,15 @@ def test_the_demo_trains_for_as_many_epochs_as_asked(capsys, without_matplotlib)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[:4]]
     assert rows[0] == ["epoch", "train_loss", "valid_loss", "accuracy", "time"]
     assert [row[0] for row in rows[1:3]] == ["0", "1"]
+
+
+@pytest.mark.slow
+def test_the_demo_shows_the_time_of_each_layer_and_writes_its_timeline(capsys, without_matplotlib):
+    assert main(["demo", "--model", "mlp", "--epochs", "1", "--profile"]) == 0
+    shown = capsys.readouterr().out
+    for text in ("layers, per step", "backward", "timeline of the profiled steps: trace.json"):
+        assert text in shown
+    assert json.loads(Path("trace.json").read_text("utf-8"))["traceEvents"]
 
 
 def test_the_demo_goes_on_where_it_was_stopped(capsys, without_matplotlib):

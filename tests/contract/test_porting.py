@@ -1,6 +1,7 @@
 """Habits of people who come from fastai, Lightning and Keras work, or end in an error that names ours."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -83,6 +84,33 @@ def names(tmp_path, monkeypatch):
 @pytest.mark.parametrize("habit", WORK)
 def test_a_habit_works(habit, names, capsys):
     exec(habit, names)
+
+
+OF_FASTAI = [  # what others see of its callback.hook, but for options by keyword
+    "Hook(m, hook_func, is_forward=True, detach=True, cpu=False, gather=False)",
+    "Hooks(ms, hook_func, is_forward=True, detach=True, cpu=False)",
+    "hook_output(module, detach=True, cpu=False, grad=False)",
+    "hook_outputs(modules, detach=True, cpu=False, grad=False)",
+    "dummy_eval(m, size=(64, 64))",
+    "model_sizes(m, size=(64, 64))",
+    "num_features_model(m)",
+    "has_params(m)",
+    "total_params(m)",
+    "layer_info(learn, *xb)",
+    "HookCallback(modules=None, every=None, remove_end=True, is_forward=True, detach=True, "
+    "cpu=True, include_paramless=False)",
+    "ActivationStats(with_hist=False)",
+]
+
+
+@pytest.mark.parametrize("signature", OF_FASTAI)
+def test_a_name_of_callback_hook_has_its_signature_and_perhaps_more_behind_it(signature):
+    name, _, params = signature.removesuffix(")").partition("(")
+    ours = inspect.signature(getattr(hookcb, name)).parameters.values()
+    told = [
+        str(param.replace(annotation=param.empty)) for param in ours if param.kind <= param.VAR_POSITIONAL
+    ]
+    assert f"{', '.join(told)}, ".startswith(f"{params}, ")
 
 
 # ---- what they do

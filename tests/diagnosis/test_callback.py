@@ -442,6 +442,7 @@ def test_stop_in_a_watch_is_no_error_of_the_loop():
             opt.step()
             calls.append(1)
     assert len(calls) == 30
+    assert w.stop_requested
     assert w.diagnose().status == "sick"
 
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from hookcb import (
+    Learner,
     find_modules,
     has_params,
     total_params,
@@ -193,3 +194,11 @@ def test_a_model_is_placed_where_it_is_told_or_stays():
     assert device_of(nn.BatchNorm1d(2, affine=False)) == torch.device("cpu")
     assert device_of(nn.ReLU(), torch.device("meta")) == torch.device("meta")
     assert device_of(nn.ReLU()) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("there", [None, "meta"])
+def test_auto_is_the_accelerator_of_this_machine_or_else_the_cpu(there, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: there is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(there))
+    learn = Learner([1], nn.Linear(1, 1), device="auto")
+    assert learn.device == torch.device(there or "cpu")

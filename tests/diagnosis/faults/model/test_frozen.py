@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from hookcb import Diagnose, watch
 from hookcb.diagnosis.faults.model.frozen import FrozenBetween
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.run import Run, Skipped
-from tests.diagnosis.faults.support import small_net, trained
+from tests.diagnosis.faults.support import numbers, small_net, trained
 
 
 def frozen_in(model, *names):
@@ -53,6 +54,18 @@ def test_a_frozen_network_inside_and_norms_and_parts_of_a_layer_are_not():
     model = deep()
     model[4].weight.requires_grad_(False)  # but not its bias
     assert frozen_in(model) == []
+
+
+def test_a_model_that_is_frozen_as_a_whole_is_an_error_with_what_the_optimizer_holds():
+    model = small_net().requires_grad_(False)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, opt, Diagnose(show=False, on_sick="ignore")) as w:
+        for step in range(6):
+            w.report_loss(model(numbers(8, 4, seed=step).requires_grad_()).mean()).backward()
+            opt.step()
+    primary = w.diagnose().primary
+    assert (primary.code, primary.severity, primary.value) == ("param.frozen", "error", 6.0)
+    assert "the optimizer holds 6 of them" in primary.message
 
 
 def test_without_gradients_or_calls_nothing_is_said_of_frozen_layers():
