@@ -237,7 +237,8 @@ class DeviceReader:
         small, before = whole[:, : self.n_elements], whole[:, self.n_elements :]
         scale = numbers_on(self.device, [c.scale for c in captures])[:, None]
         norm, size, largest, nonfinite, rows = self._sums_of_gradients(captures, small).unbind(2)
-        norm, largest = norm / scale, torch.where(largest < 0, largest, largest / scale)
+        # of zeros the largest may be -0.0, to which 0.0 is added
+        norm, largest = norm / scale, torch.where(largest < 0, largest, largest / scale + 0.0)
         of_gradient = [norm, size / scale, largest, nonfinite, rows, _clipped_norms(captures, norm)]
         return torch.stack([*of_gradient, *self._of_weights(captures, before)], 2)
 
