@@ -143,15 +143,15 @@ def test_functions_of_modules_and_of_c_are_observed(observed):
     place = torch.nn.utils
     own, x = place.clip_grad_norm_, torch.ones(2, requires_grad=True)
     x.sum().backward()
-    hooks = [observed.follow(place, "clip_grad_norm_"), observed.follow(torch.Tensor, "add_")]
+    hooks = [observed.follow(place, "clip_grad_norm_"), observed.follow(torch.Tensor, "erfinv_")]
     assert place.clip_grad_norm_([x], 1.0) == pytest.approx(2**0.5)
     assert pickle.loads(pickle.dumps(place.clip_grad_norm_)) is place.clip_grad_norm_ is not own
-    assert torch.ones(1).add_(1) == 2
+    assert torch.zeros(1).erfinv_() == 0  # which no other code calls, as that does which prints a tensor
     assert observed.told.count("begin") == 2
     for hook in hooks:
         hook.remove()
     assert place.clip_grad_norm_ is own
-    assert "add_" not in vars(torch.Tensor)
+    assert "erfinv_" not in vars(torch.Tensor)
 
 
 @pytest.mark.parametrize(
