@@ -48,29 +48,18 @@ class Wrong(Callback):
 """
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """What mypy says of SCRIPT, and of a file that asks for the type of each public name, read together."""
+@pytest.mark.slow  # mypy reads all of hookcb, and what it needs of torch
+def test_a_type_checker_knows_each_public_name_and_finds_misspelled_ones(tmp_path):
     api = pytest.importorskip("mypy.api")
-    folder = tmp_path_factory.mktemp("typed")
-    script, names = folder / "script.py", folder / "names.py"
+    script, names = tmp_path / "script.py", tmp_path / "names.py"
     script.write_text(SCRIPT)
     asked = [f"reveal_type({name})" for name in TYPES]
-    names.write_text(
-        "\n".join([f"from hookcb import {', '.join(TYPES)}", *asked, "from hookcb import Nothing"])
-    )
-    options = ["--strict", "--cache-dir", str(folder / "cache"), "--follow-imports=silent"]
-    return api.run([*options, str(script), str(names)])[0]
-
-
-@pytest.mark.slow  # mypy reads all of hookcb, and what it needs of torch
-def test_right_uses_type_check_and_misspelled_ones_are_errors(told):
+    lines = [f"from hookcb import {', '.join(TYPES)}", *asked, "from hookcb import Nothing"]
+    names.write_text("\n".join(lines))
+    options = ["--strict", "--cache-dir", str(tmp_path / "cache"), "--follow-imports=silent"]
+    told, _, _ = api.run([*options, str(script), str(names)])
     wrong = [i for i, line in enumerate(SCRIPT.splitlines(), 1) if line.endswith("# error")]
     assert [int(n) for n in re.findall(r"script\.py:(\d+): error", told)] == wrong, told
-
-
-@pytest.mark.slow
-def test_a_type_checker_sees_the_type_of_each_public_name(told):
     assert told.count("Revealed type is") == len(TYPES)
     assert 'Revealed type is "Any"' not in told
     assert 'Module "hookcb" has no attribute "Nothing"' in told
