@@ -35,7 +35,8 @@ def test_each_test_that_the_page_names_is_there_and_runs_where_it_says():
 
 def test_a_test_that_has_gone_or_is_slow_now_is_told():
     file = "tests/loops/test_names.py::test_"
-    gone, slow = f"`{file}gone`", f"`{file}a_type_checker_sees_the_type_of_each_public_name`"
+    gone = f"`{file}gone`"
+    slow = f"`{file}a_type_checker_knows_each_public_name_and_finds_misspelled_ones`"
     found = list(wrong_tests(Promise("it works", "", (gone, slow, "`tests/nowhere.py::test_it`"))))
     assert found == [
         f"there is no {file}gone",
