@@ -75,8 +75,8 @@ class ScriptWatch(Watch):
         """The stand-in for an optimizer in a loop that moves the weights itself, once it has done so."""
         return self._by_hand
 
-    def look_for_loss(self) -> None:
-        """Does nothing: the losses of a script are reported by `tell`, see `Watch`."""
+    def _make_finder(self) -> None:
+        """Finds no loss: those of a script are reported by `tell`, see `Watch`."""
 
     def tell(self, loss: Tensor) -> None:
         """Reports the loss of the batch, also one without a graph, which `Watch` could not recognize."""

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import torch
@@ -204,6 +205,18 @@ def script_instead(wrapper: Any, function: Callable[..., Any]) -> None:
     vars(wrapper).update(__script_if_tracing_wrapper=True, __original_fn=function)
 
 
+def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that compiled code, such as a step that calls backward, calls without compiling it."""
+    quiet = untraced(function)
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (quiet if is_dynamo_imported() else function)(*args, **kwargs)
+
+    skip_frames(call)
+    return call
+
+
 # ---- tensors and storages
 
 
@@ -286,9 +299,12 @@ def will_run(node: Node) -> bool:
     return _will_run(node)
 
 
-def after_backward(call: Callable[[], Any]) -> None:
-    """Calls `call` at the end of the running backward; RuntimeError outside of backwards."""
-    Variable._execution_engine.queue_callback(call)
+RUN_BACKWARD: tuple[Any, str] = torch.autograd, "_engine_run_backward"
+"""Holder and name of the function by which `torch.autograd.backward` and `grad` run a backward."""
+
+
+after_backward: Callable[[Callable[[], Any]], None] = Variable._execution_engine.queue_callback
+"""Calls a function at the end of the running backward; RuntimeError outside of backwards."""
 
 
 def sequence_nr(node: Any) -> int:
@@ -315,16 +331,6 @@ def saved(node: Any, name: str, default: Any = None) -> Any:
 def signed(x: Any) -> Any:
     """A saved value as it was given: torch shows negative integers, such as a dim of -1, as unsigned ones."""
     return x - 2**64 if isinstance(x, int) and x >= 2**63 else x
-
-
-def has_scaled(scaler: GradScaler) -> bool:
-    """Whether a GradScaler has scaled a loss."""
-    return scaler._scale is not None
-
-
-def has_updated(scaler: GradScaler) -> bool:
-    """Whether a GradScaler that has scaled a loss was updated since; does not wait for the device."""
-    return scaler._scale is not None and scaler._scale._version > 0
 
 
 def raw_saved(node: Any) -> list[Any]:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
+from hookcb.core.torch_private import skip_frames
+
 
 class OwnHook:
     """A hook that `register` keeps out of copies and files; a copy of the hook itself does nothing."""
@@ -29,6 +31,8 @@ class _Calling(OwnHook):
 
     def __call__(self, *seen: Any, **named: Any) -> Any:
         return None if self.function is None else self.function(*seen, **named)
+
+    skip_frames(__call__)  # else a step that is compiled would compile it at each place that calls it
 
 
 class StandIn:

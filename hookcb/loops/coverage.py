@@ -134,6 +134,7 @@ class Facts:
         n_moved_by_hand: number of times that weights moved after a backward without an optimizer step.
         has_other_optimizer: whether the given optimizer has no parameter of the model.
         has_ended: whether the watch is closed.
+        failure: what failed in the search for losses, "" if nothing did.
         of_rank: what the numbers are those of, if other ranks train the model too.
         way: how the reader follows the loop.
     """
@@ -160,6 +161,7 @@ class Facts:
     n_moved_by_hand: int = 0
     has_other_optimizer: bool = False
     has_ended: bool = False
+    failure: str = ""
     of_rank: str = ""
     way: Way = "watch"
 
@@ -280,8 +282,7 @@ def _notes(seen: Mapping[str, int], facts: Facts, n_epochs: int, n_optimizers: i
         "training batches cut short by a call in eval mode before their backward": facts.n_cut,
         "optimizers; a batch ends when all have stepped, or when the next one begins": several,
     }
-    if facts.of_rank:
-        yield facts.of_rank
+    yield from filter(None, (facts.of_rank, facts.failure))
     if not n_epochs and facts.way == "watch":  # a trainer reports them
         yield "ends of epochs are unknown; call w.end_epoch() at the end of each"
     yield from (f"{n} {note}" for note, n in counted.items() if n)

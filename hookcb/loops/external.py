@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
@@ -20,7 +21,7 @@ from hookcb.core.console import show, warn
 from hookcb.core.events import CancelException, CancelFitException, CancelStepException, Event
 from hookcb.core.loop import stray_cancels_as_errors
 from hookcb.core.optim import detached_scalar
-from hookcb.core.torch_private import after_backward, in_backward, in_transform, transforms_left
+from hookcb.core.torch_private import after_backward, as_it_is, in_backward, in_transform, transforms_left
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.reader import Way
 from hookcb.diagnosis.verdict import Verdict
@@ -445,6 +446,7 @@ class ExternalLoop(NamedLoop):
             if x.requires_grad and not x.is_leaf:
                 self._on_tensors.append(register(x.register_hook, self._gradient_arrives))
 
+    @as_it_is
     def _gradient_arrives(self, grad: Tensor) -> None:
         if torch.is_grad_enabled():  # create_graph: a gradient penalty, which is part of the loss
             self.facts.n_penalties += 1
@@ -454,8 +456,12 @@ class ExternalLoop(NamedLoop):
                 self.begin_backward()
             finally:
                 self._pred_grad = None
-            # runs when all gradients are ready: DDP queues its own callback between these two
-            after_backward(lambda: after_backward(self.end_backward))
+            # DDP queues its own callback between these two
+            after_backward(partial(after_backward, self._gradients_are_ready))
+
+    @as_it_is
+    def _gradients_are_ready(self) -> None:
+        self.end_backward()
 
     def _held(self) -> dict[str, str]:
         model, named = self._model(), [name for name, x in vars(self).items() if isinstance(x, Callback)]

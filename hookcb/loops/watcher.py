@@ -1,6 +1,5 @@
 """Watch: the events of a training loop, from hooks on its model and optimizers."""
 
-import gc
 from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import finalize, ref
@@ -9,17 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from hookcb.core import graph
 from hookcb.core.batch import parts
 from hookcb.core.callback import Callback
 from hookcb.core.optim import mark_of
 from hookcb.core.torch_private import (
     CALL_NAME,
     compiled_call,
-    has_updated,
     in_backward,
     in_transform,
     is_jit_tracing,
 )
+from hookcb.diagnosis.failures import describe_failure
 from hookcb.gradients.hand_steps import StepByHand, WeightMark
 from hookcb.hooks.compiled import CompiledTap
 from hookcb.hooks.hook import Hook, detached
@@ -27,13 +27,7 @@ from hookcb.hooks.optimizer_steps import StepHook
 from hookcb.loops.checks import check_loss
 from hookcb.loops.coverage import WatchCoverage
 from hookcb.loops.external import ExternalLoop
-from hookcb.loops.loss_found import (
-    FoundLoss,
-    find_loss,
-    first_parameter_behind,
-    scaler_at_work,
-    scalers_in_use,
-)
+from hookcb.loops.loss_finder import Backward, LossFinder, first_parameter_behind
 from hookcb.loops.optimizers import WatchedOptimizers, unwrapped
 from hookcb.loops.stages import AFTER_BACKWARD, BEFORE_BACKWARD, IN_BACKWARD, IN_STEP, Stage
 from hookcb.loops.taps import n_running, stepping_optimizer
@@ -65,7 +59,6 @@ class Watch(ExternalLoop):
         self._is_left = False  # whether the last training batch ended without a step
         self._is_eval_with_grad = False  # whether the last call in eval mode had gradients on
         self._is_scaler_given = scaler is not None
-        self._has_no_scaler = False  # whether no GradScaler was in use at the first backward
         self._has_closure = False  # whether the step in progress has one
         self._is_from_others = False  # whether this batch was computed from parameters of other optimizers
         self._mark: WeightMark | None = None  # the weights after the backward, until they are stepped
@@ -75,6 +68,7 @@ class Watch(ExternalLoop):
         self._hooks: list[Any] = []
         self._part_hooks: list[Hook] = []  # until the model itself is called
         self._compiled: CompiledTap | None = None
+        self._finder: LossFinder | None = None
         super().__init__(model, list(cbs), optimizers[0] if optimizers else None, scaler)
         self._closing = finalize(model, _close, ref(self))
 
@@ -85,6 +79,7 @@ class Watch(ExternalLoop):
     def _listen(self) -> None:
         # before hooks of callbacks: those that read gradients at a step must know that it has begun
         model, hooks = self.model, self._hooks
+        self._finder = self._make_finder()
         hooks.append(StepHook(self._step_begins))
         hooks.append(StepHook(self._step_ends, after=True))
         hooks.append(_hook(model, self._call_begins, pre=True, with_kwargs=True))
@@ -95,6 +90,13 @@ class Watch(ExternalLoop):
         for part in _parts(model) if self._compiled is None else ():
             self._part_hooks.append(_hook(part, self._part_begins, pre=True, with_kwargs=True))
             self._part_hooks.append(_hook(part, self._part_returns))
+
+    def _make_finder(self) -> LossFinder | None:
+        """Finds losses that the loop does not report; None if it reports all."""
+        return LossFinder(self._note_failure, self._backward_begins)
+
+    def _note_failure(self, error: Exception) -> None:
+        self.facts.failure = describe_failure("the search for losses", error)
 
     def _tap_compiled(self, model: nn.Module) -> None:
         if self._compiled is None and compiled_call(model) is not None:
@@ -110,8 +112,9 @@ class Watch(ExternalLoop):
             self._hooks.pop().remove()
         self._unhook_parts()
         self._unhook_left()
-        if self._compiled is not None:
-            self._compiled.remove()
+        for seen in (self._compiled, self._finder):
+            if seen is not None:
+                seen.remove()
 
     def _unhook_parts(self) -> None:
         while self._part_hooks:
@@ -245,15 +248,29 @@ class Watch(ExternalLoop):
 
     def begin_backward(self) -> None:
         """See `ExternalLoop`; looks for a loss that was not reported."""
-        if self.stage in BEFORE_BACKWARD and self.loss is None:
-            self.look_for_loss()
+        if self.stage in BEFORE_BACKWARD:
+            self._look_for_loss()
         super().begin_backward()
 
-    def look_for_loss(self) -> None:
-        """Looks for the loss of the backward that begins, and takes it if it trains the model itself."""
-        found = find_loss(self._thread, self.model.parameters())
-        if found is not None and found.may_be_scaled:
-            found = self._unscaled(found)
+    def _backward_begins(self, backward: Backward) -> None:
+        """Begins a batch for a backward where no call of the model is seen, as in a step that is compiled."""
+        if self.facts.n_calls or self.facts.n_part_calls or self.close_failed():
+            return
+        params = {id(p) for p in self.model.parameters()}
+        leaves = graph.leaves([x.grad_fn for x in backward.roots if isinstance(x, Tensor)])
+        if any(id(leaf) in params for leaf in leaves):
+            self.begin_batch()
+            self._follow_backward(*(x for x in backward.roots if isinstance(x, Tensor)))
+
+    def _look_for_loss(self) -> None:
+        """Takes the loss of the backward that begins, if it trains the model and is not reported."""
+        backward = None if self._finder is None else self._finder.running
+        if backward is not None and not self._is_scaler_given:
+            self.scaler = backward.scaler
+        if self.loss is not None:
+            return
+        trains = backward is not None and backward.trains(self.model.parameters())
+        found = backward.loss() if backward is not None and trains else None
         if found is None or self._is_from_others:
             self.facts.n_losses_unfound += 1
             self.facts.n_losses_of_others += self._is_from_others
@@ -261,19 +278,6 @@ class Watch(ExternalLoop):
         else:
             self.facts.n_losses_found += 1
             self._set_loss(found.value, found.node)
-
-    def _unscaled(self, found: FoundLoss) -> FoundLoss | None:
-        """The loss before a GradScaler has scaled it; None if it is not known whether one has."""
-        is_unsettled = self.scaler is None and not self._has_stepped and self._by_hand is None
-        if is_unsettled and not self._has_no_scaler:
-            in_use = scalers_in_use()
-            new = [x for x in in_use if not has_updated(x)]
-            if len(new) == 1:  # a training begins with such a one; its first step will confirm it
-                self.scaler = new[0]
-            elif in_use or gc.get_freeze_count():  # frozen objects are not found
-                return None
-            self._has_no_scaler = not in_use
-        return found.unscaled(self.scaler) if self.scaler is not None and self.scaler.is_enabled() else found
 
     def end_backward(self) -> None:
         """See `ExternalLoop`; a loop without an optimizer may make its own step from now on."""
@@ -339,10 +343,7 @@ class Watch(ExternalLoop):
     def _step_begins(self, opt: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._is_watched_step(opt) or (self._stepping is not opt and self._is_stepping()):
             return None
-        if not self._has_stepped:
-            self._has_stepped = True
-            if not self._is_scaler_given:
-                self.scaler = scaler_at_work()
+        self._has_stepped = True
         self._stepping, self._has_closure = opt, False
         has_closure = any(map(callable, (*args, *kwargs.values())))
         has_gradients = self._stepped or self.stage in AFTER_BACKWARD

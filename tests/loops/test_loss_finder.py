@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hookcb import Callback, Diagnose, Recorder, watch
 from hookcb.diagnosis.measurements.loss_graph import read_loss
-from hookcb.loops.loss_found import find_loss
+from hookcb.loops.loss_finder import LossFinder
 from tests.support import make_batches, make_model, same, weights
 
 BATCHES = make_batches(4)
@@ -116,7 +116,7 @@ def test_a_scaled_loss_is_recorded_as_it_was_before(given):
     assert w.scaler is scaler
 
 
-def test_a_scaler_that_was_in_use_before_the_watch_is_known_from_its_first_step_on():
+def test_a_scaler_that_was_in_use_before_the_watch_is_known_by_its_next_loss():
     model, losses = make_model(), []
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13)
@@ -134,9 +134,8 @@ def test_a_scaler_that_was_in_use_before_the_watch_is_known_from_its_first_step_
     losses.clear()
     with watch(model, opt, Recorder) as w:
         train()
-    # a loss that may be scaled is not taken for one that is not
-    assert w.recorder.losses == losses[1:]
-    assert w.facts.n_losses_unfound == 1
+    assert w.recorder.losses == losses
+    assert w.facts.n_losses_unfound == 0
     assert w.scaler is scaler
 
 
@@ -151,23 +150,8 @@ def test_a_scaler_of_another_loop_is_not_that_of_a_loop_without_one():
             losses.append(loss.item())
             loss.backward()
             opt.step()
-    assert w.scaler is None  # as it made no step
-    assert w.recorder.losses[1:] == losses[1:]
-
-
-@pytest.mark.parametrize("n_frozen", [0, 10])
-def test_a_loss_times_a_number_is_recorded_where_no_scaler_is_in_use(n_frozen, monkeypatch):
-    gc.collect()
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: n_frozen)
-    model, losses = make_model(), []
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watch(model, opt, Recorder) as w:
-        for x, y in BATCHES:
-            loss = 0.25 * F.mse_loss(model(x), y)
-            losses.append(loss.item())
-            loss.backward()
-            opt.step()
-    assert w.recorder.losses == losses[bool(n_frozen) :]  # a scaler that is frozen is not found
+    assert w.scaler is None
+    assert w.recorder.losses == losses
 
 
 def test_losses_in_the_closure_of_lbfgs_are_those_of_each_evaluation():
@@ -290,8 +274,6 @@ def test_a_recurrent_state_with_its_graph_is_the_models_own():
 
 
 def test_a_gradient_that_comes_in_a_thread_of_autograd_finds_the_loss_of_the_calling_one():
-    caller, found = threading.get_ident(), []
-
     class Elsewhere(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -299,15 +281,19 @@ def test_a_gradient_that_comes_in_a_thread_of_autograd_finds_the_loss_of_the_cal
 
         @staticmethod
         def backward(ctx, grad):
-            look = threading.Thread(target=lambda: found.append(find_loss(caller, [])))
+            look = threading.Thread(target=lambda: found.append(finder.running.loss()))
             look.start()
             look.join()
             return grad
 
+    found, failures = [], []
+    finder = LossFinder(failures.append)
     loss = Elsewhere.apply(torch.ones(3, requires_grad=True)).sum()
     loss.backward()
     assert [x.value.item() for x in found] == [3.0]
-    assert find_loss(caller, []) is None
+    assert finder.running is None
+    assert failures == []
+    finder.remove()
 
 
 class Token:
