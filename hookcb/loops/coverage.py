@@ -262,6 +262,8 @@ def _why_no_pred(facts: Facts) -> str:
         return "no call of the model has ended"
     if facts.n_elsewhere:
         return f"the model was called in other threads only{_also('thread', facts)}"
+    if facts.n_losses_found:
+        return f"no call of the model was seen, as where its caller is compiled{_also('model', facts)}"
     return f"the model itself was not called{_also('model', facts)}"
 
 

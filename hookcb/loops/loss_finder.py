@@ -97,9 +97,7 @@ class LossFinder:
         self.running = None
 
     def _observe(self, holder: Any, name: str, observer: Any, **options: bool) -> None:
-        self._hooks.append(
-            CallHook(holder, name, observer, self._failed, in_forks=self._in_forks, **options)
-        )
+        self._hooks.append(CallHook(holder, name, observer, self._failed, in_forks=self._in_forks, **options))
 
     def _follow_scalers(self, kind: type) -> None:
         """Sees what GradScalers of a class scale, and those of its subclasses that do it in their own way."""

@@ -5,6 +5,7 @@ import io
 import pickle
 import threading
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -1216,7 +1217,7 @@ def test_a_model_compiled_in_place_after_it_is_watched(graphs):
     assert type(model._compiled_call_impl).__module__ != "hookcb.hooks.compiled"
 
 
-def test_a_wrapper_that_was_made_after_is_not_seen_and_coverage_says_so(graphs):
+def test_a_wrapper_that_was_made_after_is_seen_by_its_backwards_and_coverage_says_so(graphs):
     found, backend = graphs
     model = make_model()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1227,8 +1228,59 @@ def test_a_wrapper_that_was_made_after_is_not_seen_and_coverage_says_so(graphs):
             step(compiled, opt)
         assert "torch.compile" in w.coverage.missing["after_pred"]
 
-    assert seen(loop, model, opt) == "E(T((sS)(sS)(sS))T)E"
+    assert seen(loop, model, opt) == "E(T((lbBsS)(lbBsS)(lbBsS))T)E"
     assert len(found) == 1
+
+
+STEPS = {
+    "backward": lambda loss, params, scaler: loss.backward(),
+    "scaled": lambda loss, params, scaler: scaler.scale(loss).backward(),
+    "autograd.backward": lambda loss, params, scaler: torch.autograd.backward(loss),
+    "autograd.grad": lambda loss, params, scaler: set_grads(params, torch.autograd.grad(loss, params)),
+}
+
+
+def set_grads(params, grads):
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_step_that_is_compiled_is_followed_and_compiled_as_it_is_alone(kind):
+    def trained(cbs):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = make_model()
+        opt, params = torch.optim.SGD(model.parameters(), lr=0.1), [*model.parameters()]
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+        @torch.compile(backend="eager")
+        def step(x, y):
+            loss = F.mse_loss(model(x), y)
+            STEPS[kind](loss, params, scaler)
+            return loss.detach()
+
+        losses = []
+        with nullcontext() if cbs is None else watch(model, opt, cbs) as w:
+            for x, y in make_batches(4):
+                losses.append(step(x, y).item())
+                if kind == "scaled":
+                    scaler.step(opt)
+                    scaler.update()
+                else:
+                    opt.step()
+                opt.zero_grad()
+        counters = torch._dynamo.utils.counters
+        n_graphs, n_breaks = counters["stats"]["unique_graphs"], counters["graph_break"].total()
+        return w, losses, weights(model), (n_graphs, n_breaks)
+
+    w, losses, state, counts = trained([Recorder, GradientHealth])
+    _, alone, state_alone, counts_alone = trained(None)
+    assert w.recorder.losses == losses == alone
+    assert same(state, state_alone)
+    assert counts == counts_alone
+    assert len(w.gradient_health.stats) == 4
+    assert "its caller is compiled" in w.coverage.missing["after_pred"]
 
 
 def test_compiled_by_aot_eager():
