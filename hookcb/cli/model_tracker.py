@@ -45,6 +45,7 @@ from hookcb.gradients.hand_steps import StepByHand
 from hookcb.hooks.modules import has_params, without_wrappers
 from hookcb.hooks.optimizer_steps import StepHook
 from hookcb.loops.learner import Learner
+from hookcb.loops.loss_finder import Backward, LossFinder
 from hookcb.loops.lr_find import LRFinder
 from hookcb.loops.preflight import NAME as PREFLIGHT
 from hookcb.report.collect import collect, with_series
@@ -82,7 +83,6 @@ class ModelTracker:
         self._all: list[TrackedModel] = []
         self._open: list[TrackedModel] = []  # being watched, the most recently called one last
         self._model_of: Any = WeakIdKeyDictionary()  # from modules to the model they belong to
-        self._unscaled: Any = WeakIdKeyDictionary()  # from scaled losses to the loss, and its GradScaler
         self._optimizers = OptimizerNames()
         self.unseen: dict[str, str] = {}
         self.n_losses_of_none = 0
@@ -146,8 +146,7 @@ class ModelTracker:
             # not a global hook: torch warns about those on compiled models, and they miss keyword arguments
             follow = partial(self._follow, stack)
             follow(nn.Module, "__call__", self._observe_call, nested=False)
-            follow(Tensor, "backward", self._observe_backward, nested=False)  # a subclass comes there twice
-            follow(torch.amp.GradScaler, "scale", self._observe_scale, all_threads=True)
+            stack.callback(LossFinder(self._note_failure, self._report_loss, in_forks=True).remove)
             follow(Optimizer, "add_param_group", self._observe_add_param_group, all_threads=True)
             stack.enter_context(preserve_attribute([Learner], "fit", self._wrap_fit(Learner.fit)))
             stack.callback(StepHook(self._note_step, after=True, is_last=True).remove)
@@ -174,11 +173,6 @@ class ModelTracker:
         if model is not None and any(map(self.limit.note_step, model.new_steps_by_hand())):
             self.limit.end()  # as after the step of an optimizer
 
-    def _observe_backward(self, loss: Tensor, /, *args: Any, **kwargs: Any) -> Observer:
-        if not self._n_fits and not in_backward():
-            self._report_loss(loss)
-        yield
-
     def _note_step(self, opt: Optimizer, *seen: Any) -> None:
         self._guarded(self._optimizers.note_step, opt)
         self._guarded(self._look_for_model, opt)
@@ -193,11 +187,6 @@ class ModelTracker:
         is_known = any(name in self._optimizers.names_for(m.model) for m in self._all if m.model is not None)
         is_here = threading.get_ident() == self._thread
         self.unseen[name] = why_unseen(opt, self._called_aside) if is_here and not is_known else ""
-
-    def _observe_scale(self, scaler: torch.amp.GradScaler, /, outputs: Any) -> Observer:
-        scaled = yield
-        if isinstance(scaled, Tensor) and scaled is not outputs:
-            self._unscaled[scaled] = outputs, scaler
 
     def _observe_add_param_group(self, opt: Optimizer, /, *args: Any, **kwargs: Any) -> Observer:
         yield
@@ -431,16 +420,17 @@ class ModelTracker:
 
     # ---- losses
 
-    def _report_loss(self, loss: Tensor) -> None:
-        """Reports a loss to the last model that it depends on.
+    def _report_loss(self, backward: Backward) -> None:
+        """Reports the loss of a backward that begins to the last model that it depends on.
 
         If it depends on several models with different optimizers, it is reported to none of them: in a GAN,
         the loss of one network depends on the parameters of the other too.
         """
-        if loss.numel() != 1:
+        loss = backward.roots[0]
+        is_loss = len(backward.roots) == 1 and isinstance(loss, Tensor) and loss.numel() == 1
+        if self._n_fits or not is_loss or not backward.trains(self._open_params()):
             return
         self.n_losses_of_none += not self._open
-        loss, scaler = self._unscaled.get(loss, (loss, None))
         waiting = [model for model in self._open if model.watch is not None and model.watch.is_waiting]
         behind = concerned = waiting
         is_last_called = (
@@ -455,7 +445,7 @@ class ModelTracker:
         is_common = len(behind) < 2 or (len(optimizers) == 1 and optimizers != {frozenset()})
         for model in concerned:
             watch: Any = model.watch
-            watch.scaler = scaler or watch.scaler
+            watch.scaler = backward.scaler or watch.scaler
             # networks that take turns, as in a GAN: it belongs to none of them
             takes_turns = not is_common or (model.is_by_parts and len(watch.optimizers) > 1)
             if model is concerned[-1] and not takes_turns:
@@ -463,6 +453,9 @@ class ModelTracker:
             else:
                 gives = not watch.optimizers and gives_to_loss(model, loss, self._open)
                 watch.follow(loss, gives)
+
+    def _open_params(self) -> Iterator[nn.Parameter]:
+        return (p for m in self._open if m.model is not None for p in m.model.parameters())
 
     def _guarded(self, act: Callable[..., Any], *args: Any) -> Any:
         """Calls `act`; an error in it becomes a note, and is not raised into the script."""

@@ -299,8 +299,8 @@ def will_run(node: Node) -> bool:
     return _will_run(node)
 
 
-RUN_BACKWARD: tuple[Any, str] = torch.autograd, "_engine_run_backward"
-"""Holder and name of the function by which `torch.autograd.backward` and `grad` run a backward."""
+RUN_BACKWARD = "_engine_run_backward"
+"""The function in `torch.autograd` by which its `backward` and `grad` run a backward."""
 
 
 after_backward: Callable[[Callable[[], Any]], None] = Variable._execution_engine.queue_callback

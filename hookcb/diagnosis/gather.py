@@ -118,11 +118,8 @@ def _add_activations(evidence: Run, stats: ActivationStats, frame: Frame) -> Non
         for stat, values in zip(LAYER_STATS, store.series(path).T.tolist(), strict=False):
             layer.stats[stat] = Series.of(steps, values)
     if not stats.names and evidence.params:
-        why = "no layer of the model is one of its submodules"
-        if stats.hooks:
-            why = "no call of a layer was seen, as where its caller is compiled"
-        what = f"{why}, so outputs of layers are not inspected"
-        evidence.notes.insert(0, f"{what}; the gradients of its parameters are")
+        what = "no call of a layer was seen, as none is a submodule, or what calls the model is compiled"
+        evidence.notes.insert(0, f"{what}; outputs are not inspected, gradients are")
     for place, layer in enumerate(evidence.layers.values()):
         layer.place = place
     for param in evidence.params.values():

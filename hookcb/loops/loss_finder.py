@@ -86,7 +86,7 @@ class LossFinder:
         self._unscaled: Any = WeakIdKeyDictionary()  # from scaled losses to the loss, and its GradScaler
         self._scalers: set[type] = set()
         self._hooks: list[CallHook] = []
-        self._observe(*RUN_BACKWARD, self._observe_backward, nested=False)
+        self._observe(torch.autograd, RUN_BACKWARD, self._observe_backward, nested=False)
         self._observe(GradScaler, "__init__", self._observe_scaler, all_threads=True)
         self._follow_scalers(GradScaler)
 
@@ -96,10 +96,10 @@ class LossFinder:
             self._hooks.pop().remove()
         self.running = None
 
-    def _observe(self, holder: Any, name: str, observer: Any, **options: bool) -> None:
+    def _observe(self, holder: Any, name: str, observer: Any, **options: Any) -> None:
         self._hooks.append(CallHook(holder, name, observer, self._failed, in_forks=self._in_forks, **options))
 
-    def _follow_scalers(self, kind: type) -> None:
+    def _follow_scalers(self, kind: type[Any]) -> None:
         """Sees what GradScalers of a class scale, and those of its subclasses that do it in their own way."""
         if "scale" in vars(kind) and kind not in self._scalers:
             self._scalers.add(kind)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from hookcb.core.batch import parts
-from hookcb.core.torch_private import DispatchMode, operator_schema, running_node, storage_id
+from hookcb.core.torch_private import RUN_BACKWARD, DispatchMode, operator_schema, running_node, storage_id
 from hookcb.nans.nonfinite import Kinds, kinds, tensors_in
 from hookcb.nans.tracer import line_of, user_line
 
@@ -26,7 +26,6 @@ OVERWRITING = (
     "bernoulli_",
     "exponential_",
 )
-ENGINE = "_engine_run_backward"  # torch's function that runs a backward; frames inside it are of Python code
 
 How = Literal["made", "given", "came"]
 
@@ -163,4 +162,4 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def _is_engine(frame: FrameType) -> bool:
-    return frame.f_code.co_name == ENGINE
+    return frame.f_code.co_name == RUN_BACKWARD

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from hookcb.core.text import as_layer
-from hookcb.core.torch_private import CALL_NAME
+from hookcb.core.torch_private import CALL_NAME, RUN_BACKWARD
 from hookcb.core.whose import OURS, TORCH, is_of_program, is_of_user, line_in
 from hookcb.processes.groups import name_ranks
 
@@ -18,7 +18,7 @@ MAX_CODE = 60  # characters of a line of code
 
 # what code of torch does, by its file and the begin of its function's name; the first that is found counts
 DOING = {
-    "in the backward": ("autograd/graph.py", "_engine_run_backward"),
+    "in the backward": ("autograd/graph.py", RUN_BACKWARD),
     "in the forward": ("nn/modules/module.py", CALL_NAME),
     "in the loader": ("utils/data/dataloader.py", "__next__"),
     "in the optimizer's step": ("optim/optimizer.py", "wrapper"),

@@ -4,6 +4,7 @@ import ast
 import functools
 import re
 import sys
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -449,6 +450,34 @@ def test_skip_frames(fresh_dynamo):
     assert compiling == [False]
 
 
+def test_as_it_is(fresh_dynamo):
+    compiling, breaks = [], []
+
+    @torch_private.as_it_is
+    def hook(grad):
+        """Notes."""
+        compiling.append(torch.compiler.is_compiling())
+
+    def step(x):
+        (2 * x).sum().backward()
+
+    def compiled(x):
+        torch._dynamo.utils.counters.clear()
+        torch.compile(step, backend="eager")(x)
+        breaks.append(torch._dynamo.utils.counters["graph_break"].total())
+
+    assert hook.__doc__ == "Notes."
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute")
+        x = torch.ones(2, requires_grad=True)
+        compiled(x)
+        x.register_hook(hook)
+        torch._dynamo.reset()
+        compiled(x)
+    assert compiling == [False]
+    assert breaks == [1, 1]
+
+
 # ---- tensors and storages
 
 
@@ -587,6 +616,24 @@ def test_will_run():
     assert seen == [True, False]
     with pytest.raises(RuntimeError):
         torch_private.will_run(y.grad_fn)
+
+
+def test_run_backward(monkeypatch):
+    called, real = [], getattr(torch.autograd, torch_private.RUN_BACKWARD)
+
+    def noting(*args, **kwargs):
+        called.append(args)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, torch_private.RUN_BACKWARD, noting)
+    x = torch.ones(2, requires_grad=True)
+    a, b = (2 * x).sum(), (3 * x).sum()
+    a.backward(inputs=[x], retain_graph=True)
+    torch.autograd.grad([a, b], [x], [torch.ones(()), torch.full((), 4.0)], allow_unused=True)
+    assert called[0][0] == (a,)
+    assert called[1][0] == (a, b)
+    assert [w.item() for given in called for w in given[1]] == [1, 1, 4]
+    assert [[id(y) for y in given[4]] for given in called] == [[id(x)], [id(x)]]
 
 
 def test_after_backward():
@@ -894,24 +941,6 @@ def test_scaler_stage():
     scaler.step(opt)
     stages.append(torch_private.scaler_stage(scaler, opt))
     assert [stage.name for stage in stages] == ["READY", "UNSCALED", "STEPPED"]
-
-
-def test_has_scaled():
-    scaler = torch.amp.GradScaler("cpu")
-    assert not torch_private.has_scaled(scaler)
-    scaler.scale(torch.ones(()))
-    assert torch_private.has_scaled(scaler)
-
-
-def test_has_updated():
-    scaler = torch.amp.GradScaler("cpu")
-    p = nn.Parameter(torch.ones(1))
-    seen = [torch_private.has_updated(scaler)]
-    scaler.scale(p.sum()).backward()
-    scaler.step(torch.optim.SGD([p], lr=0.1))
-    seen.append(torch_private.has_updated(scaler))
-    scaler.update()
-    assert [*seen, torch_private.has_updated(scaler)] == [False, False, True]
 
 
 @pytest.fixture

@@ -1245,6 +1245,7 @@ def set_grads(params, grads):
         p.grad = grad
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
 @pytest.mark.parametrize("kind", STEPS)
 def test_a_step_that_is_compiled_is_followed_and_compiled_as_it_is_alone(kind):
     def trained(cbs):
