@@ -1,7 +1,7 @@
 """Watch: the events of a training loop, from hooks on its model and optimizers."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal, NamedTuple
 from weakref import finalize, ref
 
 import torch
@@ -24,6 +24,7 @@ from hookcb.gradients.hand_steps import StepByHand, WeightMark
 from hookcb.hooks.compiled import CompiledTap
 from hookcb.hooks.hook import Hook, detached
 from hookcb.hooks.optimizer_steps import StepHook
+from hookcb.loops.calls import Call, Habits, Now, classify
 from hookcb.loops.checks import check_loss
 from hookcb.loops.coverage import WatchCoverage
 from hookcb.loops.external import ExternalLoop
@@ -31,6 +32,11 @@ from hookcb.loops.loss_finder import Backward, LossFinder, first_parameter_behin
 from hookcb.loops.optimizers import WatchedOptimizers, unwrapped
 from hookcb.loops.stages import AFTER_BACKWARD, BEFORE_BACKWARD, IN_BACKWARD, IN_STEP, Stage
 from hookcb.loops.taps import n_running, stepping_optimizer
+
+
+class _Step(NamedTuple):
+    opt: Optimizer
+    has_closure: bool = False
 
 
 class Watch(ExternalLoop):
@@ -48,18 +54,15 @@ class Watch(ExternalLoop):
         self._optimizers = WatchedOptimizers(optimizers)
         self._stepped: set[int] = set()  # ids of the optimizers that made a step in this batch
         self._has_stepped = False  # whether any optimizer has made a step, ever
-        self._stepping: Optimizer | None = None
+        self._step: _Step | None = None  # in progress
         self._n_calls = 0  # nested calls of the model in progress
-        self._is_followed = False  # whether the outermost call is a batch, or part of one
-        self._is_side_call = False  # whether it is a call in the middle of a training that is no part of it
-        self._has_side_calls = False  # whether there were such calls in eval mode in this batch
-        self._spans_side_calls = False  # whether calls before and after those have had one backward
-        self._left_preds: list[Hook] = []  # on the output of a batch that was left before such calls
-        self._left_in: set[Stage] = set()  # stages in which the loop has left a batch and begun another
+        self._outermost: Call | None = None  # what the outermost of them is
+        self._is_paused = False  # whether it is aside in a training, which is off for its length
+        self._habits = Habits()
+        self._left_preds: list[Hook] = []  # on the output of a batch that was left before calls aside
         self._is_left = False  # whether the last training batch ended without a step
         self._is_eval_with_grad = False  # whether the last call in eval mode had gradients on
         self._is_scaler_given = scaler is not None
-        self._has_closure = False  # whether the step in progress has one
         self._is_from_others = False  # whether this batch was computed from parameters of other optimizers
         self._mark: WeightMark | None = None  # the weights after the backward, until they are stepped
         self._by_hand: StepByHand | None = None  # set once weights have moved without an optimizer
@@ -134,44 +137,53 @@ class Watch(ExternalLoop):
         if self._n_calls > 1:
             return
         self._unhook_parts()
-        self._end_side_call()
-        trains = torch.is_grad_enabled() and (m.training or self.facts.eval_trains)
-        is_aside = not trains and (m.training or self._is_to_go_on())
-        self._is_followed = not is_aside and not self._is_recomputing()
-        if self._is_followed:
-            self.facts.n_calls += 1
-            self._begin_or_continue(m, args or kwargs, trains)
-        elif is_aside:
+        self._end_aside()
+        self._outermost = self._classify(m)
+        if self._outermost is Call.ASIDE:
             self.facts.n_without_grad += m.training
             self.facts.n_eval_inside += not m.training
-            self._has_side_calls |= not m.training
+            self._habits.looks_aside |= not m.training
             if not self.training:
                 self.end_batch()
             # not in training for its length, so that callbacks ignore it
-            self._is_side_call, self.training = self.training, False
+            self._is_paused, self.training = self.training, False
+        elif self._outermost is not Call.RECOMPUTE:
+            self.facts.n_calls += 1
+            self._begin_or_continue(m, args or kwargs, self._outermost)
 
-    def _end_side_call(self) -> None:
-        if self._is_side_call:
-            self.training, self._is_side_call = True, False
-
-    def _is_to_go_on(self) -> bool:
-        """Whether the open batch is expected to go on to a step after a call in eval mode.
-
-        It is, unless the loop has left an earlier batch at this stage, as it does while it accumulates.
-        """
-        is_between = self.stage in BEFORE_BACKWARD or (self.stage is Stage.GRADIENTS and self._optimizers)
-        return bool(self._is_open() and is_between and not self._stepped and self.stage not in self._left_in)
-
-    def _begin_or_continue(self, m: nn.Module, xb: Any, trains: bool) -> None:
-        """Begins a batch for a call, unless it belongs to the one that is open."""
+    def _classify(self, m: nn.Module) -> Call:
         if not self._has_stepped and (opt := stepping_optimizer()) is not None:
             self._has_stepped = self._optimizers.has_params(opt, self.model)  # its step began earlier
             if self._has_stepped and self._optimizers.include(opt, self.model):
                 self._optimizers.add(opt, self.model)
                 self._begin_closure(opt)
+        return classify(self._now(m), self._habits)
+
+    def _now(self, m: nn.Module) -> Now:
+        step: Literal["closure", "lbfgs"] | None = None
+        if self._step is not None and self._step.has_closure and self._is_stepping():
+            step = "lbfgs" if isinstance(self._step.opt, LBFGS) else "closure"
+        return Now(
+            trains=torch.is_grad_enabled() and (m.training or self.facts.eval_trains),
+            in_train_mode=m.training,
+            in_backward=in_backward(),
+            is_open=self.has_batch and self.training,
+            stage=self.stage,
+            is_stepped=bool(self._stepped),
+            has_optimizer=len(self._optimizers) > 0,
+            step=step,
+        )
+
+    def _end_aside(self) -> None:
+        if self._is_paused:
+            self.training, self._is_paused = True, False
+
+    def _begin_or_continue(self, m: nn.Module, xb: Any, call: Call) -> None:
+        """Begins a batch for a call, unless it belongs to the one that is open."""
+        trains = call is not Call.VALIDATE
         leaf = first_parameter_behind(xb) if trains else None
         self._is_eval_with_grad = torch.is_grad_enabled() and not m.training
-        if not (trains and self._continues_batch()):
+        if call is not Call.CONTINUE:
             self.facts.n_cut += not trains and self.is_waiting
             left = self.pred if trains and self.is_waiting else None
             self.begin_batch(trains, detached(xb) if in_transform() else xb)
@@ -184,32 +196,19 @@ class Watch(ExternalLoop):
 
     def _left_goes_on(self, x: Tensor | None, grad: Tensor) -> None:
         """Learns from a gradient that a batch was not over when it was left."""
-        self._spans_side_calls = True
-        self._left_in.discard(Stage.FORWARD)
-
-    def _is_recomputing(self) -> bool:
-        """Whether activation checkpointing is running the forward again in a backward."""
-        return in_backward() and self._is_open() and self.stage not in AFTER_BACKWARD
-
-    def _is_open(self) -> bool:
-        return self.has_batch and self.training
+        self._habits.spans_asides = True
+        self._habits.left_in.discard(Stage.FORWARD)
 
     @property
     def is_waiting(self) -> bool:
         """Whether a training batch is open and its backward has not begun."""
         return self.training and self.stage in BEFORE_BACKWARD and not self._stepped
 
-    def _continues_batch(self) -> bool:
-        """Whether this call belongs to the batch that is open."""
-        goes_on = self._spans_side_calls or not self._has_side_calls
-        # a step of LBFGS may take hundreds of evaluations, each with a loss and a gradient of its own
-        is_evaluated = isinstance(self._stepping, LBFGS) and self.stage in AFTER_BACKWARD
-        return (self.is_waiting and goes_on) or (self._is_open() and self._in_closure() and not is_evaluated)
-
     def _call_returns(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self.in_loop_thread:
             return
-        if self._n_calls == 1 and self._is_followed and self.has_batch:
+        is_followed = self._outermost not in (Call.ASIDE, Call.RECOMPUTE)
+        if self._n_calls == 1 and is_followed and self.has_batch:
             self.report_pred(detached(output) if in_transform() else output)
 
     def _call_ends(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -217,16 +216,16 @@ class Watch(ExternalLoop):
             return
         self._n_calls = max(0, self._n_calls - 1)
         if not self._n_calls:
-            self._end_side_call()
+            self._end_aside()
 
     # ---- a model that is never called as a whole, only its parts, as in `net.actor(x)`
 
     def _part_begins(self, m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._n_calls or not self.in_loop_thread or self.close_failed():
             return
-        if torch.is_grad_enabled() and m.training and not self._is_recomputing():
+        if m.training and (call := self._classify(m)) in (Call.TRAIN, Call.CONTINUE):
             self.facts.n_part_calls += 1
-            self._begin_or_continue(m, args or kwargs, trains=True)
+            self._begin_or_continue(m, args or kwargs, call)
 
     def _part_returns(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._n_calls or not self.in_loop_thread:
@@ -240,7 +239,7 @@ class Watch(ExternalLoop):
         """See `ExternalLoop`; no optimizer has stepped in a new batch."""
         self.end_batch()
         self._stepped.clear()
-        self._has_side_calls = False
+        self._habits.looks_aside = False
         self._is_left &= not training
         self._unhook_left()
         super().begin_batch(training, xb)
@@ -308,8 +307,8 @@ class Watch(ExternalLoop):
         mark, self._mark = self._mark, None
         if mark is not None and not self._has_stepped and self._model() is not None:
             self._end_step_by_hand(mark.has_moved())
-        if self._is_open() and not self._stepped and self.stage in (Stage.FORWARD, Stage.GRADIENTS):
-            self._left_in.add(self.stage)
+        if self.training and not self._stepped and self.stage in (Stage.FORWARD, Stage.GRADIENTS):
+            self._habits.left_in.add(self.stage)
             self._is_left = True
         super().end_batch()
 
@@ -332,7 +331,7 @@ class Watch(ExternalLoop):
 
     def begin_step(self, opt: Optimizer) -> None:
         """See `ExternalLoop`; a loop may call it before it clips gradients, to have them read unclipped."""
-        self.facts.reports_steps |= self._stepping is None
+        self.facts.reports_steps |= self._step is None
         self._has_stepped = True
         if self.stage in IN_STEP and self.opt is self._by_hand:
             self.opt = unwrapped(opt)  # the step that has begun is an optimizer's after all
@@ -341,10 +340,10 @@ class Watch(ExternalLoop):
     # ---- the optimizers
 
     def _step_begins(self, opt: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._is_watched_step(opt) or (self._stepping is not opt and self._is_stepping()):
+        if not self._is_watched_step(opt) or (not self._is_step_of(opt) and self._is_stepping()):
             return None
         self._has_stepped = True
-        self._stepping, self._has_closure = opt, False
+        self._step = _Step(opt)
         has_closure = any(map(callable, (*args, *kwargs.values())))
         has_gradients = self._stepped or self.stage in AFTER_BACKWARD
         if id(opt) in self._stepped or (has_closure and has_gradients):
@@ -358,14 +357,14 @@ class Watch(ExternalLoop):
         self.facts.eval_trains |= self.has_batch and may_train
         if not (self.has_batch and (self.training or may_train)):
             self.facts.n_steps_alone += 1
-            self._left_in.discard(Stage.GRADIENTS)  # the batch that was left is stepped now
+            self._habits.left_in.discard(Stage.GRADIENTS)  # the batch that was left is stepped now
         self._note_clipping()
         self.begin_step(opt)
         return None
 
     def _begin_closure(self, opt: Optimizer) -> None:
         """Notes that a step is in progress that calls the model."""
-        self._stepping, self._has_closure = opt, True
+        self._step = _Step(opt, has_closure=True)
         if isinstance(opt, LBFGS):
             self.facts.n_closures += 1
             self.opt = opt  # its step is not reported
@@ -377,16 +376,16 @@ class Watch(ExternalLoop):
 
         def closure(*args: Any, **kwargs: Any) -> Any:
             loss = x(*args, **kwargs)
-            if self._stepping is opt:
+            if self._is_step_of(opt):
                 self.begin_step(opt)
             return loss
 
         return closure
 
     def _step_ends(self, opt: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.in_loop_thread or self._stepping is not opt:
+        if not self.in_loop_thread or not self._is_step_of(opt):
             return
-        self._stepping = None
+        self._step = None
         self.end_step()
         self._stepped.add(id(opt))
         if self._optimizers.are_complete and len(self._stepped) >= len(self._optimizers):
@@ -395,10 +394,10 @@ class Watch(ExternalLoop):
 
     def _is_stepping(self) -> bool:
         """Whether an optimizer's step is in progress, and has not raised."""
-        return self._stepping is not None and n_running("wrapper", self._stepping) > 0
+        return self._step is not None and n_running("wrapper", self._step.opt) > 0
 
-    def _in_closure(self) -> bool:
-        return self._has_closure and self._is_stepping()
+    def _is_step_of(self, opt: Optimizer) -> bool:
+        return self._step is not None and self._step.opt is opt
 
     def _is_watched_step(self, opt: Optimizer) -> bool:
         if (model := self._model()) is None or not self._optimizers.include(opt, model):
@@ -423,7 +422,7 @@ class Watch(ExternalLoop):
         """Removes all hooks; see `ExternalLoop`."""
         self._unhook()
         super().close(error)
-        self._by_hand = self._stepping = self._mark = None  # they hold the weights
+        self._by_hand = self._step = self._mark = None  # they hold the weights
 
     @property
     def coverage(self) -> WatchCoverage:
