@@ -31,7 +31,6 @@ from hookcb.hooks.own import register
 from hookcb.loops.checks import check_loss
 from hookcb.loops.coverage import Facts, check_follows
 from hookcb.loops.names import NamedLoop
-from hookcb.loops.reported import Reported
 from hookcb.loops.stages import BEFORE_BACKWARD, FIRST, IN_STEP, TRANSITIONS, Move, Stage
 from hookcb.processes.agreed_stop import AgreedStop
 from hookcb.processes.board import Board
@@ -73,8 +72,6 @@ class ExternalLoop(NamedLoop):
     way: Way = "watch"  # for advice that fits
 
     _ended_opt: Callable[[], Any] | None = None
-    loss = Reported[Tensor]("report_loss(loss)")
-    epoch = Reported[int]("end_epoch()")
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from hookcb.core.callback import Callback
 from hookcb.core.optim import mark_of
 from hookcb.core.torch_private import (
     CALL_NAME,
+    as_it_is,
     compiled_call,
     in_backward,
     in_transform,
@@ -24,6 +25,7 @@ from hookcb.gradients.hand_steps import StepByHand, WeightMark
 from hookcb.hooks.compiled import CompiledTap
 from hookcb.hooks.hook import Hook, detached
 from hookcb.hooks.optimizer_steps import StepHook
+from hookcb.hooks.own import register
 from hookcb.loops.calls import Call, Habits, Now, classify
 from hookcb.loops.checks import check_loss
 from hookcb.loops.coverage import WatchCoverage
@@ -70,6 +72,7 @@ class Watch(ExternalLoop):
         self._left_gradient: tuple[ref[nn.Parameter], tuple[int, int] | None] | None = None
         self._hooks: list[Any] = []
         self._part_hooks: list[Hook] = []  # until the model itself is called
+        self._root_hooks: list[Any] = []  # on what a backward is called on, where no call is seen
         self._compiled: CompiledTap | None = None
         self._finder: LossFinder | None = None
         super().__init__(model, list(cbs), optimizers[0] if optimizers else None, scaler)
@@ -111,21 +114,11 @@ class Watch(ExternalLoop):
             )
 
     def _unhook(self) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
-        self._unhook_parts()
-        self._unhook_left()
+        for hooks in (self._hooks, self._part_hooks, self._left_preds, self._root_hooks):
+            _remove(hooks)
         for seen in (self._compiled, self._finder):
             if seen is not None:
                 seen.remove()
-
-    def _unhook_parts(self) -> None:
-        while self._part_hooks:
-            self._part_hooks.pop().remove()
-
-    def _unhook_left(self) -> None:
-        while self._left_preds:
-            self._left_preds.pop().remove()
 
     # ---- the model
 
@@ -136,7 +129,7 @@ class Watch(ExternalLoop):
         self._n_calls = n_running(CALL_NAME, m) if self._n_calls else 1
         if self._n_calls > 1:
             return
-        self._unhook_parts()
+        _remove(self._part_hooks)
         self._end_aside()
         self._outermost = self._classify(m)
         if self._outermost is Call.ASIDE:
@@ -241,7 +234,7 @@ class Watch(ExternalLoop):
         self._stepped.clear()
         self._habits.looks_aside = False
         self._is_left &= not training
-        self._unhook_left()
+        _remove(self._left_preds)
         super().begin_batch(training, xb)
         self._is_from_others = False
 
@@ -252,14 +245,20 @@ class Watch(ExternalLoop):
         super().begin_backward()
 
     def _backward_begins(self, backward: Backward) -> None:
-        """Begins a batch for a backward where no call of the model is seen, as in a step that is compiled."""
+        """Follows a backward where no call of the model is seen, as where its caller is compiled."""
+        _remove(self._root_hooks)
         if self.facts.n_calls or self.facts.n_part_calls or self.close_failed():
             return
         params = {id(p) for p in self.model.parameters()}
-        leaves = graph.leaves([x.grad_fn for x in backward.roots if isinstance(x, Tensor)])
-        if any(id(leaf) in params for leaf in leaves):
+        roots = [x for x in backward.roots if isinstance(x, Tensor) and not x.is_leaf]
+        if any(id(leaf) in params for leaf in graph.leaves(graph.roots(roots))):
+            self._root_hooks = [register(x.register_hook, self._gradient_arrives_uncalled) for x in roots]
+
+    @as_it_is
+    def _gradient_arrives_uncalled(self, grad: Tensor) -> None:
+        if not torch.is_grad_enabled() and self.stage not in IN_BACKWARD:
             self.begin_batch()
-            self._follow_backward(*(x for x in backward.roots if isinstance(x, Tensor)))
+        self._gradient_arrives(grad)
 
     def _look_for_loss(self) -> None:
         """Takes the loss of the backward that begins, if it trains the model and is not reported."""
@@ -428,6 +427,11 @@ class Watch(ExternalLoop):
     def coverage(self) -> WatchCoverage:
         """Events seen so far, and those that were not, with the reason."""
         return WatchCoverage.of(self.seen, self.facts, self.epoch, len(self._optimizers))
+
+
+def _remove(hooks: list[Any]) -> None:
+    while hooks:
+        hooks.pop().remove()
 
 
 def _nothing(m: nn.Module, output: Any) -> None:

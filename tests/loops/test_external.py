@@ -238,46 +238,19 @@ def test_the_table_of_transitions_has_no_contradictions_and_no_endless_repairs()
     assert {transition.stage for transition in TRANSITIONS.values()} == set(Stage)
 
 
-@pytest.mark.parametrize("when", ["first", "after the loss", "after the backward", "later", "after the end"])
-def test_the_loss_and_the_epoch_are_data_and_called_by_old_habit_they_name_the_method(when):
+def test_the_loss_and_the_epoch_are_data():
     model = net()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     with watch(model, opt) as w:
-        assert w.loss is None
-        assert w.epoch == 0
-        for n, (x, y) in enumerate(BATCHES):
-            loss = loss_func(model(x), y)
-            if when == "after the loss":
-                w.report_loss(loss)
-                assert torch.equal(w.loss, loss)
-            if when == "after the backward":
-                loss.backward()
-                assert torch.equal(w.loss, loss.detach())
-            if when != "after the end" and (when != "later" or n):
-                with pytest.raises(TypeError, match=r"call \.report_loss\(loss\)"):
-                    w.loss(loss)
-                with pytest.raises(TypeError, match=r"call \.end_epoch\(\)"):
-                    w.epoch()
-            if when != "after the backward":
-                loss.backward()
-            opt.step()
-    with pytest.raises(TypeError, match=r"call \.report_loss\(loss\)"):
-        w.loss(loss=loss)
-    assert w.loss is None
-    assert w.epoch == 0
-    w.end_epoch()
-    assert w.epoch == 1
-
-
-def test_methods_of_the_loss_are_no_calls_of_it():
-    model, sums = net(), []
-
-    def add(cb):
-        sums.append([cb.loss.item(), cb.learn.loss.item(), float(cb.learn.loss), cb.learn.loss.sum().item()])
-
-    with watch(model, Callback(name="add", after_loss=add)):
-        loss_func(model(X), Y).backward()
-    assert len(sums) == len(set(sums[0])) == 1
+        assert (w.loss, w.epoch) == (None, 0)
+        loss = loss_func(model(X), Y)
+        w.report_loss(loss)
+        assert torch.equal(w.loss, loss)
+        loss.backward()
+        assert torch.equal(w.loss, loss.detach())
+        opt.step()
+        w.end_epoch()
+    assert (w.loss, w.epoch) == (None, 1)
 
 
 def test_a_loss_of_several_elements_and_a_step_of_no_optimizer_are_refused():
