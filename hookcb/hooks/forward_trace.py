@@ -83,6 +83,7 @@ class ForwardTrace:
     Attributes:
         modules: modules by name.
         rows: row of each module, by name.
+        params, buffers: all of them, each once; known after `count`.
         activation_bytes: size of the outputs of all calls in which no other module is called.
     """
 
@@ -95,6 +96,8 @@ class ForwardTrace:
         self._names = {id(m): name for name, m in self.modules.items()}
         self._flops = _flop_counter()
         self._running: list[_Running] = []  # running calls, the innermost last
+        self.params: list[Tensor] = []
+        self.buffers: list[Tensor] = []
         self.activation_bytes = 0
 
     @contextmanager
@@ -142,24 +145,21 @@ class ForwardTrace:
                 f"in {as_layer(row.name) or 'the model itself'} ({row.type}), {before}{array_hint(xb)}"
             )
 
-    def count(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Counts each parameter and buffer in the first row it belongs to; returns all of them."""
-        seen: dict[int, Tensor] = {}
-        params: list[Tensor] = []
-        buffers: list[Tensor] = []
+    def count(self) -> None:
+        """Counts each parameter and buffer in the first row it belongs to, once lazy modules have theirs."""
+        seen: set[int] = set()
         for name, m in self.modules.items():
             row = self.rows[name]
             own = [p for p in m.parameters(recurse=False) if id(p) not in seen]
             kept = [b for b in m.buffers(recurse=False) if id(b) not in seen]
-            seen |= {id(x): x for x in [*own, *kept]}
+            seen |= set(map(id, [*own, *kept]))
             row.params = sum(p.numel() for p in own)
             row.trainable_params = sum(p.numel() for p in own if p.requires_grad)
             row.buffers = sum(b.numel() for b in kept)
             if not row.called and not isinstance(m, CONTAINERS):
                 row.why_not_called = why_not_called(self.modules, name)
-            params += own
-            buffers += kept
-        return params, buffers
+            self.params += own
+            self.buffers += kept
 
 
 @dataclass
@@ -195,6 +195,7 @@ def trace_forward(model: nn.Module | Loop, xb: tuple[Any, ...]) -> ForwardTrace:
                 plain(**named)
             else:
                 plain(*xb)
+    trace.count()
     return trace
 
 

@@ -3,7 +3,7 @@
 import copyreg
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -29,16 +29,6 @@ class _Calling(OwnHook):
 
     def __call__(self, *seen: Any, **named: Any) -> Any:
         return None if self.function is None else self.function(*seen, **named)
-
-
-class StandIn:
-    """Base of callables that replace a callable of the user, `own`; a copy calls only that."""
-
-    own: Any
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # called only by a module that copies all of its `__dict__`; others leave a compiled call out
-        return partial, (self.own,)
 
 
 def register(on: Callable[..., RemovableHandle], hook: Callable[..., Any], **options: Any) -> RemovableHandle:
