@@ -48,6 +48,8 @@ PUBLIC: Mapping[str, str] = {  # names that people import, and what hookcb has i
     "event": "Event, whose members are names too: Event.BEFORE_BATCH",
     "LRFinder": "learn.lr_find()",
     "NonNativeMixedPrecision": "MixedPrecision",
+    "ShortEpochCallback": "a Callback that raises CancelTrainException in after_batch",
+    "SkipToEpoch": "Checkpoint(folder), with learn.fit(…, resume='latest')",
     "load_learner": "torch.load(file), of a model, and learn.load(file)",
     "DataLoaders": "(train, valid), a pair of DataLoaders of torch",
     "error_rate": "metrics={'error_rate': lambda pred, y: 1 - accuracy(pred, y)}",
