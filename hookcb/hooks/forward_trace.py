@@ -15,10 +15,11 @@ from torch.nn.parameter import UninitializedBuffer
 from hookcb.core.batch import array_hint, parts, split_batch, to_device
 from hookcb.core.loop import Loop
 from hookcb.core.randomness import random_kept
+from hookcb.core.restore import preserve_attribute
 from hookcb.core.text import as_layer, join_names
 from hookcb.core.torch_private import cpu_attention, cudnn_rnn, plain_class
 from hookcb.hooks.coverage import CONTAINERS, why_not_called
-from hookcb.hooks.dry_run import shapes, untouched
+from hookcb.hooks.dry_run import preserve_loader, shapes, untouched
 from hookcb.hooks.hook import Hooks
 from hookcb.hooks.modules import device_of, has_uninitialized, named_modules, unwrapped
 
@@ -190,7 +191,9 @@ def trace_forward(model: nn.Module | Loop, xb: tuple[Any, ...]) -> ForwardTrace:
         named = xb[0] if len(xb) == 1 and isinstance(xb[0], Mapping) else None
         with trace.following(xb):
             if learn is not None:
-                _predict(learn, plain, xb if named is None else named)
+                learn.xb = xb if named is None else named
+                with preserve_attribute([learn], "model", plain):
+                    learn.predict()
             elif named is not None and _takes(plain, **named):
                 plain(**named)
             else:
@@ -216,15 +219,6 @@ def _lazy_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(x): UninitializedBuffer(device=x.device, dtype=x.dtype) for x in lazy})  # type: ignore[call-arg]
 
 
-def _predict(learn: Loop, model: nn.Module, xb: Any) -> None:
-    before, learn.model = learn.model, model
-    try:
-        learn.xb = xb
-        learn.predict()
-    finally:
-        learn.model = before
-
-
 def _first_inputs(learn: Loop) -> tuple[Any, ...]:
     if learn.fitting and learn.xb:  # a second iterator would end the first one of persistent workers
         xb = learn.xb
@@ -235,26 +229,12 @@ def _first_inputs(learn: Loop) -> tuple[Any, ...]:
                 "the training loader can be iterated once, and its first batch would be lost to training; "
                 "pass an input, learn.summary(x)"
             )
-        with _kept_generators(loader):
+        with preserve_loader(loader):
             batch = next(iter(loader), None)
         if batch is None:
             raise ValueError("the training loader yields no batch; pass an input, learn.summary(x)")
         xb, _ = split_batch(batch, device_of(learn.model), learn.n_inp)
     return (xb,) if isinstance(xb, Mapping) else tuple(xb)
-
-
-@contextmanager
-def _kept_generators(loader: Any) -> Iterator[None]:
-    """Restores the random generators of a DataLoader and its sampler."""
-    batches = getattr(loader, "batch_sampler", None)
-    holders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    own = [getattr(holder, "generator", None) for holder in holders]
-    states = [(g, g.get_state()) for g in own if isinstance(g, torch.Generator)]
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
 
 
 def _rnn_flops(x: Any, weights: Iterable[Any]) -> int:
