@@ -3,6 +3,7 @@
 import random
 import warnings
 from collections import OrderedDict
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -82,7 +83,10 @@ class Resumable(DataLoader):
         raise AssertionError("a summary loads no state")
 
 
-@pytest.mark.parametrize("kind", [DataLoader, Resumable])
+WITH_WORKER = partial(DataLoader, num_workers=1, persistent_workers=True)
+
+
+@pytest.mark.parametrize("kind", [DataLoader, Resumable, pytest.param(WITH_WORKER, marks=pytest.mark.slow)])
 def test_random_numbers_drawn_for_the_batch_of_a_summary_are_given_back(kind):
     def losses(*looks):
         torch.manual_seed(0)
