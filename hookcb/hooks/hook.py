@@ -108,7 +108,7 @@ class Hook:
         _check(self, m)
         self.title = _title(hook_func)
         self.kind = self.name = plain_class(m).__name__
-        self.called = self.fired = False  # the forward has run; hook_func has been called
+        self.fired = False  # hook_func has been called
         self.why_silent = ""
         self.without_grad: str | None = None  # why a gradient is unknown
         self.left_out: dict[str, str] = {}  # type of what is not a tensor in the first output, by path
