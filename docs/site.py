@@ -37,6 +37,7 @@ ROOMS = {  # title of the page of each room with public names
     "loggers": "Loggers",
     "hooks": "Hooks and layers",
     "core": "Callbacks, events and the loop",
+    "fastai": "Names of fastai",
     "testing": "For your tests",
 }
 # what a browser would fetch from elsewhere

@@ -21,6 +21,7 @@ from hookcb.core.sampling import SamplingCallback
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.one_backward import check_gradients
 from hookcb.diagnosis.verdict import Finding, Verdict
+from hookcb.fastai import EarlyStoppingCallback, SaveModelCallback, TerminateOnNaNCallback
 from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.flow import gradient_flow
 from hookcb.gradients.records import GradientRecords
@@ -46,7 +47,7 @@ from hookcb.loops.preflight import assert_healthy, diagnose
 from hookcb.loops.watch import watch
 from hookcb.loops.watcher import Watch
 from hookcb.nans.anomaly import DetectAnomaly
-from hookcb.nans.terminate import TerminateOnNaN, TerminateOnNaNCallback
+from hookcb.nans.terminate import TerminateOnNaN
 from hookcb.nans.trace import NanTrace
 from hookcb.processes.exchange import RankError
 from hookcb.profiling.callback import ProfilerCallback
@@ -63,14 +64,13 @@ from hookcb.training.checkpoint.callback import Checkpoint
 from hookcb.training.clip import GradientClip
 from hookcb.training.compile import Compile
 from hookcb.training.distributed import Distributed
-from hookcb.training.early_stopping import EarlyStopping, EarlyStoppingCallback
+from hookcb.training.early_stopping import EarlyStopping
 from hookcb.training.ema import EMA
 from hookcb.training.freeze import Freeze, freeze, unfreeze
 from hookcb.training.max_time import MaxTime
 from hookcb.training.metrics import Metrics, accuracy
 from hookcb.training.progress import Progress
 from hookcb.training.recorder import Recorder
-from hookcb.training.save_model import SaveModelCallback
 from hookcb.training.schedules.one_cycle import OneCycle
 from hookcb.training.schedules.plateau import ReduceLROnPlateau
 from hookcb.training.schedules.schedule import Schedule

@@ -76,10 +76,11 @@ def place_of(module):
 
 def callbacks():
     """All classes of callbacks in the package, by name."""
-    optional = ("hookcb.adapters.", "hookcb.__main__")  # which need packages of others
+    # which need packages of others, or have hookcb's callbacks with other arguments, see tests/test_fastai.py
+    others = ("hookcb.adapters.", "hookcb.__main__", "hookcb.fastai")
     modules = [m.name for m in pkgutil.walk_packages(hookcb.__path__, "hookcb.")]
     found = {}
-    for module in map(import_module, (name for name in modules if not name.startswith(optional))):
+    for module in map(import_module, (name for name in modules if not name.startswith(others))):
         for cls in vars(module).values():
             if isinstance(cls, type) and issubclass(cls, Callback) and cls.__module__ == module.__name__:
                 found[cls.__name__] = cls

@@ -22,7 +22,7 @@ FLOORS = [
     {"diagnosis", "loggers"},
     {"report"},
     {"loops"},
-    {"adapters", "testing.py"},
+    {"adapters", "fastai.py", "testing.py"},
     {"cli"},
     {"public.py"},
     {"__init__.py", "__main__.py"},

@@ -15,7 +15,7 @@ from hookcb.core.batch import split_batch
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.core.randomness import parts_of, saves_itself
-from hookcb.core.restore import preserve_contents, preserve_random, preserve_state
+from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.fault import FAULTS, Fault, parts_for
 from hookcb.diagnosis.faults.labels.scaled import ScaledLabels
 from hookcb.diagnosis.faults.model.dropout import ExtremeDropout, ScoresDropout
@@ -29,6 +29,7 @@ from hookcb.diagnosis.measurements.output import Output
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.run import Run, Series, Skipped
+from hookcb.hooks.dry_run import preserve_loader
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import device_of, has_uninitialized, is_leaf, named_modules
 from hookcb.nans.replay import BatchStarts, as_at_start
@@ -178,18 +179,6 @@ def why_not_readable(loader: Any) -> str:
     if saves_itself(loader) or (not _is_plain(loader) and getattr(loader, "persistent_workers", False)):
         return f"{type(loader).__name__} continues from its position, so reading a batch changes the training"
     return ""
-
-
-@contextmanager
-def preserve_loader(loader: Any) -> Iterator[None]:
-    """Restores a loader after the block, so that it yields the batches it would have yielded.
-
-    That covers the global random state, and the generators and attributes of the loader, its samplers and
-    datasets.
-    """
-    attributes = [vars(part) for part in parts_of(loader) if hasattr(part, "__dict__")]
-    with preserve_random(loader), preserve_contents(*attributes):
-        yield
 
 
 def first_batch(loader: Any) -> Any:

@@ -121,7 +121,6 @@ class _Call:
     def take_outputs(self, output: Any) -> None:
         """Registers hooks where the gradients will pass."""
         hook, n_inputs = self.hook, len(self.tensors)
-        hook.called = True
         self.seen.append(self._slotted(output if isinstance(output, tuple | list) else (output,)))
         inputs, outputs = self.tensors[:n_inputs], self.tensors[n_inputs:]
         self.tensors = []

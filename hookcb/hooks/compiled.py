@@ -1,17 +1,19 @@
 """Hooks for modules compiled in place, whose graph runs no hooks."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import ref
 
 from torch import nn
 
 from hookcb.core.torch_private import compiled_call, set_compiled_call
-from hookcb.hooks.own import StandIn
 
 
-class CompiledTap(StandIn):
+class CompiledTap:
     """Replaces the call of a module that was compiled in place, whose graph runs no hooks.
+
+    A copy is the compiled call alone.
 
     Args:
         m: the module.
@@ -43,6 +45,10 @@ class CompiledTap(StandIn):
         finally:
             ends(output)
         return output
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # called only by a module that copies all of its `__dict__`; others leave a compiled call out
+        return partial, (self.own,)
 
     def remove(self) -> None:
         """Restores the module's call, even if another tap has been put in front since."""

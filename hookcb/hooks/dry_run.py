@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.core.batch import map_leaves
-from hookcb.core.restore import preserve_attribute, preserve_buffers, preserve_random
+from hookcb.core.randomness import parts_of
+from hookcb.core.restore import preserve_attribute, preserve_buffers, preserve_contents, preserve_random
 from hookcb.hooks.hook import hook_outputs
 from hookcb.hooks.modules import is_compiled
 from hookcb.hooks.taps import taps_on
@@ -38,6 +39,19 @@ def untouched(model: nn.Module) -> Iterator[None]:
         # with a max_norm they write to their weights in each forward, in eval mode too
         embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
         stack.enter_context(preserve_attribute(embeddings, "max_norm", None))
+        yield
+
+
+@contextmanager
+def preserve_loader(loader: Any) -> Iterator[None]:
+    """Restores a loader after the block, so that it yields the batches it would have yielded.
+
+    That covers the global random state, and the generators and attributes of the loader, its samplers and
+    datasets.
+    """
+    parts = list(parts_of(loader))  # each by itself, as a loader that saves itself hides its generators
+    attributes = [vars(part) for part in parts if hasattr(part, "__dict__")]
+    with preserve_random(*parts), preserve_contents(*attributes):
         yield
 
 
@@ -141,8 +155,7 @@ def _random_input(m: nn.Module, size: tuple[int, ...]) -> Tensor:
             shape = (1, n)
         else:
             continue
-        x = torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu") * 2 - 1
-        return x.to(weight.device, weight.dtype)
+        return sample_inputs(shape, weight.dtype)[0].to(weight.device)
     raise ValueError(
         f"no layer of {type(m).__name__} has in_channels or in_features, which give the shape of its input; "
         "call the model on your own input, or use module_summary(model, x)"

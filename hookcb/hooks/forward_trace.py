@@ -15,10 +15,11 @@ from torch.nn.parameter import UninitializedBuffer
 from hookcb.core.batch import array_hint, parts, split_batch, to_device
 from hookcb.core.loop import Loop
 from hookcb.core.randomness import random_kept
+from hookcb.core.restore import preserve_attribute
 from hookcb.core.text import as_layer, join_names
 from hookcb.core.torch_private import cpu_attention, cudnn_rnn, plain_class
 from hookcb.hooks.coverage import CONTAINERS, why_not_called
-from hookcb.hooks.dry_run import shapes, untouched
+from hookcb.hooks.dry_run import preserve_loader, shapes, untouched
 from hookcb.hooks.hook import Hooks
 from hookcb.hooks.modules import device_of, has_uninitialized, named_modules, unwrapped
 
@@ -83,6 +84,7 @@ class ForwardTrace:
     Attributes:
         modules: modules by name.
         rows: row of each module, by name.
+        params, buffers: all of them, each once; known after `count`.
         activation_bytes: size of the outputs of all calls in which no other module is called.
     """
 
@@ -95,6 +97,8 @@ class ForwardTrace:
         self._names = {id(m): name for name, m in self.modules.items()}
         self._flops = _flop_counter()
         self._running: list[_Running] = []  # running calls, the innermost last
+        self.params: list[Tensor] = []
+        self.buffers: list[Tensor] = []
         self.activation_bytes = 0
 
     @contextmanager
@@ -142,24 +146,21 @@ class ForwardTrace:
                 f"in {as_layer(row.name) or 'the model itself'} ({row.type}), {before}{array_hint(xb)}"
             )
 
-    def count(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Counts each parameter and buffer in the first row it belongs to; returns all of them."""
-        seen: dict[int, Tensor] = {}
-        params: list[Tensor] = []
-        buffers: list[Tensor] = []
+    def count(self) -> None:
+        """Counts each parameter and buffer in the first row it belongs to, once lazy modules have theirs."""
+        seen: set[int] = set()
         for name, m in self.modules.items():
             row = self.rows[name]
             own = [p for p in m.parameters(recurse=False) if id(p) not in seen]
             kept = [b for b in m.buffers(recurse=False) if id(b) not in seen]
-            seen |= {id(x): x for x in [*own, *kept]}
+            seen |= set(map(id, [*own, *kept]))
             row.params = sum(p.numel() for p in own)
             row.trainable_params = sum(p.numel() for p in own if p.requires_grad)
             row.buffers = sum(b.numel() for b in kept)
             if not row.called and not isinstance(m, CONTAINERS):
                 row.why_not_called = why_not_called(self.modules, name)
-            params += own
-            buffers += kept
-        return params, buffers
+            self.params += own
+            self.buffers += kept
 
 
 @dataclass
@@ -190,11 +191,14 @@ def trace_forward(model: nn.Module | Loop, xb: tuple[Any, ...]) -> ForwardTrace:
         named = xb[0] if len(xb) == 1 and isinstance(xb[0], Mapping) else None
         with trace.following(xb):
             if learn is not None:
-                _predict(learn, plain, xb if named is None else named)
+                learn.xb = xb if named is None else named
+                with preserve_attribute([learn], "model", plain):
+                    learn.predict()
             elif named is not None and _takes(plain, **named):
                 plain(**named)
             else:
                 plain(*xb)
+    trace.count()
     return trace
 
 
@@ -215,15 +219,6 @@ def _lazy_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(x): UninitializedBuffer(device=x.device, dtype=x.dtype) for x in lazy})  # type: ignore[call-arg]
 
 
-def _predict(learn: Loop, model: nn.Module, xb: Any) -> None:
-    before, learn.model = learn.model, model
-    try:
-        learn.xb = xb
-        learn.predict()
-    finally:
-        learn.model = before
-
-
 def _first_inputs(learn: Loop) -> tuple[Any, ...]:
     if learn.fitting and learn.xb:  # a second iterator would end the first one of persistent workers
         xb = learn.xb
@@ -234,26 +229,12 @@ def _first_inputs(learn: Loop) -> tuple[Any, ...]:
                 "the training loader can be iterated once, and its first batch would be lost to training; "
                 "pass an input, learn.summary(x)"
             )
-        with _kept_generators(loader):
+        with preserve_loader(loader):
             batch = next(iter(loader), None)
         if batch is None:
             raise ValueError("the training loader yields no batch; pass an input, learn.summary(x)")
         xb, _ = split_batch(batch, device_of(learn.model), learn.n_inp)
     return (xb,) if isinstance(xb, Mapping) else tuple(xb)
-
-
-@contextmanager
-def _kept_generators(loader: Any) -> Iterator[None]:
-    """Restores the random generators of a DataLoader and its sampler."""
-    batches = getattr(loader, "batch_sampler", None)
-    holders = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    own = [getattr(holder, "generator", None) for holder in holders]
-    states = [(g, g.get_state()) for g in own if isinstance(g, torch.Generator)]
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
 
 
 def _rnn_flops(x: Any, weights: Iterable[Any]) -> int:

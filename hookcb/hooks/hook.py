@@ -9,7 +9,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parameter import UninitializedParameter
 
 from hookcb.core.batch import concat, map_tensors, parts
-from hookcb.core.text import as_layer
+from hookcb.core.text import as_layer, name_of
 from hookcb.core.torch_private import in_transform, is_transform_tensor, plain_class, without_transform
 from hookcb.hooks.backward import EnterTap, GradientWatch, LeaveTap, keep_gradient_taps_out_of_graphs
 from hookcb.hooks.modules import torchscript_message
@@ -108,7 +108,7 @@ class Hook:
         _check(self, m)
         self.title = _title(hook_func)
         self.kind = self.name = plain_class(m).__name__
-        self.called = self.fired = False  # the forward has run; hook_func has been called
+        self.fired = False  # hook_func has been called
         self.why_silent = ""
         self.without_grad: str | None = None  # why a gradient is unknown
         self.left_out: dict[str, str] = {}  # type of what is not a tensor in the first output, by path
@@ -431,6 +431,5 @@ def _named(ms: Any) -> list[tuple[str, Any]]:
 
 
 def _title(function: HookFunc) -> str:
-    name = getattr(function, "__name__", type(function).__name__)
     owner = getattr(function, "__self__", None)  # of a method, the object it belongs to
-    return name if owner is None else f"{type(owner).__name__}.{name}"
+    return name_of(function) if owner is None else f"{type(owner).__name__}.{name_of(function)}"

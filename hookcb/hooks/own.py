@@ -3,7 +3,7 @@
 import copyreg
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -33,16 +33,6 @@ class _Calling(OwnHook):
         return None if self.function is None else self.function(*seen, **named)
 
     skip_frames(__call__)  # else a step that is compiled would compile it at each place that calls it
-
-
-class StandIn:
-    """Base of callables that replace a callable of the user, `own`; a copy calls only that."""
-
-    own: Any
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # called only by a module that copies all of its `__dict__`; others leave a compiled call out
-        return partial, (self.own,)
 
 
 def register(on: Callable[..., RemovableHandle], hook: Callable[..., Any], **options: Any) -> RemovableHandle:

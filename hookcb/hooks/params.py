@@ -45,7 +45,7 @@ def find_params(model: nn.Module, which: Which | Iterable[Which] | None = None) 
                 full = plain_name(f"{prefix}.{name}" if prefix else name)
                 every.setdefault(id(p), Param(full, p, plain_class(m).__name__))
     names = [param.name for param in every.values()]
-    several = [which] if which is None or isinstance(which, str) or callable(which) else check_which(which)
+    several = [None] if which is None else check_which(which)
     selected: set[str] = set()
     for one in several:
         found = {param.name for param in every.values() if _selects(one, param)}
@@ -53,8 +53,7 @@ def find_params(model: nn.Module, which: Which | Iterable[Which] | None = None) 
             kind = type(unwrapped(model)).__name__
             if not names:
                 raise LookupError(f"{kind} has no parameters")
-            what = f"matches {one!r:.80}"
-            raise LookupError(f"no parameter of {kind} {what}; it has: {join_names(names) or 'none'}")
+            raise LookupError(f"no parameter of {kind} matches {one!r:.80}; it has: {join_names(names)}")
         selected |= found
     return [param for param in every.values() if param.name in selected]
 

@@ -155,7 +155,7 @@ def module_summary(
         check_count("depth", depth, "levels", least=0, hint=", or None for all")
     learn = None if isinstance(model, nn.Module) else model
     trace = trace_forward(model, xb)
-    params, buffers = trace.count()
+    params, buffers = trace.params, trace.buffers
     rows = list(trace.rows.values()) if depth is None else _folded(trace.rows.values(), depth)
     return Summary(
         rows=rows,
@@ -176,11 +176,9 @@ def layer_info(learn: nn.Module | Loop, *xb: Any) -> list[LayerInfo]:
     Layers are the modules that call no others, and those with parameters of their own. The shape is nested
     like the output; None if the layer was not called. See `module_summary` for the arguments.
     """
-    trace = trace_forward(learn, xb)
-    trace.count()
     return [
         LayerInfo(row.type, row.params, row.trainable, row.shape, row.same)
-        for row in trace.rows.values()
+        for row in trace_forward(learn, xb).rows.values()
         if row.params or (row.called and not row.calls_others)
     ]
 

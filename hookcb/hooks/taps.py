@@ -20,7 +20,6 @@ class HookLike(Protocol):
     modify: bool
     always_call: bool
     with_kwargs: bool
-    called: bool
     fired: bool
     quick: Callable[[Any, Any], bool] | None
     traced: Callable[[Any, Any], object] | None

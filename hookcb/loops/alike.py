@@ -43,7 +43,7 @@ def facts_of(learn: Loop, loss_func: Callable[..., Any] | None) -> dict[str, Any
 
 def _options(cb: Callback) -> dict[str, Any]:
     """Options of a callback that takes part in the training; ranks may end by clocks that differ."""
-    if not type(cb).__module__.startswith("hookcb.training.") or isinstance(cb, MaxTime):
+    if not type(cb).__module__.startswith(("hookcb.training.", "hookcb.fastai")) or isinstance(cb, MaxTime):
         return {}
     names = inspect.signature(type(cb)).parameters
     options = {name: vars(cb)[name] for name in names if name in vars(cb)}

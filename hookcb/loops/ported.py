@@ -44,6 +44,13 @@ PUBLIC: Mapping[str, str] = {  # names that people import, and what hookcb has i
     "Adam": "torch.optim.Adam, and AdamW for fastai's decoupled weight decay",
     "RAdam": "torch.optim.RAdam",
     "AvgMetric": "metrics=function, which is averaged over samples",
+    "AMPMode": "the words 'fp16' and 'bf16'",
+    "event": "Event, whose members are names too: Event.BEFORE_BATCH",
+    "LRFinder": "learn.lr_find()",
+    "NonNativeMixedPrecision": "MixedPrecision",
+    "ShortEpochCallback": "a Callback that raises CancelTrainException in after_batch",
+    "SkipToEpoch": "Checkpoint(folder), with learn.fit(…, resume='latest')",
+    "load_learner": "torch.load(file), of a model, and learn.load(file)",
     "DataLoaders": "(train, valid), a pair of DataLoaders of torch",
     "error_rate": "metrics={'error_rate': lambda pred, y: 1 - accuracy(pred, y)}",
     "params": "a list of parameter groups for the optimizer: opt_func=lambda _, lr: Adam(groups, lr=lr)",
@@ -107,21 +114,21 @@ OF_LEARNER: Mapping[str, str] = {  # attributes of other trainers, and what a Le
 }
 
 
-def missing_name(name: str) -> Any:
-    """Raises the error for a name that `hookcb` does not have; it says what stands for one of others.
+def missing_name(name: str, module: str = "hookcb") -> Any:
+    """Raises the error for a name that `module` does not have; it says what stands for one of others.
 
     Raises:
         ImportError: For a known name, in `from hookcb import name`, whose message Python would replace.
         AttributeError: Else, so that `hasattr` works.
     """
-    text = f"module 'hookcb' has no attribute {name!r}"
+    text = f"module {module!r} has no attribute {name!r}"
     if name not in PUBLIC:
         raise AttributeError(text)
     frame = inspect.currentframe()
     asking = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
     if asking is not None and asking.f_code.co_name == "_handle_fromlist":
         raise ImportError(f"hookcb has no {name}; it has {PUBLIC[name]}; see docs/porting/index.md")
-    raise AttributeError(f"{text}; it has {PUBLIC[name]}")
+    raise AttributeError(f"{text}; hookcb has {PUBLIC[name]}")
 
 
 def fit_flat_cos(

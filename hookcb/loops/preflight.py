@@ -17,9 +17,10 @@ from hookcb.core.loop import check_model
 from hookcb.core.restore import preserve_state
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.judge import judge
-from hookcb.diagnosis.preflight import first_batch, preserve_loader, why_not_readable
+from hookcb.diagnosis.preflight import first_batch, why_not_readable
 from hookcb.diagnosis.run import Absent, Run, Skipped
 from hookcb.diagnosis.verdict import Finding, Verdict
+from hookcb.hooks.dry_run import preserve_loader
 from hookcb.loops.data import check_loader
 from hookcb.loops.learner import Learner
 from hookcb.processes.groups import without_replicas

@@ -51,6 +51,3 @@ class TerminateOnNaN(Callback):
         ends = "the fit ends with the weights as they were before"
         warn(f"{self.reason}; {ends}", stacklevel=2, is_of_rank=True)
         raise (CancelFitException if self.learn.fitting else CancelBatchException)(self.reason)
-
-
-TerminateOnNaNCallback = TerminateOnNaN  # fastai's name

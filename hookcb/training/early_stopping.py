@@ -10,7 +10,7 @@ from hookcb.core.arguments import check_count, check_number
 from hookcb.core.callback import Callback
 from hookcb.core.events import CancelFitException
 from hookcb.training.ema import check_validates_weights
-from hookcb.training.monitor import check_monitor, check_patience, improves, monitored, resolve_mode
+from hookcb.training.monitor import Mode, check_monitor, check_patience, improves, monitored, resolve_mode
 
 
 class EarlyStopping(Callback):
@@ -23,7 +23,8 @@ class EarlyStopping(Callback):
 
     Args:
         monitor: a column of the epoch's row: `valid_loss`, `train_loss`, or the name of a metric.
-        mode: "min" or "max", which is better; by default "min" if the name contains "loss" or "error".
+        mode: "min" or "max", which is better; by default "min" if the name contains "loss" or "error". Also
+            a function such as `np.less` or `np.greater`.
         min_delta: a value must be better than the best by more than this, in the unit of `monitor`.
         patience: number of epochs without an improvement that end the fit.
         baseline: a value that has to be beaten too; until then no epoch counts as an improvement.
@@ -61,7 +62,7 @@ class EarlyStopping(Callback):
     def __init__(
         self,
         monitor: str = "valid_loss",
-        mode: str | None = None,
+        mode: Mode | None = None,
         min_delta: float = 0.0,
         patience: int = 1,
         *,
@@ -158,6 +159,3 @@ class EarlyStopping(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best, self.best_epoch, self.wait = state["best"], state["best_epoch"], state["wait"]
         self._weights = dict(state.get("weights", {}))
-
-
-EarlyStoppingCallback = EarlyStopping  # fastai's name

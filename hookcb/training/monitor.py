@@ -2,6 +2,8 @@
 
 import difflib
 import math
+from collections.abc import Callable
+from typing import Any
 
 from hookcb.core.arguments import check_count, check_number, did_you_mean
 from hookcb.core.events import Event
@@ -9,16 +11,21 @@ from hookcb.core.state import TrainingState
 from hookcb.training.metrics import Metrics
 
 MODES = ("min", "max")
+Mode = str | Callable[[Any, Any], Any]  # "min", "max", or whether the first of two values is better
 
 
-def resolve_mode(monitor: str, mode: str | None = None) -> str:
+def resolve_mode(monitor: str, mode: Mode | None = None) -> str:
     """Returns "min" if lower values of a column are better, else "max"; by default, its name tells."""
     if not isinstance(monitor, str):
         raise TypeError(f"monitor must be the name of a column, such as 'valid_loss', got {monitor!r:.80}")
     if mode is None:
         return "min" if "loss" in monitor or "error" in monitor else "max"
+    if callable(mode):  # as fastai's `comp`
+        return "min" if mode(0.0, 1.0) else "max"
     if mode not in MODES:
-        raise ValueError(f"mode must be 'min' if lower is better, 'max', or None, got {mode!r}")
+        raise ValueError(
+            f"mode must be 'min' if lower is better, 'max', a function such as np.less, or None, got {mode!r}"
+        )
     return mode
 
 

@@ -71,7 +71,7 @@ class SaveModelCallback(Callback):
         if comp is not None and not callable(comp):
             raise TypeError(f"comp must be a function such as np.less or np.greater, got {comp!r:.80}")
         self.monitor = monitor
-        self.mode = resolve_mode(monitor, None if comp is None else "min" if comp(0.0, 1.0) else "max")
+        self.mode = resolve_mode(monitor, comp)
         check_patience(1, min_delta)
         self.every = check_count("every_epoch", int(every_epoch), "epochs", least=0)
         if self.every and at_end:

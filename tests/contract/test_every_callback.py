@@ -65,6 +65,7 @@ ALTERING = {
     "GradientClip",
     "Freeze",
     "EarlyStopping",
+    "EarlyStoppingCallback",
     "SaveModelCallback",
 }
 ALTERING |= {"Schedule", "OneCycle", "WarmupCosine", "ReduceLROnPlateau"}

@@ -42,6 +42,37 @@ def test_a_subclass_that_forgets_super_counts_all_the_same():
         assert (looks.n_batches, looks.n_skipped) == (2, 1)
 
 
+def test_what_a_subclass_does_before_super_counts():
+    class Choosy(SamplingCallback):
+        def before_batch(self):
+            self.every = 1 if self.epoch == 0 else 2
+            super().before_batch()
+
+        def after_batch(self):
+            self.is_looking = self.is_looking and self.train_iter != 1
+            super().after_batch()
+
+    choosy = Choosy()
+    fit(make_learner(4), 2, cbs=choosy)
+    assert (choosy.n_batches, choosy.n_skipped) == (3 + 2, 1 + 2)
+
+
+def test_a_subclass_that_forgets_super_is_told_of_its_own_batch():
+    class Told(SamplingCallback):
+        def before_fit(self):
+            self.told = []
+
+        def before_batch(self):
+            self.told.append(self.is_looking)
+
+        def after_batch(self):
+            self.told.append(self.n_batches)
+
+    told = Told(2)
+    fit(make_learner(3), 1, cbs=told)
+    assert told.told[:6] == [True, 1, False, 1, True, 2]
+
+
 def test_validations_are_looked_at_only_if_a_subclass_says_so():
     class Both(Looks):
         run_valid = True

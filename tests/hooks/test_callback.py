@@ -722,6 +722,22 @@ def test_a_subclass_of_one_that_forgets_super_calls_each_once():
     assert len(learn.without_methods.results) == 3
 
 
+def test_layers_are_there_in_a_before_fit_without_super_and_chosen_in_one_with_it():
+    class Forgets(Means):
+        def before_fit(self):
+            self.log = list(self.layers)
+
+    class Chooses(Means):
+        def before_fit(self):
+            self.modules = "b"
+            super().before_fit()
+            self.chosen = list(self.layers)
+
+    learn = fit(three_layers(), Forgets(), Chooses("nosuch.*"))
+    assert learn.forgets.log[:3] == ["a", "b", "c"]
+    assert learn.chooses.chosen == list(learn.chooses.results) == ["b"]
+
+
 def test_functions_given_for_an_event_do_not_take_the_place_of_hooks():
     seen = []
     model = three_layers()

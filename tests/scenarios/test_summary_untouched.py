@@ -3,14 +3,17 @@
 import random
 import warnings
 from collections import OrderedDict
+from functools import partial
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
-from hookcb import count_hooks, layer_info, module_summary
+from hookcb import Learner, count_hooks, layer_info, module_summary
 from tests.hooks.support import IDS, Plain, S, cnn, encoder, mlp, models, randn
 from tests.support import SaysSo, changes_in, row, row_of_type, unsettle
 
@@ -54,6 +57,48 @@ def test_random_numbers_drawn_in_forward_are_given_back():
     with changes_in(model := Plain(forward)) as changed:
         module_summary(model, randn(2, 3))
     assert changed == []
+
+
+class Drawn(Dataset):
+    """Draws its samples from generators of its own, one of which is made when the first sample is read."""
+
+    def __init__(self):
+        self.python, self.numpy, self.late = random.Random(1), np.random.default_rng(1), None
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        self.late = self.late or torch.Generator().manual_seed(1)
+        return torch.rand(3, generator=self.late) + self.python.random() + self.numpy.random(), torch.ones(1)
+
+
+class Resumable(DataLoader):
+    """Knows its state, as torchdata's StatefulDataLoader does."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        raise AssertionError("a summary loads no state")
+
+
+WITH_WORKER = partial(DataLoader, num_workers=1, persistent_workers=True)
+
+
+@pytest.mark.parametrize("kind", [DataLoader, Resumable, pytest.param(WITH_WORKER, marks=pytest.mark.slow)])
+def test_random_numbers_drawn_for_the_batch_of_a_summary_are_given_back(kind):
+    def losses(*looks):
+        torch.manual_seed(0)
+        loader = kind(Drawn(), 2, shuffle=True, generator=torch.Generator().manual_seed(3))
+        learn = Learner((loader, None), nn.Linear(3, 1), F.mse_loss, lr=0.1)
+        with learn.no_logging():
+            for look in looks:
+                look(learn)
+            learn.fit(1)
+        return learn.recorder.losses
+
+    assert losses() == losses(Learner.summary, layer_info)
 
 
 def _count_in_place(m, x):

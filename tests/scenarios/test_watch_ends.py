@@ -39,6 +39,7 @@ FOLLOWS = {
     "Diagnose": {"show": False},
     "EMA": {"validate": False},
     "EarlyStopping": {},
+    "EarlyStoppingCallback": {},
     "GradientHealth": {"activations": True},
     "HookCallback": {"hook": lambda m, i, o: o.mean()},
     "MaxTime": {"seconds": 60},

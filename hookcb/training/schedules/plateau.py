@@ -6,7 +6,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from hookcb.core.arguments import check_count, check_number
-from hookcb.training.monitor import check_monitor, check_patience, monitored, resolve_mode
+from hookcb.training.monitor import Mode, check_monitor, check_patience, monitored, resolve_mode
 from hookcb.training.schedules.base import RateCallback
 
 
@@ -20,7 +20,8 @@ class ReduceLROnPlateau(RateCallback):
 
     Args:
         monitor: the column, such as "train_loss" or the name of a metric.
-        mode: "min" or "max", which is better; by default "min" if the name contains "loss" or "error".
+        mode: "min" or "max", which is better; by default "min" if the name contains "loss" or "error". Also
+            a function such as `np.less` or `np.greater`.
         min_delta: a value must be better than the best by more than this, in the unit of `monitor`.
         patience: number of epochs in a row without improvement that are tolerated, 0 or more.
         factor: the rate is multiplied by this, between 0 and 1.
@@ -47,7 +48,7 @@ class ReduceLROnPlateau(RateCallback):
     def __init__(
         self,
         monitor: str = "valid_loss",
-        mode: str | None = None,
+        mode: Mode | None = None,
         min_delta: float = 0.0,
         patience: int = 1,
         factor: float = 0.1,
