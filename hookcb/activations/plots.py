@@ -28,7 +28,6 @@ from hookcb.records.plots import (
     make_panels,
     mark_odd,
     name_columns,
-    positive,
     shortened_names,
 )
 
@@ -118,7 +117,7 @@ def depth_lines(
     ax = ax if ax is not None else make_panels(1, 1, figsize or (min(12, max(6.4, 1.6 + 0.3 * n)), 4.2))[0]
     ax.set_yscale("log")
     for (label, values), color in zip(stds.items(), (ORANGE, BLUE), strict=False):
-        ax.plot(range(n), positive(values), "o-", color=color, markersize=4, label=label)
+        ax.plot(range(n), gapped(values, above=0.0), "o-", color=color, markersize=4, label=label)
     mark_odd(ax, [i for i in range(n) if not all(0 < x[i] < math.inf for x in stds.values())])
     ax.set_xlim(-0.6, n - 0.4)
     name_columns(ax, layers)

@@ -108,12 +108,8 @@ class StatStore:
         Float32, or float64 if the layer has had float64 values.
         """
         self._read()
-        values, n = self._values.get(name), len(self.infos)
-        if values is None:
-            return self._empty(n)
-        if len(values) < n:
-            return torch.cat([values, self._empty(n - len(values))])
-        return values[:n].clone()
+        values, n = self._values.get(name, self._empty(0)), len(self.infos)
+        return torch.cat([values[:n], self._empty(max(0, n - len(values)))])
 
     def row(self, record: int, name: str) -> Tensor:
         """The values of a layer in a record, `(n_columns,)`; NaN if the record is without the layer.

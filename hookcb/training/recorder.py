@@ -17,7 +17,7 @@ from hookcb.core.callback import Callback
 from hookcb.core.optim import detached_scalar
 from hookcb.records.frames import frame_of
 from hookcb.records.plots import ALARM, BLUE, ORANGE, Size, check_any, gapped, limit_steps, make_panels
-from hookcb.records.smoothed import Smoothed
+from hookcb.records.series import Smoothed
 from hookcb.records.store import numbers_of
 
 if TYPE_CHECKING:

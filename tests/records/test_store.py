@@ -66,6 +66,17 @@ def test_the_newest_record_leaves_nothing_to_the_next_in_its_place():
     assert store.series("seldom").isnan().all()
 
 
+def test_a_loaded_store_leaves_nothing_of_its_newest_record_to_the_next_in_its_place():
+    store = StatStore(("a",), 2)
+    for step in range(4):
+        record = store.begin(0, step)
+    store.put("seldom", [record], torch.ones(1, 1))
+    loaded = StatStore.from_state(store.state())
+    loaded.begin(0, 4)
+    assert [info.record for info in loaded.infos] == [0, 4]
+    assert loaded.series("seldom").isnan().all()
+
+
 def test_a_record_that_is_no_longer_kept_says_so():
     store = filled(4, 10)
     with pytest.raises(LookupError, match="record 3 is no longer kept"):
