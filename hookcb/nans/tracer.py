@@ -17,7 +17,7 @@ from hookcb.core.restore import preserve_attribute
 from hookcb.hooks.modules import named_modules
 from hookcb.hooks.own import register
 from hookcb.nans.nonfinite import FINITE, Kinds, kinds, measured, tensors_in
-from hookcb.nans.origins import Origins, user_line
+from hookcb.nans.origins import Made, Origins, run_forward, user_line
 from hookcb.nans.report import LOSS, MODEL, ModuleCall
 
 
@@ -49,16 +49,20 @@ class Tracer:
     """Follows one forward of a model without wrappers, and then its backward.
 
     Attributes:
+        pred, loss, grads: kinds of nonfinite numbers in the output of the model, the loss and the gradients.
+        made: origin of those in the loss, if operations were followed; else None.
+        error: why the replay itself has failed, else "".
         culprit: first call that made NaN or +inf from inputs without any; None if there was none.
         minus_inf: first call that made -inf from finite inputs, or None.
         node: first node of the backward that made nonfinite gradients from finite ones, or None.
         arrived: first node that received nonfinite gradients, or None.
         owners: the call in which each node was made.
-        origins: follows the operations of the forward.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self.model, self.error = model, ""
+        self.pred = self.loss = self.grads = FINITE
+        self.made: Made | None = None
         self.culprit: Call | None = None
         self.minus_inf: Call | None = None
         self.node: Node | None = None
@@ -68,8 +72,8 @@ class Tracer:
         self._rows: list[tuple[Call, str, ModuleCall]] = []
         self._open: list[Call] = []
         self._n_calls: Counter[str] = Counter()
-        self.origins = Origins(self._open)
-        self.origins.is_on = self._in_backward = False
+        self._origins = Origins(self._open)
+        self._origins.is_on = self._in_backward = False
         self._handles: list[Any] = []
 
     @contextmanager
@@ -88,27 +92,33 @@ class Tracer:
             for handle in self._handles:
                 handle.remove()
 
-    @contextmanager
-    def forward(self, operations: bool) -> Iterator[None]:
-        """Follows a forward in a `with` block, and with `operations` each operation too."""
-        self.origins.is_on = True
+    @property
+    def has_repeated(self) -> bool:
+        """Whether there was a nonfinite number."""
+        return not (self.loss.clean and self.grads.clean)
+
+    def forward(self, learn: Any, operations: bool) -> None:
+        """Follows a forward of `learn` and its loss, and with `operations` each operation too."""
+        self._origins.is_on = True
         try:
-            with self.origins if operations else nullcontext():
-                yield
+            with self._origins if operations else nullcontext():
+                run_forward(learn)
         finally:
-            self.origins.is_on = False  # activation checkpointing runs forwards again in the backward
+            self._origins.is_on = False  # activation checkpointing runs forwards again in the backward
+        self.pred, self.loss = kinds(learn.pred), kinds(learn.loss)
+        self.made = self._origins.origin([learn.loss])
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        self.origins.is_on = False  # the tracer's own operations are not traced
+        self._origins.is_on = False  # the tracer's own operations are not traced
         try:
             with torch.no_grad():
                 yield
         finally:
-            self.origins.is_on = True
+            self._origins.is_on = True
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self.origins.is_on:
+        if not self._origins.is_on:
             return
         with self._aside():
             given = kinds((args, kwargs))
@@ -117,7 +127,7 @@ class Tracer:
         self._n_calls[name] += 1
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self.origins.is_on or not self._open:
+        if not self._origins.is_on or not self._open:
             return
         call = self._open.pop()
         with self._aside():
@@ -140,8 +150,8 @@ class Tracer:
 
     # ---- the backward
 
-    def backward(self, loss: Tensor, is_shared: bool = False) -> Kinds:
-        """Runs the backward without changing `.grad`; returns the kinds of nonfinite gradients.
+    def backward(self, loss: Tensor, is_shared: bool) -> None:
+        """Follows a backward, without changing `.grad`.
 
         Args:
             loss: the loss.
@@ -149,7 +159,7 @@ class Tracer:
         """
         params = [p for p in self.model.parameters() if p.requires_grad]
         if not params or loss.grad_fn is None:
-            return FINITE
+            return
         self._claim([loss.grad_fn], self._loss)
         # nodes of leaves outlive the graph
         inner = [node for node in self.owners if not hasattr(node, "variable")]
@@ -160,8 +170,9 @@ class Tracer:
             if is_shared:  # the whole graph, as the wrapper's hooks reduce what arrives at the parameters
                 with preserve_attribute(params, "grad", None):
                     loss.sum().backward()  # type: ignore[no-untyped-call]
-                    return kinds([p.grad for p in params])
-            return kinds(torch.autograd.grad(loss.sum(), params, allow_unused=True))
+                    self.grads = kinds([p.grad for p in params])
+            else:
+                self.grads = kinds(torch.autograd.grad(loss.sum(), params, allow_unused=True))
         finally:
             self._in_backward = False
             for handle in handles:
