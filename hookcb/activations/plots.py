@@ -16,7 +16,7 @@ from hookcb.records.plots import (
     BLUE,
     MISSING,
     ORANGE,
-    Series,
+    ByName,
     Size,
     add_colorbar,
     check_any,
@@ -87,7 +87,7 @@ def color_dim(
 
 
 def layer_lines(
-    title: str, series: Series, x: Sequence[int], figsize: Size = None, axs: "Sequence[Axes] | None" = None
+    title: str, series: ByName, x: Sequence[int], figsize: Size = None, axs: "Sequence[Axes] | None" = None
 ) -> "Figure":
     """Statistics of a layer over the steps `x`, a panel each; NaN leaves a gap, infinity a red tick."""
     check_any(series, len(x))
@@ -106,7 +106,7 @@ def layer_lines(
 
 
 def depth_lines(
-    layers: Sequence[str], stds: Series, figsize: Size = None, ax: "Axes | None" = None
+    layers: Sequence[str], stds: ByName, figsize: Size = None, ax: "Axes | None" = None
 ) -> "Figure":
     """Standard deviation of the layers' outputs in the order of the model, a line for each name in `stds`.
 
@@ -130,7 +130,7 @@ def depth_lines(
 
 
 def share_chart(
-    shares: Series, x: Sequence[int], title: str, figsize: Size = None, ax: "Axes | None" = None
+    shares: ByName, x: Sequence[int], title: str, figsize: Size = None, ax: "Axes | None" = None
 ) -> "Figure":
     """Heat map of shares in 0..1: a row for each layer, a column for each record, made at the steps `x`.
 

@@ -13,7 +13,7 @@ from hookcb.records.plots import (
     ALARM,
     BLUE,
     ORANGE,
-    Series,
+    ByName,
     Size,
     check_any,
     cut_name,
@@ -61,7 +61,7 @@ def flow_bars(
 
 
 def update_lines(
-    ratios: Series, x: Sequence[int], figsize: Size = None, ax: "Axes | None" = None
+    ratios: ByName, x: Sequence[int], figsize: Size = None, ax: "Axes | None" = None
 ) -> "Figure":
     """Log10 of ‖Δw‖/‖w‖ of parameters over the steps `x`, with a line at 1e-3.
 
@@ -96,7 +96,7 @@ def update_lines(
     return ax.figure.figure
 
 
-def _name_ends(ax: "Axes", ratios: Series) -> None:
+def _name_ends(ax: "Axes", ratios: ByName) -> None:
     """Names the lines that end farthest from the usual ratio, from the top down and not over one another."""
     ends = {
         name: next((x for x in reversed(gapped(values, above=0.0)) if x == x), None)

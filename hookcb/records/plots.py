@@ -10,6 +10,7 @@ import torch
 from rich.cells import cell_len
 from torch import Tensor
 
+from hookcb.core.console import BARS
 from hookcb.core.randomness import random_kept
 
 if TYPE_CHECKING:
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 Size = tuple[float, float] | None  # width and height in inches; None: by the number of panels
-Series = Mapping[str, Sequence[float]]  # a value per record, by name
-BARS = "▁▂▃▄▅▆▇█"
+ByName = Mapping[str, Sequence[float]]  # a value per record, by name
 # can be told apart by the color-blind; Source: M. Okabe, K. Ito, "Color Universal Design", 2008
 BLUE, ORANGE, GREEN, PINK, SKY = "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9"
 ALARM = "#d55e00"  # NaN, inf and limits
@@ -51,7 +51,7 @@ def sparkline(values: Sequence[float], width: int = 20) -> str:
 
     def bar(mean: float) -> str:
         if math.isfinite(mean):
-            return BARS[round((len(BARS) - 1) * (mean - low) / span)]
+            return list(BARS)[round((len(BARS) - 1) * (mean - low) / span)]
         return "!" if math.isinf(mean) else " "
 
     return "".join(map(bar, means))
