@@ -16,7 +16,7 @@ from hookcb.records.plots import (
     BLUE,
     MISSING,
     ORANGE,
-    Series,
+    ByName,
     Size,
     add_colorbar,
     check_any,
@@ -28,7 +28,6 @@ from hookcb.records.plots import (
     make_panels,
     mark_odd,
     name_columns,
-    positive,
     shortened_names,
 )
 
@@ -88,7 +87,7 @@ def color_dim(
 
 
 def layer_lines(
-    title: str, series: Series, x: Sequence[int], figsize: Size = None, axs: "Sequence[Axes] | None" = None
+    title: str, series: ByName, x: Sequence[int], figsize: Size = None, axs: "Sequence[Axes] | None" = None
 ) -> "Figure":
     """Statistics of a layer over the steps `x`, a panel each; NaN leaves a gap, infinity a red tick."""
     check_any(series, len(x))
@@ -107,7 +106,7 @@ def layer_lines(
 
 
 def depth_lines(
-    layers: Sequence[str], stds: Series, figsize: Size = None, ax: "Axes | None" = None
+    layers: Sequence[str], stds: ByName, figsize: Size = None, ax: "Axes | None" = None
 ) -> "Figure":
     """Standard deviation of the layers' outputs in the order of the model, a line for each name in `stds`.
 
@@ -118,7 +117,7 @@ def depth_lines(
     ax = ax if ax is not None else make_panels(1, 1, figsize or (min(12, max(6.4, 1.6 + 0.3 * n)), 4.2))[0]
     ax.set_yscale("log")
     for (label, values), color in zip(stds.items(), (ORANGE, BLUE), strict=False):
-        ax.plot(range(n), positive(values), "o-", color=color, markersize=4, label=label)
+        ax.plot(range(n), gapped(values, above=0.0), "o-", color=color, markersize=4, label=label)
     mark_odd(ax, [i for i in range(n) if not all(0 < x[i] < math.inf for x in stds.values())])
     ax.set_xlim(-0.6, n - 0.4)
     name_columns(ax, layers)
@@ -131,7 +130,7 @@ def depth_lines(
 
 
 def share_chart(
-    shares: Series, x: Sequence[int], title: str, figsize: Size = None, ax: "Axes | None" = None
+    shares: ByName, x: Sequence[int], title: str, figsize: Size = None, ax: "Axes | None" = None
 ) -> "Figure":
     """Heat map of shares in 0..1: a row for each layer, a column for each record, made at the steps `x`.
 

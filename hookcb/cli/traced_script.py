@@ -25,8 +25,7 @@ from hookcb.core.callback import Callback
 from hookcb.core.randomness import set_random_state
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.nans.nonfinite import kinds, tensors_in
-from hookcb.nans.origins import Made, Origins
-from hookcb.nans.tracer import shown_line
+from hookcb.nans.origins import Made, Origins, shown_line
 
 
 class Trace:

@@ -13,15 +13,15 @@ from hookcb.records.plots import (
     ALARM,
     BLUE,
     ORANGE,
-    Series,
+    ByName,
     Size,
     check_any,
     cut_name,
+    gapped,
     limit_steps,
     make_panels,
     mark_odd,
     name_columns,
-    positive,
     shortened_names,
 )
 
@@ -46,8 +46,8 @@ def flow_bars(
     known = [x for x in (*means, *maxima) if 0 < x < math.inf]
     low, high = min(known, default=0.1), max(known, default=1.0)
     bottom = low / (high / low) ** 0.08 / 1.3
-    ax.bar(range(n), positive(maxima), width=0.7, color=BLUE, alpha=0.35, label="largest")
-    ax.plot(range(n), positive(means), "o-", color=ORANGE, markersize=4, label="mean")
+    ax.bar(range(n), gapped(maxima, above=0.0), width=0.7, color=BLUE, alpha=0.35, label="largest")
+    ax.plot(range(n), gapped(means, above=0.0), "o-", color=ORANGE, markersize=4, label="mean")
     ax.set_ylim(bottom, high * (high / low) ** 0.05 * 1.3)
     mark_odd(ax, [i for i in range(n) if not (0 < means[i] < math.inf and maxima[i] < math.inf)])
     ax.set_xlim(-0.6, n - 0.4)
@@ -61,7 +61,7 @@ def flow_bars(
 
 
 def update_lines(
-    ratios: Series, x: Sequence[int], figsize: Size = None, ax: "Axes | None" = None
+    ratios: ByName, x: Sequence[int], figsize: Size = None, ax: "Axes | None" = None
 ) -> "Figure":
     """Log10 of ‖Δw‖/‖w‖ of parameters over the steps `x`, with a line at 1e-3.
 
@@ -78,7 +78,7 @@ def update_lines(
 
     colors = matplotlib.colormaps["viridis"]
     for i, (name, values) in enumerate(zip(shortened_names(ratios, 30), ratios.values(), strict=True)):
-        logs = [math.log10(value) for value in positive(values)]
+        logs = [math.log10(value) for value in gapped(values, above=0.0)]
         alone = [k for k, value in enumerate(logs) if not math.isnan(value) and len(logs) == 1]
         color = colors(0.92 * i / max(1, len(ratios) - 1))
         ax.plot(x, logs, color=color, linewidth=1, marker=".", markevery=alone, label=name)
@@ -96,10 +96,11 @@ def update_lines(
     return ax.figure.figure
 
 
-def _name_ends(ax: "Axes", ratios: Series) -> None:
+def _name_ends(ax: "Axes", ratios: ByName) -> None:
     """Names the lines that end farthest from the usual ratio, from the top down and not over one another."""
     ends = {
-        name: next((x for x in reversed(positive(values)) if x == x), None) for name, values in ratios.items()
+        name: next((x for x in reversed(gapped(values, above=0.0)) if x == x), None)
+        for name, values in ratios.items()
     }
     logs = {name: math.log10(x) for name, x in ends.items() if x is not None}
     worst = sorted(logs, key=lambda name: -abs(logs[name] - USUAL))[:N_NAMED]

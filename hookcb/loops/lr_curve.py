@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hookcb.records.plots import BLUE, ORANGE, Size, check_any, gapped, make_panels
-from hookcb.records.smoothed import Smoothed
+from hookcb.records.series import Smoothed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

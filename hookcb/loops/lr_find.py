@@ -32,7 +32,7 @@ from hookcb.hooks.modules import device_of
 from hookcb.loops.data import Loaders
 from hookcb.loops.lr_curve import LRFind
 from hookcb.processes.ranks import ranks_of
-from hookcb.records.smoothed import Smoothed
+from hookcb.records.series import Smoothed
 from hookcb.training.progress import Progress
 
 N_NOISY = 10  # first batches, whose average is too uncertain for a comparison

@@ -1,18 +1,23 @@
 """Origins: in which operation each NaN and infinity was made, followed from tensor to tensor."""
 
+import linecache
 import math
 import os
-from collections.abc import Iterable, Iterator
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from hookcb.core.batch import parts
 from hookcb.core.torch_private import RUN_BACKWARD, DispatchMode, operator_schema, running_node, storage_id
-from hookcb.nans.nonfinite import Kinds, kinds, tensors_in
-from hookcb.nans.tracer import line_of, user_line
+from hookcb.core.whose import is_of_program, line_in
+from hookcb.nans.nonfinite import FINITE, Kinds, kinds, tensors_in
 
 # operations that write to a tensor without reading it
 OVERWRITING = (
@@ -26,6 +31,7 @@ OVERWRITING = (
     "bernoulli_",
     "exponential_",
 )
+FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')  # a line of traceback.format_stack
 
 How = Literal["made", "given", "came"]
 
@@ -42,6 +48,8 @@ class Made:
         how: "made" from finite numbers, "given" as an argument, such as the value of a mask, or "came" in a
             tensor that no operation has made, such as one of NumPy or of another process.
         in_backward: whether it ran in a backward.
+        call: the innermost call of a module in which it ran, as told to `Origins`.
+        given: kinds of numbers that it made them of, if nothing is known of their origin.
         then: the operation that made NaN of its -inf, None if there is none.
     """
 
@@ -51,6 +59,8 @@ class Made:
     made: Kinds
     how: How = "made"
     in_backward: bool = False
+    call: Any = None
+    given: Kinds = FINITE
     then: "Made | None" = None
 
     @property
@@ -64,18 +74,25 @@ class Origins(DispatchMode):
 
     Lines of nodes of a backward are known if anomaly mode was on in the forward.
 
+    Args:
+        calls: running calls of modules, the innermost last.
+
     Attributes:
-        failure: the first error in it, which is not raised into the program.
+        is_on: whether it follows operations.
+        failure: the first error in it, which is not raised into the program; no origin is known after it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, calls: Sequence[Any] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        self.is_on, self._calls = True, calls
         self.failure: Exception | None = None
         self._of: dict[int, Made] = {}  # by storage
         self._n, self._process = 0, os.getpid()
 
     def origin(self, tensors: Iterable[Tensor]) -> Made | None:
         """The earliest origin of the NaN and infinities in these tensors; None if it is unknown."""
+        if self.failure is not None:  # memory that was used again is not known to be
+            return None
         found = [made for x in _values(tensors) if not kinds(x).clean and (made := self._known(x))]
         return min(found, key=lambda made: made.number, default=None)
 
@@ -84,7 +101,7 @@ class Origins(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if os.getpid() != self._process or self.failure is not None:
+        if not self.is_on or os.getpid() != self._process or self.failure is not None:
             return func(*args, **kwargs)
         name = operator_schema(func).name.partition("::")[2]
         written, given = _written(func, args, kwargs), None
@@ -129,15 +146,17 @@ class Origins(DispatchMode):
             return self._here(name, made, "given" if is_given else "made")
         before, origin = given
         if origin is None:  # made before, as a mask, or elsewhere
-            return self._here(name, made, "came" if before.bad or not made.bad else "made")
+            how: How = "came" if before.bad or not made.bad else "made"
+            return replace(self._here(name, made, how), given=before)
         if made.bad and not origin.made.bad and origin.then is None:
             return replace(origin, then=self._here(name, made, "made"))
         return origin
 
     def _here(self, name: str, made: Kinds, how: How) -> Made:
-        node, line = running_node(), user_line(_is_engine)
+        node, line = running_node(), user_line()
         if node is None or line:  # in a hook or a function of the user, if there is a node
-            return Made(self._n, name, line, made, how, node is not None)
+            call = self._calls[-1] if self._calls else None
+            return Made(self._n, name, line, made, how, node is not None, call)
         return Made(self._n, node.name(), line_of(node), made, how, in_backward=True)
 
 
@@ -161,5 +180,46 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     return [x for _, x in parts(found) if isinstance(x, Tensor)]
 
 
-def _is_engine(frame: FrameType) -> bool:
-    return frame.f_code.co_name == RUN_BACKWARD
+# ---- lines of the user's code
+
+
+def run_forward(learn: Any) -> None:
+    """The learner's forward and loss; the search for lines of the user's code ends at this frame."""
+    learn.pred = learn.predict()
+    learn.loss = learn.get_loss()
+
+
+def user_line() -> str:
+    """`file:line` of the innermost frame of the user's code inside a replay or a backward; "" if none is."""
+    frame: FrameType | None = sys._getframe(1)
+    while (
+        frame is not None
+        and frame.f_code is not run_forward.__code__
+        and frame.f_code.co_name != RUN_BACKWARD
+    ):
+        if is_of_program(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{line_in(frame)}"
+        frame = frame.f_back
+    return ""
+
+
+def line_of(node: Node) -> str:
+    """`file:line` of the user's code that made a node of the graph, as recorded by anomaly mode."""
+    metadata: Any = node.metadata  # a property, despite its type
+    for frame in reversed(metadata.get("traceback_", [])):
+        found = FRAME.search(frame)
+        if found is None or (found[3] == run_forward.__name__ and found[1] == __file__):
+            break
+        if is_of_program(found[1]):
+            return f"{found[1]}:{found[2]}"
+    return ""
+
+
+def shown_line(line: str) -> tuple[str, str]:
+    """A line for display, relative to the working directory if inside it, and its text."""
+    file, _, number = line.rpartition(":")
+    if not file:
+        return "", ""
+    path, here = Path(file), Path.cwd()
+    shown = path.relative_to(here) if path.is_relative_to(here) else path
+    return f"{shown}:{number}", linecache.getline(file, int(number)).strip()

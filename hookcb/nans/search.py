@@ -12,29 +12,14 @@ from hookcb.core.alone import ALONE, Ranks
 from hookcb.core.files import as_plain, save_whole
 from hookcb.core.torch_private import plain_class
 from hookcb.hooks.modules import unsaved_buffers
-from hookcb.nans.nonfinite import FINITE, Kinds, kinds, tensors_in
+from hookcb.nans.nonfinite import kinds, tensors_in
+from hookcb.nans.origins import line_of, shown_line
 from hookcb.nans.replay import BatchStart, as_at_start, has_observers, versions_of
 from hookcb.nans.report import BATCH, LOSS, MODEL, NanReport
-from hookcb.nans.tracer import Call, Tracer, line_of, run_forward, shown_line
+from hookcb.nans.tracer import Call, Tracer
 from hookcb.processes.groups import is_sharded
 
 SOFTMAX = (nn.Softmax, nn.LogSoftmax, nn.Softmax2d, nn.MultiheadAttention)  # -inf is a valid input of these
-
-
-@dataclass(slots=True)
-class _Replay:
-    """Result of a replay: nonfinite numbers in the model's output, the loss and the gradients."""
-
-    tracer: Tracer
-    pred: Kinds = FINITE
-    loss: Kinds = FINITE
-    grads: Kinds = FINITE
-    error: str = ""
-
-    @property
-    def has_repeated(self) -> bool:
-        """Whether it had a nonfinite number too."""
-        return not (self.loss.clean and self.grads.clean)
 
 
 @dataclass(slots=True)
@@ -46,7 +31,7 @@ class _Cause:
     direction: str = "forward"
     op: str = ""
     line: str = ""
-    module: nn.Module | None = None
+    call: Call | None = None
 
 
 def search(
@@ -63,112 +48,109 @@ def search(
         ranks: ranks that search at the same time, each in its own batch, as a replay needs all of them.
     """
     moved = versions_of(learn) != start.versions
-    found = _replayed(learn, start, gradient, last, ranks)
+    found = _replayed(learn, start, gradient, ranks)
     cause = _cause(learn, found)
     line, code = shown_line(cause.line)
     notes = [note for note in (*_notes(learn, found, cause), _MOVED if moved else "", found.error) if note]
     where = learn.epoch, learn.iter
     named = cause.where, cause.type, cause.direction
-    return NanReport(*named, *where, noticed, cause.op, line, code, found.tracer.calls(), tuple(notes))
+    calls = found.calls(last, cause.call if cause.direction == "forward" else None)
+    return NanReport(*named, *where, noticed, cause.op, line, code, calls, tuple(notes))
 
 
 _MOVED = "the model changes the batch in place; the replay began with the changed batch"
 
 
-def _replayed(learn: Any, start: BatchStart, gradient: bool, last: int, ranks: Ranks) -> _Replay:
+def _replayed(learn: Any, start: BatchStart, gradient: bool, ranks: Ranks) -> Tracer:
     found = None
     if ranks.world == 1 and has_observers(learn):  # which need not see it, unless it does not repeat so
         with suppress(Exception):
-            found = _replay(learn, start, gradient, last, ranks, operations=True, with_observers=False)
+            found = _replay(learn, start, gradient, ranks, operations=True, with_observers=False)
         if found is not None and found.has_repeated:
             return found
     with suppress(Exception):  # some operations, as of higher order, cannot be dispatched to a mode
-        found = _replay(learn, start, gradient, last, ranks, operations=True)
+        found = _replay(learn, start, gradient, ranks, operations=True)
     is_found = found is not None and found.has_repeated
     if any(ranks.max([is_found])):
-        return found or _Replay(Tracer(learn.model, last))
+        return found or Tracer(learn.model)
     try:  # without following operations
-        return _replay(learn, start, gradient, last, ranks, operations=False)
+        return _replay(learn, start, gradient, ranks, operations=False)
     except Exception as error:
-        return _Replay(Tracer(learn.model, last), error=f"the replay itself failed: {error!r}")
+        failed = Tracer(learn.model)
+        failed.error = f"the replay itself failed: {error!r}"
+        return failed
 
 
 def _replay(
     learn: Any,
     start: BatchStart,
     gradient: bool,
-    last: int,
     ranks: Ranks,
     operations: bool,
     with_observers: bool = True,
-) -> _Replay:
+) -> Tracer:
     with as_at_start(learn, start, with_observers):
-        found, failure = _Replay(tracer := Tracer(learn.model, last)), None
+        tracer, failure = Tracer(learn.model), None
         with tracer.hooked():
             try:
                 # in anomaly mode each node of the graph keeps the lines that made it
-                with (
-                    torch.autograd.set_detect_anomaly(gradient, check_nan=False),
-                    start.autocast(),
-                    tracer.forward(operations),
-                ):
-                    run_forward(learn)
-                found.pred, found.loss = kinds(learn.pred), kinds(learn.loss)
+                with torch.autograd.set_detect_anomaly(gradient, check_nan=False), start.autocast():
+                    tracer.forward(learn, operations)
             except Exception as error:
                 failure = error
-            is_over = any(ranks.max([failure is not None or not gradient or not found.loss.clean]))
+            is_over = any(ranks.max([failure is not None or not gradient or not tracer.loss.clean]))
             if failure is not None:
                 raise failure
             if not is_over:
-                found.grads = tracer.backward(learn.loss, is_shared=ranks.world > 1)
-        return found
+                tracer.backward(learn.loss, is_shared=ranks.world > 1)
+        return tracer
 
 
 # ---- the cause
 
 
-def _cause(learn: Any, found: _Replay) -> _Cause:
-    if not found.loss.clean:
-        return _forward_cause(learn, found)
-    if not found.grads.clean:
-        return _backward_cause(learn, found)
+def _cause(learn: Any, tracer: Tracer) -> _Cause:
+    if not tracer.loss.clean:
+        return _forward_cause(learn, tracer)
+    if not tracer.grads.clean:
+        return _backward_cause(learn, tracer)
     return _Cause(direction="not repeated")
 
 
-def _forward_cause(learn: Any, found: _Replay) -> _Cause:
-    tracer, call = found.tracer, found.tracer.culprit
-    if call is None and _bad_parts(learn):
-        return _Cause(BATCH)
-    from_minus_inf = (
-        found.pred.minus_inf if call is None else call.given.minus_inf and not _takes_minus_inf(call)
-    )
-    op = tracer.operation_of(call)
-    if from_minus_inf and tracer.minus_inf is not None:
-        call = tracer.minus_inf
-        op = tracer.operation_of(call)
-    if from_minus_inf and op is None and (made := tracer.last_minus_inf()) is not None:
-        op, call = made, made.calls[-1] if made.calls else call
-    if learn.loss_func is None and op is None and not found.pred.bad:  # -inf by a mask, and an unknown loss
-        return _Cause(LOSS)
-    name, line = (op.name, op.line) if op else ("", call.line if call else "")
+def _forward_cause(learn: Any, tracer: Tracer) -> _Cause:
+    made, op = tracer.made and tracer.made.to_blame, ""
+    if tracer.made is not None and tracer.made.given.minus_inf and _bad_parts(learn, minus_inf=True):
+        made = None  # a mask, or data
+    if made is not None and made.how == "made":
+        call, op = made.call, made.op
+    else:
+        call = _culprit(tracer)
+        if call is None and _bad_parts(learn):
+            return _Cause(BATCH)
+        if learn.loss_func is None and not tracer.pred.bad:  # -inf by a mask, and an unknown loss
+            return _Cause(LOSS)
+    line = made.line if made is not None else call.line if call is not None else ""
     if call is not None:
-        return _Cause(
-            tracer.name(call), plain_class(call.module).__name__, "forward", name, line, call.module
-        )
-    if found.pred.bad:  # by the user's own predict(), around the model
-        return _Cause(MODEL, "", "forward", name, line)
-    return _Cause(LOSS, _loss_type(learn), "forward", name, line)
+        kind = plain_class(call.module).__name__
+        return _Cause(tracer.name(call), kind, "forward", op, line, call)
+    if tracer.pred.bad:  # by the user's own predict(), around the model
+        return _Cause(MODEL, "", "forward", op, line)
+    return _Cause(LOSS, _loss_type(learn), "forward", op, line)
 
 
-def _takes_minus_inf(call: Call) -> bool:
-    """Whether -inf may be a valid input of this module: a softmax, or a module that is not torch's."""
-    return isinstance(call.module, SOFTMAX) or not plain_class(call.module).__module__.startswith(
-        "torch.nn.modules"
-    )
+def _culprit(tracer: Tracer) -> Call | None:
+    """The call to blame as far as inputs and outputs of calls tell; None for the loss function."""
+    call = tracer.culprit
+    if call is not None and (isinstance(call.module, SOFTMAX) or not _is_torchs(call.module)):
+        return call  # which may be given -inf, as a mask
+    return tracer.minus_inf or call if (tracer.pred if call is None else call.given).minus_inf else call
 
 
-def _backward_cause(learn: Any, found: _Replay) -> _Cause:
-    tracer = found.tracer
+def _is_torchs(module: nn.Module) -> bool:
+    return plain_class(module).__module__.startswith("torch.nn.modules")
+
+
+def _backward_cause(learn: Any, tracer: Tracer) -> _Cause:
     node = tracer.node or tracer.arrived
     call = tracer.owners.get(node) if node is not None else None
     if node is None or call is None:
@@ -179,7 +161,7 @@ def _backward_cause(learn: Any, found: _Replay) -> _Cause:
     if call.name == LOSS:
         return _Cause(LOSS, _loss_type(learn), "backward", op, line_of(node))
     kind = plain_class(call.module).__name__
-    return _Cause(tracer.name(call), kind, "backward", op, line_of(node) or call.line, call.module)
+    return _Cause(tracer.name(call), kind, "backward", op, line_of(node) or call.line, call)
 
 
 def _loss_type(learn: Any) -> str:
@@ -187,18 +169,20 @@ def _loss_type(learn: Any) -> str:
     return getattr(function, "__name__", None) or type(function).__name__ if function is not None else ""
 
 
-def _bad_parts(learn: Any) -> list[str]:
-    """Paths of tensors in the batch with NaN or +inf."""
+def _bad_parts(learn: Any, minus_inf: bool = False) -> list[str]:
+    """Paths of tensors in the batch with NaN or +inf, or else with -inf."""
     tensors = [*tensors_in(learn.xb, "xb"), *tensors_in(learn.yb, "yb")]
-    return [path for path, x in tensors if kinds(x).bad]
+    return [path for path, x in tensors if (kinds(x).minus_inf if minus_inf else kinds(x).bad)]
 
 
-def _notes(learn: Any, found: _Replay, cause: _Cause) -> list[str]:
-    tracer, notes = found.tracer, []
-    if bad := _bad_parts(learn):
-        notes.append(f"the batch contains NaN or inf in {', '.join(bad)}")
-    if cause.module is not None:
-        own = [*cause.module.named_parameters(recurse=False), *cause.module.named_buffers(recurse=False)]
+def _notes(learn: Any, tracer: Tracer, cause: _Cause) -> list[str]:
+    notes = []
+    for what, bad in (("NaN or inf", _bad_parts(learn)), ("-inf", _bad_parts(learn, minus_inf=True))):
+        if bad:
+            notes.append(f"the batch contains {what} in {', '.join(bad)}")
+    if cause.call is not None:
+        module = cause.call.module
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         if worn := [name for name, x in own if not kinds(x).clean]:
             notes.append(
                 f"its {', '.join(worn)} already contained NaN or inf: from an earlier step, or a file"
@@ -211,7 +195,7 @@ def _notes(learn: Any, found: _Replay, cause: _Cause) -> list[str]:
         )
     if cause.direction == "backward" and not cause.op:
         notes.append("no single operation made it: a sum of finite gradients did, or a hook on a tensor")
-    if cause.direction == "not repeated" and not found.error:
+    if cause.direction == "not repeated" and not tracer.error:
         notes.append(_NOT_REPEATED)
     return notes
 

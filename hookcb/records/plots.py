@@ -7,8 +7,10 @@ from io import BytesIO
 from typing import TYPE_CHECKING
 
 import torch
+from rich.cells import cell_len
 from torch import Tensor
 
+from hookcb.core.console import BARS
 from hookcb.core.randomness import random_kept
 
 if TYPE_CHECKING:
@@ -17,17 +19,20 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 Size = tuple[float, float] | None  # width and height in inches; None: by the number of panels
-Series = Mapping[str, Sequence[float]]  # a value per record, by name
-BARS = "▁▂▃▄▅▆▇█"
+ByName = Mapping[str, Sequence[float]]  # a value per record, by name
 # can be told apart by the color-blind; Source: M. Okabe, K. Ito, "Color Universal Design", 2008
 BLUE, ORANGE, GREEN, PINK, SKY = "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9"
 ALARM = "#d55e00"  # NaN, inf and limits
 MISSING = "0.85"  # gray of what was not recorded
+MIN_ROOM = 6  # letters of a name
 
 
-def gapped(values: Sequence[float]) -> list[float]:
-    """`values` with NaN, which leaves a gap in a line, in place of each nonfinite value."""
-    return [value if math.isfinite(value) else math.nan for value in values]
+def gapped(values: Sequence[float], above: float = -math.inf) -> list[float]:
+    """`values` with NaN, which leaves a gap in a line, in place of those not finite or not above a limit.
+
+    For a logarithmic axis, that is 0.
+    """
+    return [x if above < x < math.inf else math.nan for x in values]
 
 
 def sparkline(values: Sequence[float], width: int = 20) -> str:
@@ -46,7 +51,7 @@ def sparkline(values: Sequence[float], width: int = 20) -> str:
 
     def bar(mean: float) -> str:
         if math.isfinite(mean):
-            return BARS[round((len(BARS) - 1) * (mean - low) / span)]
+            return list(BARS)[round((len(BARS) - 1) * (mean - low) / span)]
         return "!" if math.isinf(mean) else " "
 
     return "".join(map(bar, means))
@@ -87,10 +92,14 @@ def _png(fig: "Figure") -> bytes:
         return file.getvalue()
 
 
-def cut_name(name: str, room: int) -> str:
-    """The last `room` letters of a name; layers differ at the end of their names."""
-    room = max(6, room)
-    return name if len(name) <= room else f"…{name[1 - room :]}"
+def cut_name(name: str, room: int, cut: str = "…") -> str:
+    """A name, or its end after `cut`, in `room` columns; layers differ at the end of their names."""
+    if cell_len(name) <= room:
+        return name
+    kept = name[-room:]
+    while kept and cell_len(kept) + len(cut) > room:
+        kept = kept[1:]
+    return f"{cut}{kept}"
 
 
 def shortened_names(names: Collection[str], room: int) -> list[str]:
@@ -103,11 +112,12 @@ def shortened_names(names: Collection[str], room: int) -> list[str]:
     for at_end in (False, True):
         if any(len(name) > room for name in shown):
             shown = without_common_parts(shown, at_end=at_end)
-    short = [cut_name(name, room) for name in shown]
+    short = [cut_name(name, max(MIN_ROOM, room)) for name in shown]
     if len(set(short)) == len(short):
         return short
     digits = len(str(len(short)))
-    return [f"{i}: {cut_name(name, room - digits - 2)}" for i, name in enumerate(shown)]
+    room = max(MIN_ROOM, room - digits - 2)
+    return [f"{i}: {cut_name(name, room)}" for i, name in enumerate(shown)]
 
 
 def without_common_parts(names: Sequence[str], *, at_end: bool) -> list[str]:
@@ -163,11 +173,6 @@ def name_columns(ax: "Axes", names: Sequence[str]) -> None:
     width = ax.bbox.width / ax.figure.dpi
     every = math.ceil(len(names) / max(1, width / 0.17))  # inches for a vertical label
     ax.set_xticks(range(0, len(names), every), shortened_names(names, 24)[::every], rotation=90, fontsize=8)
-
-
-def positive(values: Sequence[float]) -> list[float]:
-    """`values` for a logarithmic axis, with NaN for those that are 0, negative or not finite."""
-    return [x if 0 < x < math.inf else math.nan for x in values]
 
 
 def mark_odd(ax: "Axes", columns: Sequence[int]) -> None:

@@ -1,9 +1,11 @@
-"""Series: a number over the training batches."""
+"""Series: a number over the training batches, and Smoothed: its exponential moving average."""
 
 import math
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+
+BETA = 0.98  # weight of the past in the smoothed loss, as in fastai
 
 
 @dataclass(slots=True)
@@ -43,3 +45,23 @@ class Series:
         """Median of the last `n` values, by default of all; NaN if empty."""
         values = self.values if n is None else self.values[-n:]
         return statistics.median(values) if values else math.nan
+
+
+class Smoothed:
+    """Exponential moving average, corrected for its start at zero.
+
+    Source: D. Kingma, J. Ba, "Adam", arxiv.org/abs/1412.6980, section 3.
+
+    >>> smoothed = Smoothed(beta=0.5)
+    >>> smoothed.add(3.0), smoothed.add(6.0)
+    (3.0, 5.0)
+    """
+
+    def __init__(self, beta: float = BETA) -> None:
+        self.beta, self._sum, self._weight = beta, 0.0, 0.0
+
+    def add(self, value: float) -> float:
+        """Adds a number; returns the average including it."""
+        self._sum = self.beta * self._sum + (1 - self.beta) * value
+        self._weight = self.beta * self._weight + (1 - self.beta)
+        return self._sum / self._weight

@@ -1,11 +1,12 @@
 """StatStore: numbers of layers, record by record, on their way from the device to the host."""
 
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from hookcb.records.thinned import Thinned
 
 MAX_QUEUED = 1024
 MIN_WRITTEN = 64  # records of a layer that are written together, as a write takes as long as for one
@@ -31,9 +32,7 @@ class StatStore:
     Values may arrive after later records have begun, for several records at once, and from any device. Values
     on a GPU wait there; a flush sends them in one transfer that nothing waits for, and reading waits.
 
-    At most `keep` records are kept. When there would be more, every second one is dropped, and from then on
-    every second (fourth, eighth …) record is kept, so that they are spread evenly over the run. The newest
-    record is always kept until the next begins.
+    At most `keep` records are kept, spread evenly over the run, and the newest; see `Thinned`.
 
     >>> import torch
     >>> from hookcb.records.store import StatStore
@@ -46,12 +45,11 @@ class StatStore:
 
     def __init__(self, columns: Sequence[str], keep: int) -> None:
         self.columns, self.keep = tuple(columns), keep
-        self.stride = 1  # every stride-th record is kept
-        self.infos: list[RecordInfo] = []
+        self._kept = Thinned[RecordInfo](keep)
         self._values: dict[str, Tensor] = {}  # (capacity, n_columns) by name, rows as in infos
         self._queue: list[_Queued] = []
         self._unwritten: dict[str, list[_Queued]] = {}  # values on the host, by name
-        self._transfers: list[_Sent] = []
+        self._sent: list[tuple[list[tuple[str, list[int]]], Transfer]] = []  # names and records of values
         self._newest: set[str] = set()  # names with values in the newest record
 
     @property
@@ -59,17 +57,23 @@ class StatStore:
         """Layer names, in the order of their first values."""
         return list(self._values)
 
+    @property
+    def infos(self) -> list[RecordInfo]:
+        """The batches of the kept records."""
+        return self._kept.items
+
     def begin(self, epoch: int, step: int) -> int:
         """Begins a record and returns its number."""
-        record = self.infos[-1].record + 1 if self.infos else 0
-        if self.infos and self.infos[-1].record % self.stride:
-            self.infos.pop()
+        record, n = self._kept.n, len(self._kept.items)
+        is_thinned = self._kept.add(RecordInfo(record, epoch, step))
+        if is_thinned:
+            for values in self._values.values():
+                stay = values[::2].clone()
+                values[: len(stay)], values[len(stay) :] = stay, float("nan")
+        elif len(self._kept.items) == n:  # in the place of the one before
             for name in self._newest:
-                self._values[name][len(self.infos)] = float("nan")
-        if len(self.infos) == self.keep:
-            self._thin()
+                self._values[name][n - 1] = float("nan")
         self._newest = set()
-        self.infos.append(RecordInfo(record, epoch, step))
         return record
 
     def add(self, name: str) -> None:
@@ -93,7 +97,9 @@ class StatStore:
         alike: dict[tuple[torch.device, torch.dtype], list[_Queued]] = {}
         for queued in self._queue:
             alike.setdefault((queued.values.device, queued.values.dtype), []).append(queued)
-        self._transfers += map(_Sent, alike.values())
+        for some in alike.values():
+            sent = [(queued.name, queued.records) for queued in some]
+            self._sent.append((sent, Transfer(torch.cat([queued.values for queued in some]))))
         self._queue = []
 
     def series(self, name: str) -> Tensor:
@@ -102,12 +108,8 @@ class StatStore:
         Float32, or float64 if the layer has had float64 values.
         """
         self._read()
-        values, n = self._values.get(name), len(self.infos)
-        if values is None:
-            return self._empty(n)
-        if len(values) < n:
-            return torch.cat([values, self._empty(n - len(values))])
-        return values[:n].clone()
+        values, n = self._values.get(name, self._empty(0)), len(self.infos)
+        return torch.cat([values[:n], self._empty(max(0, n - len(values)))])
 
     def row(self, record: int, name: str) -> Tensor:
         """The values of a layer in a record, `(n_columns,)`; NaN if the record is without the layer.
@@ -116,7 +118,7 @@ class StatStore:
             LookupError: If the record is not kept.
         """
         self._read()
-        i = self._row_of(record)
+        i = self._kept.place(record)
         if i is None:
             raise LookupError(f"record {record} is no longer kept; only {len(self.infos)} are, see keep=")
         values = self._values.get(name)
@@ -127,7 +129,7 @@ class StatStore:
         return {
             "columns": list(self.columns),
             "keep": self.keep,
-            "stride": self.stride,
+            "stride": self._kept.stride,
             "infos": [tuple(info) for info in self.infos],
             "values": {name: self.series(name) for name in self.names},
         }
@@ -136,8 +138,11 @@ class StatStore:
     def from_state(cls, state: dict[str, Any]) -> "StatStore":
         """A store made from what `state` has returned."""
         store = cls(state["columns"], state["keep"])
-        store.stride, store._values = state["stride"], state["values"]
-        store.infos = [RecordInfo(*info) for info in state["infos"]]
+        store._values, kept = state["values"], store._kept
+        store._newest, kept.stride = set(store._values), state["stride"]
+        for info in state["infos"]:
+            kept.n = info[0]
+            kept.add(RecordInfo(*info))
         return store
 
     def __getstate__(self) -> dict[str, Any]:
@@ -151,10 +156,11 @@ class StatStore:
             self._write(name)
 
     def _receive(self) -> None:
-        transfers, self._transfers = self._transfers, []
-        for transfer in transfers:
-            for queued in transfer.arrived():
-                self._keep(queued)
+        arriving, self._sent = self._sent, []
+        for sent, transfer in arriving:
+            parts = torch.split(transfer.arrived(), [len(records) for _, records in sent])
+            for (name, records), values in zip(sent, parts, strict=True):
+                self._keep(_Queued(name, records, values))
 
     def _keep(self, queued: _Queued) -> None:
         waiting = self._unwritten.setdefault(queued.name, [])
@@ -166,10 +172,9 @@ class StatStore:
         waiting = self._unwritten.pop(name)
         kept = [record for queued in waiting for record in queued.records]
         new = torch.cat([queued.values for queued in waiting]) if len(waiting) > 1 else waiting[0].values
-        if self.stride > 1:  # not all records are kept
-            rows = {i: self._row_of(record) for i, record in enumerate(kept)}
-            new = new[[i for i, row in rows.items() if row is not None]]
-            kept = [row for row in rows.values() if row is not None]
+        if self._kept.stride > 1:  # not all records are kept
+            rows = {i: row for i, record in enumerate(kept) if (row := self._kept.place(record)) is not None}
+            new, kept = new[list(rows)], list(rows.values())
         if not kept:
             return
         values, first, last = self._values[name], kept[0], max(kept)
@@ -182,18 +187,6 @@ class StatStore:
         values[slice(first, last + 1) if is_run else kept] = new.to(values.dtype)
         if last == len(self.infos) - 1:
             self._newest.add(name)
-
-    def _row_of(self, record: int) -> int | None:
-        i = bisect_left(self.infos, (record,))
-        return i if i < len(self.infos) and self.infos[i].record == record else None
-
-    def _thin(self) -> None:
-        self.stride *= 2
-        rows = [i for i, info in enumerate(self.infos) if info.record % self.stride == 0]
-        self.infos = [self.infos[i] for i in rows]
-        for values in self._values.values():
-            stay = values[[i for i in rows if i < len(values)]]
-            values[: len(stay)], values[len(stay) :] = stay, float("nan")
 
     def _enlarge(self, name: str, capacity: int) -> Tensor:
         with torch.inference_mode(False):
@@ -234,15 +227,9 @@ class Transfer:
         return self._host
 
 
-class _Sent:
-    """Several layers' values on their way from one device to the host."""
-
-    def __init__(self, sent: list[_Queued]) -> None:
-        self.sent = [(q.name, q.records) for q in sent]
-        self._transfer = Transfer(torch.cat([q.values for q in sent]))
-
-    def arrived(self) -> Iterator[_Queued]:
-        """The values sent; waits for the transfer."""
-        parts = torch.split(self._transfer.arrived(), [len(records) for _, records in self.sent])
-        for (name, records), values in zip(self.sent, parts, strict=True):
-            yield _Queued(name, records, values)
+def numbers_of(values: Iterable[float | Tensor]) -> list[float]:
+    """Plain numbers; those on a device, tensors of one element, are read together."""
+    values = list(values)
+    waiting = [x.flatten()[0].float() for x in values if isinstance(x, Tensor)]
+    read: Iterator[float] = iter(torch.stack(waiting).tolist() if waiting else [])
+    return [next(read) if isinstance(x, Tensor) else float(x) for x in values]

@@ -12,13 +12,13 @@ from rich.text import Text
 
 from hookcb.core.arguments import check_count
 from hookcb.core.console import spelled
-from hookcb.records.printing import Row, Rows
+from hookcb.records.plots import cut_name, without_common_parts
+from hookcb.records.printing import Named, Row, Rows
 
 MIN_NAME, MIN_TEXT = 24, 12  # minimum widths of long names and of texts that wrap
 MAX_WORD = 20  # longest word, such as a code of a finding, that is kept whole in a text that wraps
 MANY, WORST = 30, 20  # by default a table of more than MANY rows shows the WORST of them
 Worst = int | None | Literal["auto"]
-Item = TypeVar("Item")
 
 
 class Column(NamedTuple, Generic[Row]):
@@ -39,12 +39,8 @@ class Column(NamedTuple, Generic[Row]):
     style: str = ""
 
 
-class LayerRow(Protocol):
-    """A row of a table of layers."""
-
-    @property
-    def name(self) -> str:
-        """Qualified name, empty for the whole model."""
+class LayerRow(Named, Protocol):
+    """A row of a table of layers, by qualified name; that of the whole model is empty."""
 
     @property
     def type(self) -> str:
@@ -75,28 +71,12 @@ class Ranked:
     n: int = 1
 
 
-class FindingLike(Protocol):
-    """A finding of a judge, see `hookcb.Finding`."""
-
-    @property
-    def code(self) -> str:
-        """Kind of the finding, "layer.dead"."""
-
-    @property
-    def layer(self) -> str:
-        """Name of the layer it is about, or ""."""
-
-    @property
-    def param(self) -> str:
-        """Name of the parameter it is about, or ""."""
-
-
 class VerdictLike(Protocol):
     """The judgment that a report marks its rows with, see `hookcb.Verdict`."""
 
     @property
-    def findings(self) -> Sequence[FindingLike]:
-        """All findings, the worst first."""
+    def findings(self) -> Sequence[Any]:
+        """All findings, the worst first, each with a `code`, and with a `layer` or `param`, or ""."""
 
 
 class Mark(NamedTuple):
@@ -259,7 +239,7 @@ def _indented(rows: Iterable[LayerRow]) -> Iterator[str]:
 
 
 def fitted(
-    rows: Sequence[Item],
+    rows: Sequence[Any],
     names: Sequence[str],
     columns: Sequence[Column[Any]],
     options: ConsoleOptions,
@@ -273,20 +253,10 @@ def fitted(
 ) -> Table:
     """A table of `rows` with as many of `columns` as fit beside their names.
 
-    A long name gets at least 24 characters, and as many as distinguish it from all others. Names that are
-    too long are shown without their common beginning, then without more of their beginnings.
-
-    Args:
-        rows: the rows.
-        names: names of the rows.
-        columns: columns besides the names.
-        options: options of the console, whose width and encoding the table respects.
-        title: text above the table.
-        caption: text below the table.
-        head: heading of the names.
-        is_tree: whether names are indented; those are wrapped, not shortened.
-        is_framed: whether there are lines around the cells.
-        among: names of all rows, those not shown included.
+    A long name gets at least 24 characters, and as many as distinguish it from all others, also `among` rows
+    that are not shown. Names that are too long are shown without their common beginning, then without more of
+    their beginnings; those of a tree, which are indented, are wrapped. `head` is the heading of the names;
+    `is_framed` says whether there are lines around cells; `options` has the console's width and encoding.
     """
     names = [spelled(name, options.encoding) for name in names]
     others = {spelled(name, options.encoding) for name in among}
@@ -357,25 +327,7 @@ def _n_alike(a: str, b: str) -> int:
 
 
 def _shortened(names: Sequence[str], width: int, encoding: str) -> tuple[list[str], str]:
-    """`names` shortened to `width`, and the common beginning that was removed."""
-    begin, cut = _beginning(names), spelled("…", encoding)
-    return [_end(name.removeprefix(begin), width, cut) for name in names], begin
-
-
-def _beginning(names: Sequence[str]) -> str:
-    """The common beginning of several names, in whole parts: "encoder.layers."."""
-    parts = [name.split(".")[:-1] for name in names]
-    same = 0
-    while len(names) > 1 and all(len(x) > same and x[same] == parts[0][same] for x in parts):
-        same += 1
-    return "".join(f"{part}." for part in parts[0][:same]) if same else ""
-
-
-def _end(name: str, width: int, cut: str) -> str:
-    """The end of a name, after `cut`, in at most `width` characters."""
-    if cell_len(name) <= width:
-        return name
-    kept = name[-width:]
-    while kept and cell_len(kept) + len(cut) > width:
-        kept = kept[1:]
-    return f"{cut}{kept}"
+    """`names` shortened to `width`, and the common beginning that was removed, such as "encoder.layers."."""
+    short = without_common_parts(names, at_end=False) if len(names) > 1 else names
+    cut = spelled("…", encoding)
+    return [cut_name(name, width, cut) for name in short], names[0].removesuffix(short[0])

@@ -17,7 +17,8 @@ from hookcb.core.callback import Callback
 from hookcb.core.optim import detached_scalar
 from hookcb.records.frames import frame_of
 from hookcb.records.plots import ALARM, BLUE, ORANGE, Size, check_any, gapped, limit_steps, make_panels
-from hookcb.records.smoothed import Smoothed
+from hookcb.records.series import Smoothed
+from hookcb.records.store import numbers_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,11 +65,12 @@ class Recorder(Callback):
 
     @property
     def losses(self) -> list[float]:
-        return _read(self._train.values)
+        return self._train.read()
 
     @property
     def lrs(self) -> list[float]:
-        return _read(self._lrs)
+        self._lrs[:] = lrs = numbers_of(self._lrs)
+        return lrs
 
     def before_epoch(self) -> None:
         self._began = time.perf_counter()
@@ -196,18 +198,13 @@ class _Losses:
 
     def sums(self, ranks: Ranks, first: int = 0) -> list[float]:
         """Sum over these samples, and their number."""
-        values, sizes = _read(self.values, first)[first:], self.sizes[first:]
+        values, sizes = self.read(first), self.sizes[first:]
         return ranks.sum([sum(v * n for v, n in zip(values, sizes, strict=True)), sum(sizes)])
 
-
-def _read(values: list[float | Tensor], first: int = 0) -> list[float]:
-    """Converts `values` from `first` on to plain numbers, in place; those on a device in one transfer."""
-    waiting = {i: value for i, value in enumerate(values[first:], first) if isinstance(value, Tensor)}
-    if waiting:
-        numbers = torch.stack([value.flatten()[0].float() for value in waiting.values()]).tolist()
-        for i, number in zip(waiting, numbers, strict=True):
-            values[i] = number
-    return values  # type: ignore[return-value]  # no tensor is left from `first` on
+    def read(self, first: int = 0) -> list[float]:
+        """Losses from batch `first` on; those on a device are read from it once."""
+        self.values[first:] = read = numbers_of(self.values[first:])
+        return read
 
 
 def _draw_losses(ax: "Axes", losses: Sequence[float], valid: Sequence[float], ends: Sequence[int]) -> None:

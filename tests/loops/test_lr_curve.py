@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam
 from hookcb import LRFind, synth_learner
 from hookcb.loops.lr_curve import longest_fall
 from hookcb.loops.lr_find import find_lr
-from hookcb.records.smoothed import Smoothed
+from hookcb.records.series import Smoothed
 from tests.support import fit
 from tests.training.support import batches_of, quiet
 

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hookcb.nans.origins import Origins
-from hookcb.nans.tracer import shown_line
+from hookcb.nans.origins import Origins, shown_line
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ from hookcb import (
 )
 from hookcb.core.randomness import random_state, set_random_state
 from hookcb.nans import trace as nan_trace
-from hookcb.nans import tracer as nan_tracing
+from hookcb.nans.origins import Origins
 from hookcb.nans.replay import BatchStarts
 from hookcb.nans.trace import NanTrace
 from tests.support import fit, make_batches, make_learner, same, weights
@@ -404,6 +404,38 @@ def test_a_hook_that_returns_nothing_is_left_out_of_the_replay_if_that_is_enough
     assert len(calls) == (2 if changes else 1)
 
 
+def test_a_layer_whose_nan_is_left_out_later_is_not_to_blame():
+    class LeftOut(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.head = Log(), Log(), nn.Linear(2, 1)
+
+        def forward(self, x):
+            return self.head(self.second(self.first(x).nan_to_num()))
+
+    report = report_of(LeftOut())
+    assert (report.where, report.op) == ("second", "log")
+    assert [call.name for call in report.calls] == ["first", "second"]
+
+
+def test_a_nan_that_the_program_puts_in_is_at_its_line_and_no_operation_made_it():
+    class PutsIn(nn.Module):
+        def forward(self, x):
+            return x.masked_fill(x == x, math.nan)  # here
+
+    report = report_of(third(PutsIn()))
+    assert (report.where, report.type, report.op) == ("2", "PutsIn", "")
+    assert report.line.endswith(f"{HERE}:{line_of(PutsIn)}")
+
+
+@pytest.mark.parametrize("loss_func", [F.mse_loss, lambda pred, y: pred.mean()])
+def test_minus_inf_in_the_batch_is_not_called_an_overflow_of_what_takes_it(loss_func):
+    data = planted([(torch.rand(4, 3), torch.rand(4, 1))], 0, -math.inf)
+    report = report_of(third(nn.Identity())[2:], data=data, loss_func=loss_func)
+    assert (report.op, report.hint) == ("", "")
+    assert "the batch contains -inf in xb[0]" in report.notes
+
+
 def test_weights_that_were_spoilt_before_are_mentioned():
     model = third(nn.ReLU())
     with torch.no_grad():
@@ -507,7 +539,7 @@ class Shared(nn.Module):
 
 @pytest.mark.parametrize("looks_at_operations", [True, False])
 def test_a_replay_compiles_nothing(looks_at_operations, monkeypatch):
-    def refuses(tracer, func, args, kwargs):
+    def refuses(origins, func, types, args=(), kwargs=None):
         raise NotImplementedError("no rule for this mode")
 
     def graphs_of(cb):
@@ -522,7 +554,7 @@ def test_a_replay_compiles_nothing(looks_at_operations, monkeypatch):
         return len(graphs)
 
     if not looks_at_operations:
-        monkeypatch.setattr(nan_tracing.Tracer, "_operation", refuses)
+        monkeypatch.setattr(Origins, "__torch_dispatch__", refuses)
     tracer = NanTrace()
     assert graphs_of(tracer) == graphs_of(TerminateOnNaN()) > 0
     assert (tracer.report.where, tracer.report.op) == ("2", "log" if looks_at_operations else "")
@@ -665,10 +697,10 @@ def test_a_validation_inside_the_training_is_not_looked_at_and_disturbs_nothing(
 
 
 def test_an_operation_that_cannot_be_looked_at_leaves_the_search_by_layers(monkeypatch):
-    def refuses(tracer, func, args, kwargs):
+    def refuses(origins, func, types, args=(), kwargs=None):
         raise NotImplementedError("no rule for this mode")
 
-    monkeypatch.setattr(nan_tracing.Tracer, "_operation", refuses)
+    monkeypatch.setattr(Origins, "__torch_dispatch__", refuses)
     report = report_of(third(Log()))
     assert (report.where, report.op) == ("2", "")
 

@@ -5,7 +5,6 @@ import mmap
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 from typing import ClassVar
@@ -18,46 +17,24 @@ from hookcb.diagnosis.fault import EVERY, NOTES, Measurement
 from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run, Series, Skipped
+from hookcb.records.store import numbers_of
+from hookcb.records.thinned import Thinned
 
 STATM = Path("/proc/self/statm")  # in pages
 MAX_POINTS, MAX_MEMORY = 8_192, 128  # points of a curve, and of memory in use, which is read in fewer batches
 
 
-class Curve:
-    """A number per batch, of which every second point is dropped whenever there are `max_points`.
+class Curve(Thinned[tuple[int, float | Tensor]]):
+    """A number per batch, with its step; tensors stay on their device until `series()` is read."""
 
-    Tensors stay on their device until `series()` is read.
-    """
-
-    def __init__(self, max_points: int = MAX_POINTS) -> None:
-        self._max_points = max_points
-        self._steps: list[int] = []
-        self._values: list[float | Tensor] = []
-        self._stride = 1
-        self._n = 0
-
-    def is_due(self) -> bool:
-        """Whether the next number is kept; if not, it counts as added."""
-        is_due = self._n % self._stride == 0
-        self._n += not is_due
-        return is_due
-
-    def add(self, step: int, value: float | Tensor) -> None:
-        if self._n % self._stride == 0:
-            if len(self._steps) == self._max_points:
-                self._steps, self._values = self._steps[::2], self._values[::2]
-                self._stride *= 2
-            self._steps.append(step)
-            self._values.append(value)
-        self._n += 1
+    def __init__(self, most: int = MAX_POINTS) -> None:
+        super().__init__(most)
 
     def series(self) -> Series:
         """All kept points; waits for the device."""
-        waiting = [x for x in self._values if isinstance(x, Tensor)]
-        if waiting:
-            read: Iterator[float] = iter(torch.stack([x.float().reshape(()) for x in waiting]).tolist())
-            self._values = [next(read) if isinstance(x, Tensor) else x for x in self._values]
-        return Series(list(self._steps), [float(x) for x in self._values])
+        steps, values = [step for step, _ in self.items], numbers_of(value for _, value in self.items)
+        self.items = list(zip(steps, values, strict=True))
+        return Series(steps, values)
 
 
 def bytes_in_use(statm: FileIO | None) -> float | None:
@@ -98,29 +75,29 @@ class Curves(Measurement):
     def on_batch(self, run: Run) -> None:
         self._has_ended = False
         if run.step and not math.isnan(self._ended):  # else the fetch has started the loader
-            self._wait.add(run.step, run.measured(Clock).waited)
+            self._wait.add((run.step, run.measured(Clock).waited))
 
     def on_loss(self, run: Run) -> None:
         self._last_loss = detached_scalar(run.loop.loss)
-        self._loss.add(run.step, self._last_loss)
+        self._loss.add((run.step, self._last_loss))
 
     def on_gradients(self, run: Run) -> None:
         if self._has_ended:
             return
         self._has_ended, now = True, time.perf_counter()
         if not math.isnan(self._ended):
-            self._length.add(run.step, now - self._ended)
+            self._length.add((run.step, now - self._ended))
         self._ended = now
 
     def on_between(self, run: Run) -> None:
         if (opt := run.loop.opt) is not None:
             if self._last_loss is not None:
-                self._losses[id(opt)].add(run.step, self._last_loss)
-            self._rate.add(run.step, largest_lr(opt))
+                self._losses[id(opt)].add((run.step, self._last_loss))
+            self._rate.add((run.step, largest_lr(opt)))
 
     def on_batch_end(self, run: Run) -> None:
         if self._memory.is_due() and (used := bytes_in_use(self._statm)) is not None:
-            self._memory.add(run.step, used)
+            self._memory.add((run.step, used))
 
     def on_epoch(self, run: Run) -> None:
         self._ended = math.nan  # the time until the next batch does not count

@@ -37,7 +37,7 @@ class Inputs(Measurement):
         self.add(run.step, run.loop.xb)
 
     def add(self, step: int, xb: Any) -> None:
-        self._sizes.add(step, float(sum(x.numel() for _, x in parts(xb) if isinstance(x, Tensor))))
+        self._sizes.add((step, float(sum(x.numel() for _, x in parts(xb) if isinstance(x, Tensor)))))
         if self._numbers is not None and (numbers := input_numbers(xb)) is not None:
             self._numbers.put("x", [self._numbers.begin(0, step)], numbers[None].float())
         if len(self._squares) < N_TABLES and (squares := column_squares(xb)) is not None:

@@ -85,7 +85,7 @@ class Loss(Measurement):
         if self.has_penalty and (run.looking or run.step >= self._penalty_due):
             self._penalty_due, loss = run.step + PENALTY_EVERY, run.loop.loss
             if isinstance(loss, Tensor) and (penalty := loss_graph.penalty_of(loss)) is not None:
-                self._penalty.add(run.step, detached_scalar(penalty))
+                self._penalty.add((run.step, detached_scalar(penalty)))
 
     def tell(self, run: Run) -> None:
         if (graph := self.graph) is None:

@@ -5,6 +5,7 @@ from heapq import heappush, heappushpop
 from typing import TypeVar
 
 from hookcb.profiling.steps.times import FIRST_BATCH, Row, StepTime, step_time
+from hookcb.records.thinned import Thinned
 
 N_SLOWEST = 100
 
@@ -12,11 +13,9 @@ T = TypeVar("T")
 
 
 class StepStore:
-    """Times of up to `keep` steps evenly spaced over the run, and of the slowest 100.
+    """Times of up to `keep` steps spread evenly over the run, see `Thinned`, and of the slowest 100.
 
-    When there would be more than `keep`, every second one is dropped, and from then on only every second
-    (fourth, eighth …) step is kept, plus the newest, as in a `StatStore`. First steps of an epoch are not
-    among the slowest 100, because each of them is slow.
+    First steps of an epoch are not among the slowest 100, because each of them is slow.
 
     Args:
         keep: number of steps to keep, 2 or more.
@@ -30,10 +29,8 @@ class StepStore:
     """
 
     def __init__(self, keep: int) -> None:
-        self.keep, self.n = keep, 0
-        self._stride = 1
-        self._rows: dict[int, Row] = {}
-        self._newest: Row | None = None
+        self.keep = keep
+        self._rows = Thinned[tuple[int, Row]](keep)  # with its number
         self._slowest: dict[int, Row] = {}
         self._heap: list[tuple[float, int]] = []  # the slowest, by time
         self._least = 0.0  # time that a step must exceed to be one of the slowest
@@ -41,14 +38,15 @@ class StepStore:
         self._workers: dict[int, float] = {}
         self._on_device: dict[int, tuple[float, ...]] = {}
 
+    @property
+    def n(self) -> int:
+        """Number of steps that were added."""
+        return self._rows.n
+
     def add(self, row: Row, notes: Sequence[str] = (), workers: float = 0.0) -> None:
         """Adds a step with its notes, and the seconds in which workers were started for it."""
-        i = self.n
-        if len(self._rows) == self.keep:
-            self._thin()
-        if i % self._stride == 0:
-            self._rows[i] = row
-        self.n, self._newest = i + 1, row
+        i = self._rows.n
+        self._rows.add((i, row))
         if row[0] > self._least and FIRST_BATCH not in notes:
             self._add_slow(row, i)
         if notes:
@@ -65,11 +63,11 @@ class StepStore:
 
     def keeps(self, i: int) -> bool:
         """Whether step `i` is kept."""
-        return i in self._rows or i in self._slowest or i == self.n - 1
+        return self._rows.place(i) is not None or i in self._slowest
 
     def times(self) -> list[StepTime]:
         """The evenly spaced steps, in order."""
-        return self._read(self._rows | self._last())
+        return self._read(dict(self._rows.items))
 
     def times_and_slowest(self) -> list[StepTime]:
         """All steps that are kept, in order."""
@@ -83,15 +81,8 @@ class StepStore:
             del self._slowest[heappushpop(self._heap, (row[0], i))[1]]
             self._least = self._heap[0][0]
 
-    def _thin(self) -> None:
-        self._stride *= 2
-        self._rows = {i: row for i, row in self._rows.items() if i % self._stride == 0}
-
-    def _last(self) -> dict[int, Row]:
-        return {} if self._newest is None else {self.n - 1: self._newest}
-
     def _all(self) -> dict[int, Row]:
-        return dict(sorted((self._rows | self._last() | self._slowest).items()))
+        return dict(sorted((dict(self._rows.items) | self._slowest).items()))
 
     def _pruned(self, by_step: dict[int, T]) -> dict[int, T]:
         """The items of steps that are kept, once there are many of others."""

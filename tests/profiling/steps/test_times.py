@@ -274,7 +274,7 @@ def test_memory_is_bounded():
     for i in range(20_000):
         store.add(a_row(i, 1 + i % 777), ["note"])
         store.add_device(i, (0.0,) * 6)
-        parts = (store._rows, store._slowest, store._heap, store._notes, store._on_device)
+        parts = (store._rows.items, store._slowest, store._heap, store._notes, store._on_device)
         if i % 1_000 == 0:
             assert all(len(part) <= 2 * (64 + N_SLOWEST) for part in parts)
 

@@ -17,6 +17,7 @@ from hookcb.diagnosis.rules import median
 from hookcb.diagnosis.run import Run, Skipped
 from hookcb.gradients.samples import sketch_copy
 from hookcb.processes.shards import is_shard
+from hookcb.records.store import numbers_of
 
 N_DENSE = 64  # steps in which each batch is looked at; later, inspected ones
 MIN_SEEN, MAX_SHARE = 10, 0.2  # batches, and share of them that may be zero: more of them are meant so
@@ -38,12 +39,11 @@ class _Zeros(Fault):
         self._largest: list[tuple[int, float | Tensor]] = []  # by batch: 0 if all is zero
 
     def _numbers(self) -> dict[int, float]:
-        tensors = [x for _, x in self._largest if isinstance(x, Tensor)]
-        read = iter(torch.stack([x.float() for x in tensors]).tolist() if tensors else [])
-        self._largest = [(step, next(read) if isinstance(x, Tensor) else x) for step, x in self._largest]
+        steps, sizes = [step for step, _ in self._largest], numbers_of(x for _, x in self._largest)
+        self._largest = list(zip(steps, sizes, strict=True))
         found = dict[int, float]()
-        for step, x in self._largest:  # a second step in a batch may have nothing to do
-            found[step] = max(float(x), found.get(step, 0.0))
+        for step, x in zip(steps, sizes, strict=True):  # a second step in a batch may have nothing to do
+            found[step] = max(x, found.get(step, 0.0))
         return found
 
     def tell(self, run: Run) -> None:

@@ -52,7 +52,7 @@ class StuckHead(Fault):
             return
         yb = run.measured(Targets).of_batch(run)
         if (share := stuck_share(loss, run.loop.loss_node, run.loop.pred, yb)) is not None:
-            self._shares.add(run.step, detached_scalar(share))
+            self._shares.add((run.step, detached_scalar(share)))
 
     def tell(self, run: Run) -> None:
         self.shares = self._shares.series()

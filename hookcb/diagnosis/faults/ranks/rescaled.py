@@ -57,7 +57,7 @@ class RescaledGradients(Fault):
             return
         if not self.name:
             self.name = next((name for name, p, _ in find_params(loop.model) if p is param), "")
-        self._norms.add(run.step, detached_scalar(param.grad.norm()))
+        self._norms.add((run.step, detached_scalar(param.grad.norm())))
 
     def tell(self, run: Run) -> None:
         self.norms = self._norms.series()

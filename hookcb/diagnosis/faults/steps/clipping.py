@@ -71,7 +71,7 @@ class ConstantClipping(Fault):
             if before is not None and before[0] == run.step and norm is not None:
                 has_divided = is_unscaled(loop.scaler, loop.opt)  # a GradScaler, since the backward
                 divided_by = scale_of(loop.scaler, loop.model) if has_divided else 1.0
-                self._coefs.add(run.step, detached_scalar(divided_by * norm / before[1]))
+                self._coefs.add((run.step, detached_scalar(divided_by * norm / before[1])))
 
     def tell(self, run: Run) -> None:
         if self._is_unseen:

@@ -58,13 +58,13 @@ class GrowingBatches(Fault):
 
     def on_batch(self, run: Run) -> None:
         self._n_calls = 0
-        self._trained.add(run.step, float(sum([p.requires_grad for p in all_params(run.loop.model)])))
+        self._trained.add((run.step, float(sum([p.requires_grad for p in all_params(run.loop.model)]))))
 
     def on_prediction(self, run: Run) -> None:
         self._n_calls += 1
 
     def on_batch_end(self, run: Run) -> None:
-        self._calls.add(run.step, float(self._n_calls))
+        self._calls.add((run.step, float(self._n_calls)))
 
     def findings(self, run: Run) -> Iterator[Result]:
         sizes, curves = run.measured(Inputs).sizes.values, run.measured(Curves)

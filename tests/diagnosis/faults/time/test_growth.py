@@ -266,9 +266,9 @@ def steps(times, sizes=(10,) * 12, calls=1, trained=(4,) * 12):
     run = growing(sizes, times)
     fault = run.measured(GrowingBatches)
     for i in range(len(times)):
-        fault._calls.add(i, float(calls if isinstance(calls, int) else calls[i]))
+        fault._calls.add((i, float(calls if isinstance(calls, int) else calls[i])))
     for i, n in enumerate(trained):
-        fault._trained.add(i, float(n))
+        fault._trained.add((i, float(n)))
     return run
 
 
