@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Literal
 
 from torch import Tensor
@@ -201,6 +201,10 @@ def user_line() -> str:
             return f"{frame.f_code.co_filename}:{line_in(frame)}"
         frame = frame.f_back
     return ""
+
+
+def _is_outermost(code: CodeType) -> bool:
+    return code is run_forward.__code__ or code.co_name == RUN_BACKWARD
 
 
 def line_of(node: Node) -> str:
