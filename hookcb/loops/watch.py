@@ -37,6 +37,7 @@ def watch(
       or step: several calls before a backward form one batch, backwards without a step accumulate, and each
       evaluation in a step of LBFGS is a batch; until
       the model itself is called, calls of its parts count, such as `net.actor(x)`;
+    - where no call is ever seen, as in a step that is compiled as a whole, a batch begins with its backward;
     - a call in eval mode is a validation batch; in the middle of a training batch it is ignored, unless the
       loop has left an earlier batch there; a call in train mode without gradients is always ignored;
     - the backward is noticed when gradients reach the model's output, or the loss in `w.report_loss(loss)`;
@@ -57,7 +58,7 @@ def watch(
             the training, such as `MixedPrecision`, are refused.
         cbs: more callbacks, in the form that a `Learner` accepts.
         scaler: the loop's GradScaler, so that callbacks can unscale the loss and gradients of outputs. By
-            default it is found at the first backward if it is new, else at its first step.
+            default it is found by the losses that it scales.
 
     Raises:
         TypeError, ValueError, LookupError: If something cannot be watched; nothing is hooked then.
