@@ -1,4 +1,4 @@
-"""What a call of the model is to its loop: part of a training batch, a validation, or neither."""
+"""Classifies calls of a watched model: parts of a training batch, validations, or neither."""
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -8,7 +8,7 @@ from hookcb.loops.stages import AFTER_BACKWARD, BEFORE_BACKWARD, Stage
 
 
 class Call(Enum):
-    """What a call is."""
+    """Kinds of calls of the model."""
 
     TRAIN = auto()  # begins a training batch
     CONTINUE = auto()  # belongs to the training batch that is open
@@ -49,7 +49,7 @@ class Now(NamedTuple):
 
 @dataclass(slots=True)
 class Habits:
-    """What a loop has done so far, by which its next call is told.
+    """Habits of a loop so far, by which its next call is told.
 
     Attributes:
         left_in: stages in which it has left a training batch and begun another.
@@ -63,7 +63,7 @@ class Habits:
 
 
 def classify(now: Now, habits: Habits) -> Call:
-    """What a call is at a moment, in a loop with such habits."""
+    """Tells what a call is, by the moment and the habits of its loop."""
     if not now.trains and (now.in_train_mode or _goes_on(now, habits)):
         return Call.ASIDE
     if now.in_backward and now.is_open and now.stage not in AFTER_BACKWARD:
