@@ -1,6 +1,7 @@
 """Windows of a fit under torch's profiler: their schedule, and what they record."""
 
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,20 +166,25 @@ class Window:
         self.types = {name: plain_class(m).__name__ for name, m in layers.items()}
         self.is_recording = self.has_batch = False
         self.steps: list[int] = []
-        # a window is one cycle; else torch 2.11 warns that it clears the events of the cycle before
-        self._prof = profile(activities=activities, acc_events=True, **options)
+        self._prof = profile(activities=activities, **options)
         # early only with a device, as it takes a while; another profiler in between would break it
         self._is_prepared = activities != (ProfilerActivity.CPU,)
         if self._is_prepared:
-            self._prof.prepare_trace()
+            self._prepare()
         self.ranges = LayerRanges(layers)
         self._compilations = 0
+
+    def _prepare(self) -> None:
+        # torch 2.11 warns that a later cycle would clear the events of this one; with `acc_events`, which it
+        # advises, it would take ten times as long to read them as `read_ops` does
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            self._prof.prepare_trace()
 
     def begin_step(self, step: int, phase: str, record: bool) -> None:
         """Begins a step, with the fetch of its batch; if not `record`, the profiler only warms up."""
         if record and not self.is_recording:
             if not self._is_prepared:
-                self._prof.prepare_trace()
+                self._prepare()
             self._prof.start_trace()
             self.is_recording, self._compilations = True, n_compilations()
         self.ranges.begin_step(step)
