@@ -17,7 +17,7 @@ from hookcb.core.batch import n_batches
 from hookcb.core.clock import PHASES, Follower
 from hookcb.core.console import warn
 from hookcb.core.torch_private import compile_counts, is_profiling, plain_class
-from hookcb.hooks.modules import Where, find_modules, is_compiled, named_modules
+from hookcb.hooks.modules import Where, find_modules, named_modules, outermost_compiled, unwrapped
 from hookcb.profiling.ops import read_ops
 from hookcb.profiling.ranges import LayerRanges
 from hookcb.profiling.sums import Profile, summarize
@@ -140,15 +140,14 @@ def layers_to_profile(
         layers = {}
     else:
         layers = find_modules(model, where, include_paramless=True)
-    compiled = [m for m in model.modules() if is_compiled(m)]
-    without = {id(inner) for m in compiled for inner in m.modules()}
-    names = [name or plain_class(m).__name__ for name, m in named_modules(model).items() if id(m) in without]
-    outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
-    return {
+    compiled = outermost_compiled(model)
+    without = {id(inner) for m in compiled.values() for inner in m.modules()}
+    hooked = {
         name: m
         for name, m in layers.items()
         if id(m) not in without and not isinstance(m, torch.jit.ScriptModule)
-    }, tuple(outermost)
+    }
+    return hooked, tuple(name or plain_class(unwrapped(model)).__name__ for name in compiled)
 
 
 class Window:

@@ -76,12 +76,13 @@ class StepClock(Clock):
     def end(self, epoch: int, step: int, n_samples: int | None) -> None:
         """Ends the step."""
         began, self._began = self._began, self.enter(self.phase)
-        seconds, self.sums = tuple(self.sums.values()), ZEROS.copy()
+        seconds, notes, self.sums = tuple(self.sums.values()), tuple(self.notes), ZEROS.copy()
         if began == began:
-            self.store.add((self._began - began, seconds, epoch, step, n_samples), self.notes, self.workers)
-            if self.listener is not None and FIRST_BATCH not in self.notes:
+            total = self._began - began
+            self.store.add((total, seconds, epoch, step, n_samples, notes, self.workers, ()))
+            if self.listener is not None and FIRST_BATCH not in notes:
                 self._tell(self.listener, seconds)
-        if self.notes:
+        if notes:
             self.notes, self.workers = [], 0.0
 
     def stop(self) -> None:
@@ -158,8 +159,7 @@ class CudaStepClock(StepClock):
             store, number, listener, marks = self._waiting.popleft()
             if listener is not None or store.keeps(number):
                 seconds = device_seconds(marks)
-                if store.keeps(number):
-                    store.add_device(number, seconds)
+                store.add_device(number, seconds)
                 if listener is not None:
                     listener(seconds)
             self._free += [event for _, event in marks]

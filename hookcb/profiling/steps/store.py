@@ -1,14 +1,10 @@
 """StepStore: times of the steps of a run, in bounded memory."""
 
-from collections.abc import Mapping, Sequence
 from heapq import heappush, heappushpop
-from typing import TypeVar
 
 from hookcb.profiling.steps.times import FIRST_BATCH, Row, StepTime, step_time
 
 N_SLOWEST = 100
-
-T = TypeVar("T")
 
 
 class StepStore:
@@ -24,7 +20,7 @@ class StepStore:
     >>> from hookcb.profiling.steps.store import StepStore
     >>> store = StepStore(keep=4)
     >>> for step in range(10):
-    ...     store.add((0.3, (0.0, 0.1, 0.0, 0.2, 0.0, 0.0, 0.0), 0, step, 32))
+    ...     store.add((0.3, (0.0, 0.1, 0.0, 0.2, 0.0, 0.0, 0.0), 0, step, 32, (), 0.0, ()))
     >>> [time.step for time in store.times()]
     [0, 4, 8, 9]
     """
@@ -32,48 +28,41 @@ class StepStore:
     def __init__(self, keep: int) -> None:
         self.keep, self.n = keep, 0
         self._stride = 1
-        self._rows: dict[int, Row] = {}
-        self._newest: Row | None = None
+        self._rows: dict[int, Row] = {}  # by the number of the step, as the others are
+        self._newest: dict[int, Row] = {}
         self._slowest: dict[int, Row] = {}
         self._heap: list[tuple[float, int]] = []  # the slowest, by time
         self._least = 0.0  # time that a step must exceed to be one of the slowest
-        self._notes: dict[int, tuple[str, ...]] = {}
-        self._workers: dict[int, float] = {}
-        self._on_device: dict[int, tuple[float, ...]] = {}
 
-    def add(self, row: Row, notes: Sequence[str] = (), workers: float = 0.0) -> None:
-        """Adds a step with its notes, and the seconds in which workers were started for it."""
+    def add(self, row: Row) -> None:
+        """Adds a step."""
         i = self.n
         if len(self._rows) == self.keep:
             self._thin()
         if i % self._stride == 0:
             self._rows[i] = row
-        self.n, self._newest = i + 1, row
-        if row[0] > self._least and FIRST_BATCH not in notes:
+        self.n, self._newest = i + 1, {i: row}
+        if row[0] > self._least and FIRST_BATCH not in row[5]:
             self._add_slow(row, i)
-        if notes:
-            self._notes[i] = tuple(notes)
-            self._notes = self._pruned(self._notes)
-        if workers:
-            self._workers[i] = workers
-            self._workers = self._pruned(self._workers)
 
     def add_device(self, i: int, seconds: tuple[float, ...]) -> None:
-        """Adds the device seconds of each phase of step `i`."""
-        self._on_device[i] = seconds
-        self._on_device = self._pruned(self._on_device)
+        """Adds the device seconds of each phase of step `i`, if it is kept."""
+        for rows in (self._rows, self._slowest, self._newest):
+            if i in rows:
+                rows[i] = (*rows[i][:-1], seconds)
 
     def keeps(self, i: int) -> bool:
         """Whether step `i` is kept."""
-        return i in self._rows or i in self._slowest or i == self.n - 1
+        return i in self._rows or i in self._slowest or i in self._newest
 
     def times(self) -> list[StepTime]:
         """The evenly spaced steps, in order."""
-        return self._read(self._rows | self._last())
+        return [step_time(row) for row in (self._rows | self._newest).values()]
 
     def times_and_slowest(self) -> list[StepTime]:
         """All steps that are kept, in order."""
-        return self._read(self._all())
+        rows = self._rows | self._newest | self._slowest
+        return [step_time(row) for _, row in sorted(rows.items())]
 
     def _add_slow(self, row: Row, i: int) -> None:
         self._slowest[i] = row
@@ -86,21 +75,3 @@ class StepStore:
     def _thin(self) -> None:
         self._stride *= 2
         self._rows = {i: row for i, row in self._rows.items() if i % self._stride == 0}
-
-    def _last(self) -> dict[int, Row]:
-        return {} if self._newest is None else {self.n - 1: self._newest}
-
-    def _all(self) -> dict[int, Row]:
-        return dict(sorted((self._rows | self._last() | self._slowest).items()))
-
-    def _pruned(self, by_step: dict[int, T]) -> dict[int, T]:
-        """The items of steps that are kept, once there are many of others."""
-        if len(by_step) <= 2 * (self.keep + N_SLOWEST):
-            return by_step
-        return {i: by_step[i] for i in self._all() if i in by_step}
-
-    def _read(self, rows: Mapping[int, Row]) -> list[StepTime]:
-        return [
-            step_time(row, self._notes.get(i, ()), self._on_device.get(i, ()), self._workers.get(i, 0.0))
-            for i, row in rows.items()
-        ]
