@@ -84,11 +84,7 @@ class ProfileSchedule:
 def check_schedule(
     wait: int, warmup: int, active: int, repeat: int, activities: Any, trace: Any, on: str
 ) -> ProfileSchedule:
-    """Schedule of a `ProfilerCallback` from its arguments.
-
-    Raises:
-        TypeError, ValueError: If an argument is invalid.
-    """
+    """Schedule of a `ProfilerCallback` from its arguments, which it checks."""
     for name, value in (("wait", wait), ("warmup", warmup), ("repeat", repeat)):
         check_count(name, value, least=0)
     check_count("active", active, "steps")
@@ -100,27 +96,23 @@ def check_schedule(
 
 
 def _check_activities(activities: Any) -> tuple[ProfilerActivity, ...]:
-    available: set[ProfilerActivity] = supported_activities()  # type: ignore[no-untyped-call]
+    supported: set[ProfilerActivity] = supported_activities()  # type: ignore[no-untyped-call]
+    available = {activity.name.lower(): activity for activity in supported}
     if activities is None:
-        return tuple(available)
-    names = sorted(activity.name.lower() for activity in available)
+        return tuple(supported)
+    names = ", ".join(sorted(available))
     if not isinstance(activities, str | ProfilerActivity | Iterable):
-        raise TypeError(f"activities is {activities!r:.80}; give some of {', '.join(names)}, or None for all")
+        raise TypeError(f"activities is {activities!r:.80}; give some of {names}, or None for all")
     wanted = [activities] if isinstance(activities, str | ProfilerActivity) else list(activities)
-    members = [_activity(activity) for activity in wanted]
-    for asked, activity in zip(wanted, members, strict=True):
-        if activity not in available:
-            what = "not an activity of torch's profiler" if activity is None else "not available here"
-            raise ValueError(f"activities has {asked!r}, which is {what}; available: {', '.join(names)}")
-    if not members:
-        raise ValueError(f"activities is empty; give some of {', '.join(names)}, or None for all")
-    return tuple(activity for activity in members if activity is not None)
-
-
-def _activity(asked: Any) -> ProfilerActivity | None:
-    if isinstance(asked, ProfilerActivity):
-        return asked
-    return ProfilerActivity.__members__.get(asked.upper()) if isinstance(asked, str) else None
+    if not wanted:
+        raise ValueError(f"activities is empty; give some of {names}, or None for all")
+    lower = [str(getattr(asked, "name", asked)).lower() for asked in wanted]
+    for asked, name in zip(wanted, lower, strict=True):
+        if name not in available:
+            is_one = name.upper() in ProfilerActivity.__members__
+            what = "not available here" if is_one else "not an activity of torch's profiler"
+            raise ValueError(f"activities has {asked!r}, which is {what}; available: {names}")
+    return tuple(available[name] for name in lower)
 
 
 def layers_to_profile(
@@ -151,13 +143,7 @@ def layers_to_profile(
 
 
 class Window:
-    """Torch's profiler, warming up or recording, with the ranges of steps, phases and layers.
-
-    Args:
-        layers: layers that get a range, by name.
-        activities: see `ProfileSchedule`.
-        **options: options for `torch.profiler.profile`.
-    """
+    """Torch's profiler, warming up or recording, with the ranges of steps, phases and layers."""
 
     def __init__(
         self, layers: Mapping[str, nn.Module], activities: tuple[ProfilerActivity, ...], **options: Any

@@ -16,13 +16,6 @@ class StepStore:
 
     Args:
         keep: number of steps to keep, 2 or more.
-
-    >>> from hookcb.profiling.steps.store import StepStore
-    >>> store = StepStore(keep=4)
-    >>> for step in range(10):
-    ...     store.add((0.3, (0.0, 0.1, 0.0, 0.2, 0.0, 0.0, 0.0), 0, step, 32, (), 0.0, ()))
-    >>> [time.step for time in store.times()]
-    [0, 4, 8, 9]
     """
 
     def __init__(self, keep: int) -> None:

@@ -225,7 +225,7 @@ def _for_callback(model: nn.Module, saved: Any, file: Path, name: str, took_over
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         saved = {**saved, "averaged": fitted(model, saved["averaged"], file, f"cbs.{name}.averaged", named)}
     if "position" in saved:
-        saved = {**saved, "took_over": (took_over.samples, took_over.batches)}
+        saved = {**saved, "took_over": tuple(took_over)}
     return with_tensors(saved, f"cbs.{name}", file)
 
 
@@ -260,7 +260,8 @@ def check_fits(state: dict[str, Any], learn: TrainingState) -> None:
         where = f"only in {kind}" if odd[0] in current else f"not in {kind}"
         raise ValueError(f"is of another model: {odd[0]!r} is {where}, {len(odd)} names differ")
     buffers = with_own_names(learn.model, state["buffers"], dict(learn.model.named_buffers()))
-    if foreign := [name for name in buffers if not _accepts_buffer(learn.model, name)]:
+    modules = dict(learn.model.named_modules())
+    if foreign := [name for name in buffers if not _accepts_buffer(modules, name)]:
         raise ValueError(f"is of another model: {kind} has no buffer {foreign[0]!r}")
     for name, x in current.items():
         if isinstance(x, Tensor) and x.shape != saved[name].shape:
@@ -287,10 +288,10 @@ def _group_sizes(groups: list[dict[str, Any]]) -> list[int]:
     return [len(group["params"]) for group in groups]
 
 
-def _accepts_buffer(model: nn.Module, name: str) -> bool:
-    """Whether the model has a buffer, or may still create it."""
+def _accepts_buffer(modules: dict[str, nn.Module], name: str) -> bool:
+    """Whether one of a model's modules has a buffer, or may still create it."""
     owner, _, last = name.rpartition(".")
-    m = dict(model.named_modules()).get(owner)
+    m = modules.get(owner)
     return m is not None and (last in buffers_of(m) or not hasattr(m, last))
 
 
