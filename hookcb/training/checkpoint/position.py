@@ -12,7 +12,7 @@ FACTS = {"n": "samples", "seed": "as seed of its DistributedSampler", "shuffle":
 
 
 class Position(NamedTuple):
-    """Where these ranks took over an epoch.
+    """Place at which these ranks took over an epoch.
 
     Attributes:
         samples: number of samples of the shared order that came before.
