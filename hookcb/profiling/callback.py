@@ -117,9 +117,10 @@ class ProfilerCallback(Callback):
             raise RuntimeError("two profilers cannot run at once; attach one ProfilerCallback")
         if is_profiling():
             raise RuntimeError("a torch profiler is running already; end it before the fit begins")
+        found = layers_to_profile(self.model, self.modules)
         if rank == min(self.ranks):
             self.schedule.warn_if_longer(getattr(self.learn, "dls", None), self.n_epoch)
-        return layers_to_profile(self.model, self.modules)
+        return found
 
     def before_train(self) -> None:
         if self._counts():
