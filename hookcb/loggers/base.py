@@ -1,46 +1,11 @@
 """The protocol of a logger, and what it may support besides numbers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
 from hookcb.core.randomness import random_kept
-
-
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """A histogram.
-
-    Args:
-        low: lower edge of the first bin, in the unit of the values.
-        high: upper edge of the last bin.
-        counts: number of values in each bin.
-        below: number of values below `low`.
-        above: number of values above `high`.
-        min: smallest finite value, NaN if there is none.
-        max: largest finite value, NaN if there is none.
-        edges: edges of the bins, one more than there are bins; by default they are of equal width.
-
-    >>> from hookcb.loggers import Histogram
-    >>> Histogram(low=0.0, high=1.0, counts=(3, 1), below=0, above=2, min=0.1, max=4.0).edges
-    (0.0, 0.5, 1.0)
-    """
-
-    low: float
-    high: float
-    counts: tuple[float, ...]
-    below: float
-    above: float
-    min: float
-    max: float
-    edges: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.edges:
-            n = len(self.counts)
-            width = (self.high - self.low) / n
-            object.__setattr__(self, "edges", tuple(self.low + width * i for i in range(n + 1)))
+from hookcb.records.recording import Histogram as Histogram
 
 
 class Logger(Protocol):
