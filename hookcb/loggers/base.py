@@ -1,11 +1,20 @@
-"""The protocol of a logger, and what it may support besides numbers."""
+"""Logger: its protocol, what it may support besides numbers, and what is made a logger of."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from hookcb.core.randomness import random_kept
-from hookcb.records.recording import Histogram as Histogram
+from hookcb.loggers.files import CSVLogger, JSONLLogger
+from hookcb.records.recording import Histogram
+
+FILES: dict[str, Callable[[Path], "Logger"]] = {".jsonl": JSONLLogger, ".csv": CSVLogger}
+POSSIBLE = (
+    "give a JSONLLogger, CSVLogger, TensorBoardLogger or MLflowLogger, a path that ends in .jsonl or .csv, "
+    "or an object with a method log(values, step=…), as a run of wandb, trackio or swanlab has"
+)
 
 
 class Logger(Protocol):
@@ -77,6 +86,44 @@ class DiffersByRank(Protocol):
 
     def of_rank(self, rank: int) -> Logger:
         """Logger for a rank; rank 0 has the original."""
+
+
+def as_logger(thing: Any) -> Logger:
+    """Returns a logger: for a path one that writes to it, otherwise the object itself.
+
+    Raises:
+        TypeError: If it is neither a path nor a logger.
+        ValueError: If the path has another suffix than .jsonl or .csv.
+
+    >>> from hookcb.loggers import as_logger
+    >>> as_logger("runs/first.csv").path.name
+    'first.csv'
+    """
+    if isinstance(thing, str | Path):
+        path = Path(thing)
+        if path.suffix not in FILES:
+            raise ValueError(f"{str(thing)!r} does not end in {' or '.join(FILES)}; {POSSIBLE}")
+        return FILES[path.suffix](path)
+    if isinstance(thing, type) or not _takes_values(getattr(thing, "log", None)):
+        hint = "an instance, not the class" if isinstance(thing, type) else _hint(thing)
+        raise TypeError(f"nothing can be logged to {thing!r:.80}; {hint or POSSIBLE}")
+    logger: Logger = thing
+    return logger
+
+
+def _takes_values(log: Any) -> bool:
+    """Whether `log` can be called as `log({}, step=0)`."""
+    try:
+        inspect.signature(log, follow_wrapped=False).bind({}, step=0)  # what is wrapped may take a `self` too
+    except (TypeError, ValueError):  # ValueError: a function written in C, such as math.log
+        return False
+    return True
+
+
+def _hint(thing: Any) -> str:
+    if hasattr(thing, "add_scalar"):
+        return "instead of a SummaryWriter, give TensorBoardLogger(folder)"
+    return "for MLflow, give MLflowLogger(run)" if hasattr(thing, "log_metric") else ""
 
 
 def import_extra(module: str, package: str, extra: str) -> Any:

@@ -14,8 +14,7 @@ from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.optim import detached_scalar
-from hookcb.loggers.adapt import as_logger
-from hookcb.loggers.base import DiffersByRank, Logger
+from hookcb.loggers.base import DiffersByRank, Logger, as_logger
 from hookcb.loggers.group import LoggerGroup
 from hookcb.processes.ranks import ranks_of
 from hookcb.records.recording import Histogram, recordings_of

@@ -65,7 +65,7 @@ class Reading(NamedTuple):
 
 
 class Recording:
-    """What a callback has recorded; one place says what a page, a log and figures have of it.
+    """Records of a callback; they alone know what a page, a log and figures have of them.
 
     A callback has it in its attribute `records`, or is one itself.
     """

@@ -54,7 +54,7 @@ class PageData(Content):
 
 
 def to_text(data: Any, n_series: int = 1) -> str:
-    """A dataclass as JSON: `schema`; `content`, the fields; and `numbers`. No text can end an HTML element.
+    """A dataclass or dict as JSON: `schema`, `content` and `numbers`. No text in it can end an HTML element.
 
     In `content` a series is `[offset of its steps, offset of its values, length]` in `numbers`: int32
     differences of steps, and float32 values, rounded to 2⁻¹⁴ of themselves for layers and parameters, 2⁻⁶ for
@@ -63,7 +63,7 @@ def to_text(data: Any, n_series: int = 1) -> str:
     about 200,000 characters at most.
 
     Args:
-        data: the dataclass.
+        data: the dataclass or dict.
         n_series: number of series of layers and parameters.
     """
     most = min(MAX_RECORDS, MAX_NUMBERS // max(1, n_series))

@@ -45,15 +45,13 @@ class Foreign:
 
     Attributes:
         path: the file or folder.
-        kind: "weights", "table" or "events".
         weights: paths of files with weights, which are read tensor by tensor.
         index: of weights in several files, the name of the file that has each, by the index of Hugging Face.
-        curves: numbers by name, over steps or epochs.
+        curves: numbers by name, over steps or epochs; empty for weights.
         unit: what these are over: "step" or "epoch".
     """
 
     path: Path
-    kind: str
     weights: list[Path] = field(default_factory=list)
     curves: dict[str, Series] = field(default_factory=dict)
     unit: str = "step"
@@ -74,19 +72,19 @@ def find_foreign(path: Path) -> Foreign | None:
     if not path.stat().st_size:
         raise ValueError(f"{path} is empty")
     if path.match(EVENTS):
-        return Foreign(path, "events", curves=read_events(path))
+        return Foreign(path, curves=read_events(path))
     if path.name.endswith(OF_INDEX):
         return read_index(path)
     if path.suffix.lower() in TABLES:
         curves, unit = read_table(path)
-        return Foreign(path, "table", curves=curves, unit=unit)
+        return Foreign(path, curves=curves, unit=unit)
     if path.suffix == SAFE:
-        return Foreign(path, "weights", [path])
+        return Foreign(path, [path])
     if not _is_of_torch(path):
         files = ".pt, .pth, .bin, .ckpt, .safetensors, .index.json"
         known = f"weights ({files}), a table (.csv), or events of TensorBoard"
         raise ValueError(f"{path} is of no known kind; give a page or records of hookcb, {known}")
-    return None if _is_ours(path) else Foreign(path, "weights", [path])
+    return None if _is_ours(path) else Foreign(path, [path])
 
 
 def _in_folder(folder: Path) -> Foreign | None:
@@ -97,10 +95,10 @@ def _in_folder(folder: Path) -> Foreign | None:
         if not found:
             continue
         if pattern == EVENTS:
-            return Foreign(folder, "events", curves=read_events(folder))
+            return Foreign(folder, curves=read_events(folder))
         if pattern.endswith(OF_INDEX) or found[0].suffix in TABLES:
             return find_foreign(found[0])
-        return Foreign(folder, "weights", found)
+        return Foreign(folder, found)
     return None
 
 
@@ -121,7 +119,7 @@ def read_index(path: Path) -> Foreign:
     if any(Path(x).name != x for x in files):
         raise ValueError(f"{path} names files outside of its folder: {files[0]!r}")
     present = [path.parent / x for x in files if (path.parent / x).is_file()]
-    return Foreign(path, "weights", present, index=index)
+    return Foreign(path, present, index=index)
 
 
 def _is_of_torch(file: Path) -> bool:

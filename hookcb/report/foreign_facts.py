@@ -85,7 +85,7 @@ def facts_of(found: Foreign) -> FileFacts:
         ValueError: If it is damaged, or has nothing to show.
         ModuleNotFoundError: If a package that reads it is not installed.
     """
-    facts = _of_weights(found) if found.kind == "weights" else _of_curves(found)
+    facts = _of_curves(found) if found.curves else _of_weights(found)
     facts.told.sort(key=lambda told: RANK[told[0]])
     return facts
 

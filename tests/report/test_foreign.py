@@ -84,7 +84,7 @@ def test_weights_of_folders_are_found(tmp_path):
     found = find_foreign(tmp_path)
     assert [file.name for file in found.weights] == ["pytorch_model-00001.bin", "pytorch_model-00002.bin"]
     (tmp_path / "results.csv").write_text("epoch,loss\n1,2\n")
-    assert find_foreign(tmp_path).kind == "table"
+    assert find_foreign(tmp_path).curves["loss"].values == [2.0]
 
 
 def test_safetensors_are_read_or_the_message_says_what_to_install(tmp_path, monkeypatch):

@@ -75,7 +75,7 @@ def curves(**named):
 
 
 def of_curves(tmp_path, **named):
-    return facts_of(Foreign(tmp_path / "a.csv", "table", curves=curves(**named), unit="epoch"))
+    return facts_of(Foreign(tmp_path / "a.csv", curves=curves(**named), unit="epoch"))
 
 
 def test_what_curves_show(tmp_path):
