@@ -85,7 +85,7 @@ class Recording:
 def recordings_of(cbs: Iterable[Callback]) -> Iterator[tuple[str, Recording]]:
     """Names of the callbacks that record, and what they have recorded."""
     for cb in cbs:
-        own = cb if isinstance(cb, Recording) else getattr(cb, "records", None)
+        own = cb if isinstance(cb, Recording) else vars(cb).get("records")
         if isinstance(own, Recording):
             yield cb.name, own
 

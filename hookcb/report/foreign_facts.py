@@ -139,13 +139,12 @@ class _Weights:
 
 
 def _of_weights(found: Foreign) -> FileFacts:
-    counts, shown, names = _Weights(), set[str](), dict[str, set[str]]()
+    counts, names = _Weights(), dict[str, set[str]]()  # of tensors, by file
     for file in found.weights:
         for name, x, is_state in read_weights(file):
             counts.add(name, x, is_state)
-            shown.add(file.name)
             names.setdefault(file.name, set()).add(name)
-    of = f" in {len(shown)} files" if len(shown) > 1 else ""
+    of = f" in {len(names)} files" if len(names) > 1 else ""
     kinds = join_names([f"{n} {kind}" for kind, n in counts.dtypes.most_common()])
     facts = FileFacts(str(found.path), f"{counts.n:,} tensors, {counts.n_elements:,} elements{of} ({kinds})")
     facts.told = [*_told_of_index(found.index, names), *_told_of(counts)]
