@@ -8,8 +8,7 @@ from hookcb.core.callback_list import Callbacks, listed
 from hookcb.core.loop import Loop
 from hookcb.gradients.callback import GradientHealth
 from hookcb.loggers.callback import Log
-from hookcb.loggers.csv import CSVLogger
-from hookcb.loggers.jsonl import JSONLLogger
+from hookcb.loggers.files import CSVLogger, JSONLLogger
 from hookcb.loggers.mlflow import MLflowLogger
 from hookcb.loggers.tensorboard import TensorBoardLogger
 from hookcb.nans.anomaly import DetectAnomaly

@@ -19,13 +19,15 @@ from hookcb.profiling.tables import (
 )
 from hookcb.profiling.trace_file import write_trace
 from hookcb.profiling.window import Windows
+from hookcb.records.content import Content, TimeSpent
+from hookcb.records.recording import Recording
 from hookcb.records.tables import Worst
 
 TOTALS = ("own_backward", "nodes", "own_device_forward", "own_device_backward", "own_memory", "own_flops")
 N_SLOWEST = 5
 
 
-class ProfileRecords:
+class ProfileRecords(Recording):
     """Tables and exports of the windows that were profiled.
 
     Args:
@@ -165,6 +167,14 @@ class ProfileRecords:
             if time >= 1000
         ]
         return write_whole(path, lambda opened: opened.write("".join(lines).encode()))
+
+    def show_on(self, page: Content) -> None:
+        """Shows seconds by layer."""
+        if self._windows.profile.steps:
+            page.time = page.time or TimeSpent()
+            page.time.layers = {
+                row.name: [row.forward_self, row.backward_self or 0.0] for row in self.layers()
+            }
 
     def _recorded(self) -> Profile:
         if not self._windows.profile.steps:

@@ -3,8 +3,8 @@
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from fastcore.foundation import L
@@ -14,9 +14,11 @@ from hookcb.core import orders
 from hookcb.core.batch import batch_size
 from hookcb.core.callback import Callback
 from hookcb.core.optim import detached_scalar
+from hookcb.records.content import Content
 from hookcb.records.frames import frame_of
 from hookcb.records.plots import ALARM, BLUE, ORANGE, Size, check_any, gapped, limit_steps, make_panels
-from hookcb.records.series import Smoothed
+from hookcb.records.recording import Recording
+from hookcb.records.series import Series, Smoothed
 from hookcb.records.store import read_numbers
 from hookcb.training.metrics import SampleMean
 
@@ -28,7 +30,7 @@ SMOOTH = 0.04  # share of the batches over which losses are smoothed in the figu
 NO_METRICS = ("epoch", "time", "train_loss", "valid_loss")
 
 
-class Recorder(Callback):
+class Recorder(Callback, Recording):
     """Records losses and learning rates, and a row for each epoch; every `Learner` has one.
 
     Losses stay on their device until they are read or the epoch ends, so that no batch waits for a GPU. A
@@ -51,6 +53,7 @@ class Recorder(Callback):
 
     order = orders.RECORD
     has_rank_state = True
+    keys = frozenset(("losses", "sizes", "lrs", "rows", "first", "ends"))  # of its state
 
     def __init__(self, *, name: str | None = None) -> None:
         super().__init__(name=name)
@@ -164,6 +167,22 @@ class Recorder(Callback):
 
     plot_loss = plot_sched = plot  # fastai's names
 
+    def show_on(self, page: Content) -> None:
+        """Shows losses, rates, and the numbers of each epoch."""
+        if losses := self.losses:
+            steps = list(range(len(losses)))
+            page.run |= {"loss": Series(steps, losses), "lr": Series(steps, self.lrs)}
+        page.epochs = {}
+        for end, row in zip(self.ends, self.rows, strict=False):
+            for name, x in row.items():
+                if name not in ("epoch", "time") and isinstance(x, int | float):
+                    page.epochs.setdefault(name, Series()).add(max(end - 1, 0), float(x))
+
+    def figures(self, name: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Losses, metrics and rates."""
+        if self.losses:
+            yield "run", self.plot
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "losses": torch.tensor(self.losses, dtype=torch.float64, device="cpu"),
@@ -173,6 +192,13 @@ class Recorder(Callback):
             "first": self._first,
             "ends": list(self.ends),
         }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Self:
+        """New recorder from what `state_dict` has returned."""
+        recorder = cls()
+        recorder.load_state_dict(state)
+        return recorder
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._train.values, self._train.sizes = state["losses"].tolist(), state["sizes"].tolist()

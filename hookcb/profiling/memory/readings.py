@@ -17,8 +17,10 @@ from hookcb.profiling.memory.growth import Growth, InUse, growth_of
 from hookcb.profiling.memory.sizes import tensors_in
 from hookcb.profiling.memory.sums import Advice, Params, Use, advise, bytes_by_layer, sum_layers
 from hookcb.profiling.memory.watch import Forward
+from hookcb.records.content import Content, MemoryUsed
 from hookcb.records.frames import frame_of
 from hookcb.records.printing import Printed
+from hookcb.records.recording import Recording
 from hookcb.records.tables import Column, LayerTable, Worst
 
 MAX_IN_USE = 1000  # the latest ones, from which growth is computed
@@ -145,7 +147,7 @@ class MemoryReport(Printed):
         yield Text("\n".join(self.lines))
 
 
-class MemoryRecords:
+class MemoryRecords(Recording):
     """Memory of the watched batches of a fit.
 
     Args:
@@ -295,6 +297,17 @@ class MemoryRecords:
         if self.rank_peak is not None:
             lines.append(f"all of this is of one rank; {self.rank_peak}")
         return MemoryReport(layers, lines)
+
+    def show_on(self, page: Content) -> None:
+        """Shows bytes by layer, and the sentences of the report."""
+        page.memory = MemoryUsed(["kept", "parameters", "gradients", "optimizer"])
+        if self._fullest is not None:
+            page.memory.layers = {
+                row.name: [float(getattr(row, column)) for column in ("kept_self", *PARAM_FIELDS)]
+                for row in self.layers()
+            }
+            lines = "\n".join(self.report().lines)  # what is indented belongs to the line above
+            page.memory.sentences = lines.replace(":\n  ", ": ").replace("\n  ", "; ").split("\n")
 
     def _watched(self) -> Forward:
         if self._fullest is None:
