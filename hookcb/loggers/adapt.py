@@ -8,11 +8,15 @@ from typing import Any
 from hookcb.loggers.base import Logger
 from hookcb.loggers.csv import CSVLogger
 from hookcb.loggers.jsonl import JSONLLogger
+from hookcb.loggers.mlflow import MLflowLogger
+from hookcb.loggers.tensorboard import TensorBoardLogger
 
 FILES: dict[str, Callable[[Path], Logger]] = {".jsonl": JSONLLogger, ".csv": CSVLogger}
+OWN = (JSONLLogger, CSVLogger, TensorBoardLogger, MLflowLogger)  # which a loop takes in place of a `Log`
+NAMES = ", ".join(kind.__name__ for kind in OWN)
 POSSIBLE = (
-    "give a JSONLLogger, CSVLogger, TensorBoardLogger or MLflowLogger, a path that ends in .jsonl or .csv, "
-    "or an object with a method log(values, step=…), as a run of wandb, trackio or swanlab has"
+    f"give one of {NAMES}, a path that ends in {' or '.join(FILES)}, or an object with a method "
+    "log(values, step=…), as a run of wandb, trackio or swanlab has"
 )
 
 
@@ -21,7 +25,7 @@ def as_logger(thing: Any) -> Logger:
 
     Raises:
         TypeError: If it is neither a path nor a logger.
-        ValueError: If the path has another suffix than .jsonl or .csv.
+        ValueError: If the path has another suffix than those of `FILES`.
 
     >>> from hookcb.loggers import as_logger
     >>> as_logger("runs/first.csv").path.name
