@@ -20,7 +20,9 @@ from hookcb.core.events import BATCH_EVENTS, LEVELS
 from hookcb.core.loop_tree import loop_tree
 from hookcb.diagnosis.fault import FAULTS
 from hookcb.gradients.stats import GRAD_STATS
-from hookcb.loggers import adapt
+from hookcb.loggers.base import FILES, POSSIBLE
+from hookcb.loops import ported
+from hookcb.loops.names import LOGGERS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(hookcb.__file__).parent
@@ -151,26 +153,30 @@ def test_the_places_of_a_callback_that_are_left_out_are_named():
 
 
 def loggers():
-    """All classes in the room of loggers that end in Logger, but for the protocol."""
+    """All classes in the room of loggers that log, but for the protocol."""
     modules = [import_module(m.name) for m in pkgutil.iter_modules(loggers_room.__path__, "hookcb.loggers.")]
     found = [(module, cls) for module in modules for cls in vars(module).values() if isinstance(cls, type)]
-    own = {cls for module, cls in found if cls.__module__ == module.__name__}
+    own = {cls for module, cls in found if cls.__module__ == module.__name__ and hasattr(cls, "log")}
     return {cls for cls in own if cls.__name__.endswith("Logger")} - {loggers_room.Logger}
 
 
 def missing_of_logger(cls):
     name, (room, file) = cls.__name__, place_of(cls.__module__)
-    if cls not in adapt.OWN:
-        yield f"hookcb/loggers/adapt.py: {name} is not in OWN, so no loop takes it in place of a Log"
+    if cls not in LOGGERS:
+        yield f"hookcb/loops/names.py: {name} is not in LOGGERS, so no loop takes it in place of a Log"
+    if not names(ported.LOGGERS, name):
+        yield f"hookcb/loops/ported.py: {name} is not in LOGGERS"
+    suffixes = {suffix for suffix, kind in FILES.items() if kind is cls}
+    if not {name, *suffixes} <= set(re.findall(r"[\w.]+", POSSIBLE)):
+        yield f"hookcb/loggers/base.py: POSSIBLE does not name {' and '.join([name, *suffixes])}"
     if getattr(loggers_room, name, None) is not cls or name not in loggers_room.__all__:
         yield f"hookcb/loggers/__init__.py: {name} is not imported there, or not in __all__"
     if getattr(hookcb, name, None) is not cls or name not in hookcb.__all__:
         yield f"hookcb/public.py: {name} is not imported there, or not in __all__"
     if not names(read(ROOT / "docs/guide/loops.md"), name):
         yield f"docs/guide/loops.md: {name} is not among the loggers"
-    for suffix in (suffix for suffix, kind in adapt.FILES.items() if kind is cls):
-        if suffix not in inspect.getdoc(hookcb.Log):
-            yield f"hookcb/loggers/callback.py: the docstring of Log does not say what a path {suffix} is"
+    if not all(suffix in inspect.getdoc(hookcb.Log) for suffix in suffixes):
+        yield f"hookcb/loggers/callback.py: the docstring of Log does not name {' and '.join(suffixes)}"
     if not any(names(text, name) for text in texts_of_tests(room, "interop")):
         yield f"tests/{room}/test_{file}.py: no test names {name}"
     yield from missing_of_name(name)
@@ -188,9 +194,11 @@ def test_the_places_of_a_logger_that_are_left_out_are_named(monkeypatch):
         """Logs nothing."""
 
     Dummy.__module__ = "hookcb.loggers.dummy"
-    monkeypatch.setitem(adapt.FILES, ".dummy", Dummy)
+    monkeypatch.setitem(FILES, ".dummy", Dummy)
     assert [place.partition(":")[0] for place in missing_of_logger(Dummy)] == [
-        "hookcb/loggers/adapt.py",
+        "hookcb/loops/names.py",
+        "hookcb/loops/ported.py",
+        "hookcb/loggers/base.py",
         "hookcb/loggers/__init__.py",
         "hookcb/public.py",
         "docs/guide/loops.md",

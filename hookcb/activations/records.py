@@ -1,7 +1,7 @@
 """ActivationRecords: recorded statistics of layers' outputs, with histograms, pictures and a report."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, overload
 
@@ -20,7 +20,10 @@ from hookcb.core.arguments import check_count
 from hookcb.core.text import as_layer, join_names
 from hookcb.core.torch_private import in_transform, is_jit_tracing
 from hookcb.hooks.hook import detached
+from hookcb.records.content import MAX_RECORDS, Content, HistogramOverTime, Recorded
+from hookcb.records.recording import Histogram, Reading, picked
 from hookcb.records.records import PHASES, Layer, SavedRecords, module_of
+from hookcb.records.series import Series
 from hookcb.records.store import StatStore
 from hookcb.records.tables import NO_MARK, VerdictLike, Worst, marks_of
 
@@ -351,6 +354,46 @@ class ActivationRecords(SavedRecords):
     def _check_hist(self) -> None:
         if not self.with_hist:
             raise RuntimeError("no histograms were recorded; pass with_hist=True to ActivationStats")
+
+    # ---- shown by others
+
+    def show_on(self, page: Content) -> None:
+        """Shows statistics and histograms of each layer in training."""
+        steps, page.layers = self.steps(), {}
+        for path in self.names:
+            kind, shape = self.outputs.get(path, ("", ()))
+            hist = self._hist_over_time(path, steps) if self.with_hist else None
+            series = self.shown_series(path, steps)
+            page.layers[path] = Recorded(module_of(path), f"{kind} {tuple(shape)}", series, hist)
+
+    def _hist_over_time(self, path: str, steps: Sequence[int]) -> HistogramOverTime:
+        counts, edges = self.shown_hist(path)
+        rows = picked(counts, MAX_RECORDS // 4)
+        kept = [steps[i] for i in rows.tolist()]
+        return HistogramOverTime(edges.tolist(), [Series(kept, row) for row in counts[rows].T.tolist()])
+
+    def newest(self, seen: Mapping[str, int], part: str = "") -> Iterator[Reading]:
+        """Last record of training, with histograms, unless its number is `seen[part]`; waits for a GPU."""
+        for reading in super().newest(seen, part):
+            if self.with_hist:
+                reading.hists.update(self._hists(reading))
+            yield reading
+
+    def _hists(self, reading: Reading) -> Iterator[tuple[str, Histogram]]:
+        """Histograms of the layers that were called in a record."""
+        store, edges = self.store_of("train"), tuple(self.edges.tolist())
+        for name in store.names:
+            if f"{name}/min" in reading.values:
+                below, *counts, above = store.row(reading.record, name)[len(self.columns) :].tolist()
+                low, high = reading.values[f"{name}/min"], reading.values[f"{name}/max"]
+                yield name, Histogram(edges[0], edges[-1], tuple(counts), below, above, low, high, edges)
+
+    def figures(self, name: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Signal over depth, and histograms."""
+        if len(self.stats):
+            yield f"{name}/depth", self.plot_depth
+            if self.with_hist:
+                yield f"{name}/histograms", self.color_dim
 
     # ---- saving
 

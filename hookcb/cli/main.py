@@ -145,19 +145,17 @@ def _export(args: argparse.Namespace, *_: object) -> int:
 
 def _report(args: argparse.Namespace, *_: object) -> int:
     from hookcb.core.console import show
-    from hookcb.report.foreign import find_foreign
     from hookcb.report.foreign_facts import facts_of
     from hookcb.report.page import Page
     from hookcb.report.saved import load_run
 
     try:
-        if (found := find_foreign(args.run)) is None:
+        if (facts := facts_of(args.run)) is None:
             page = Page(load_run(args.run))
             beside = args.run.with_suffix(".html") if args.run.is_file() else Path(f"{args.run}.html")
             said = f"{page.save(args.output or beside)}: {page.data.headline}"
             show(said, soft_wrap=True, highlight=False, markup=False)
             return 0
-        facts = facts_of(found)
         show(facts, highlight=False, markup=False)
         if args.output is not None:
             show(

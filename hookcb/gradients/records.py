@@ -1,9 +1,9 @@
 """GradientRecords: recorded gradients, weights and updates, as numbers, tables and figures."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from fastcore.foundation import L
@@ -17,8 +17,11 @@ from hookcb.gradients.flow import STORED, GradientFlow, flow_of
 from hookcb.gradients.outputs import OutputGradients
 from hookcb.gradients.report import GradientReport, param_rows
 from hookcb.gradients.stats import BUFFER_STATS, GRAD_STATS, STEP_STATS, Number
+from hookcb.records.content import MAX_RECORDS, Content, Recorded
 from hookcb.records.memory import Memory
-from hookcb.records.records import Layer, LayerRecords, SavedRecords
+from hookcb.records.recording import Reading, with_numbers
+from hookcb.records.records import Layer, LayerRecords, SavedRecords, Stats
+from hookcb.records.series import Series
 from hookcb.records.store import StatStore
 from hookcb.records.tables import VerdictLike, Worst, marks_of
 
@@ -29,6 +32,11 @@ if TYPE_CHECKING:
 STATE = ("about", "without_grad", "frozen", "left_out", "not_optimized", "first_bad", "shard")
 MAX_STEPS, MAX_ELEMENTS = 256, 2**20  # captured steps, or elements (4 MB), that are reduced together
 STEP = "step"  # name of whole steps in their store
+NORMS = ("norm", "total_norm", "mean_norm")
+COPIES = ("clipped_norm", "clipped_total_norm")  # of norms that were read after clipping
+NOTHING_DONE = {"clip_coef": 1.0, "scale": 1.0, "skipped": 0.0}  # these are not shown
+
+T = TypeVar("T")
 
 
 def is_unread(abs_max: float, nonfinite: float) -> bool:
@@ -341,6 +349,67 @@ class GradientRecords(SavedRecords):
 
     def _all_series(self, name: str) -> dict[str, list[float]]:
         return dict(zip(self.columns, self.store_of("train").series(name).T.tolist(), strict=False))
+
+    # ---- shown by others
+
+    def named(self, stats: Mapping[str, T]) -> dict[str, T]:
+        """Statistics by names that say which norms were read after clipping."""
+        if not self.is_clipped:
+            return dict(stats)
+        return {f"clipped_{x}" if x in NORMS else x: own for x, own in stats.items() if x not in COPIES}
+
+    def show_on(self, page: Content) -> None:
+        """Shows statistics of each parameter, and of whole steps."""
+        steps = self.steps()
+        for stat, series in self.named(self._shown_steps(steps)).items():
+            page.run[stat] = series
+        page.params = {
+            name: Recorded(name.rpartition(".")[0], stats=self._shown_param(name, steps))
+            for name in self.names
+        }
+
+    def _shown_steps(self, steps: list[int]) -> dict[str, Series]:
+        """Statistics of whole steps, but the rate, without those of what was never done."""
+        found = {stat: Series(steps, self.step_series(stat)) for stat in STEP_STATS if stat != "lr"}
+        for stat, nothing in NOTHING_DONE.items():
+            if all(x == nothing for x in found[stat].values if x == x):
+                del found[stat]
+        if "clip_coef" not in found:
+            del found["clipped_total_norm"]
+        return found
+
+    def _shown_param(self, name: str, steps: list[int]) -> dict[str, Series]:
+        """Statistics of a parameter, but its rms, which follows from the norm, and a norm that is a copy."""
+        found = self.shown_series(name, steps, [stat for stat in self.columns if stat != "abs_max"])
+        found.pop("rms", None)
+        if str(found.get("clipped_norm")) == str(found.get("norm")):
+            found.pop("clipped_norm", None)
+        rows, largest = self.detailed(name), self.layer_series(name, "abs_max")
+        rows = rows[:: -(-len(rows) // MAX_RECORDS) or 1]
+        known = {"abs_max": Series([steps[i] for i in rows], [largest[i] for i in rows])}
+        return self.named(found | with_numbers(known))
+
+    def logged(self, name: str, stats: Stats) -> Stats:
+        """Statistics of a parameter in one record that a log gets: those that were read."""
+        if self.about[name][1] < 2:
+            del stats["zero_rows"]  # a parameter with fewer than 2 dimensions has no rows
+        if is_unread(stats["abs_max"], stats["nonfinite"]):
+            del stats["abs_max"]
+        return self.named(stats)
+
+    def newest(self, seen: Mapping[str, int], part: str = "") -> Iterator[Reading]:
+        """Last records of the steps and of layers' outputs, unless they are in `seen`; waits for a GPU."""
+        for reading in super().newest(seen, part):
+            steps = self.named({stat: self.step_series(stat)[-1] for stat in STEP_STATS})
+            reading.values.update({f"step/{stat}": x for stat, x in steps.items()})
+            yield reading
+        if self.output_stats is not None:
+            yield from self.output_stats.newest(seen, "_of_outputs")
+
+    def figures(self, name: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Flow of gradients."""
+        if len(self.stats):
+            yield f"{name}/flow", self.plot_flow
 
     # ---- saving
 

@@ -12,7 +12,7 @@ from torch import nn
 from hookcb.core.console import printable
 from hookcb.core.text import as_layer
 from hookcb.core.whose import is_of_program, is_of_user
-from hookcb.hooks.modules import has_params, is_leaf, named_modules
+from hookcb.hooks.modules import has_params, is_leaf, named_modules, names_around
 from hookcb.records.records import module_of
 
 if TYPE_CHECKING:
@@ -166,11 +166,8 @@ def why_not_called(modules: Mapping[str, nn.Module], name: str) -> str:
 
 def _owner(modules: Mapping[str, nn.Module], name: str) -> nn.Module | None:
     """The innermost module that has `name` in it, other than a container."""
-    while name:
-        name = name.rpartition(".")[0]
-        if not isinstance(modules.get(name), (*CONTAINERS, nn.Sequential)):
-            return modules.get(name)
-    return None
+    around = (modules.get(outer) for outer in names_around(name))
+    return next((m for m in around if not isinstance(m, (*CONTAINERS, nn.Sequential))), None)
 
 
 def _is_of_package(m: nn.Module) -> bool:

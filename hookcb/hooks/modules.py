@@ -1,6 +1,6 @@
 """Selection of a model's modules, and questions about them."""
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import chain
@@ -96,6 +96,13 @@ def modules_in(model: nn.Module) -> list[nn.Module]:
                 known.add(child)
                 found.append(child)
     return found
+
+
+def names_around(name: str) -> Iterator[str]:
+    """Names of the modules around one, innermost first: of "blocks.0.conv" "blocks.0", "blocks" and ""."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

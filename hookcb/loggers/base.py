@@ -1,46 +1,20 @@
-"""The protocol of a logger, and what it may support besides numbers."""
+"""Logger: its protocol, what it may support besides numbers, and what is made a logger of."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from hookcb.core.randomness import random_kept
+from hookcb.loggers.files import CSVLogger, JSONLLogger
+from hookcb.records.recording import Histogram
 
-
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """A histogram.
-
-    Args:
-        low: lower edge of the first bin, in the unit of the values.
-        high: upper edge of the last bin.
-        counts: number of values in each bin.
-        below: number of values below `low`.
-        above: number of values above `high`.
-        min: smallest finite value, NaN if there is none.
-        max: largest finite value, NaN if there is none.
-        edges: edges of the bins, one more than there are bins; by default they are of equal width.
-
-    >>> from hookcb.loggers import Histogram
-    >>> Histogram(low=0.0, high=1.0, counts=(3, 1), below=0, above=2, min=0.1, max=4.0).edges
-    (0.0, 0.5, 1.0)
-    """
-
-    low: float
-    high: float
-    counts: tuple[float, ...]
-    below: float
-    above: float
-    min: float
-    max: float
-    edges: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.edges:
-            n = len(self.counts)
-            width = (self.high - self.low) / n
-            object.__setattr__(self, "edges", tuple(self.low + width * i for i in range(n + 1)))
+FILES: dict[str, Callable[[Path], "Logger"]] = {".jsonl": JSONLLogger, ".csv": CSVLogger}
+POSSIBLE = (
+    "give a JSONLLogger, CSVLogger, TensorBoardLogger or MLflowLogger, a path that ends in .jsonl or .csv, "
+    "or an object with a method log(values, step=…), as a run of wandb, trackio or swanlab has"
+)
 
 
 class Logger(Protocol):
@@ -112,6 +86,44 @@ class DiffersByRank(Protocol):
 
     def of_rank(self, rank: int) -> Logger:
         """Logger for a rank; rank 0 has the original."""
+
+
+def as_logger(thing: Any) -> Logger:
+    """Returns a logger: for a path one that writes to it, otherwise the object itself.
+
+    Raises:
+        TypeError: If it is neither a path nor a logger.
+        ValueError: If the path has another suffix than .jsonl or .csv.
+
+    >>> from hookcb.loggers import as_logger
+    >>> as_logger("runs/first.csv").path.name
+    'first.csv'
+    """
+    if isinstance(thing, str | Path):
+        path = Path(thing)
+        if path.suffix not in FILES:
+            raise ValueError(f"{str(thing)!r} does not end in {' or '.join(FILES)}; {POSSIBLE}")
+        return FILES[path.suffix](path)
+    if isinstance(thing, type) or not _takes_values(getattr(thing, "log", None)):
+        hint = "an instance, not the class" if isinstance(thing, type) else _hint(thing)
+        raise TypeError(f"nothing can be logged to {thing!r:.80}; {hint or POSSIBLE}")
+    logger: Logger = thing
+    return logger
+
+
+def _takes_values(log: Any) -> bool:
+    """Whether `log` can be called as `log({}, step=0)`."""
+    try:
+        inspect.signature(log, follow_wrapped=False).bind({}, step=0)  # what is wrapped may take a `self` too
+    except (TypeError, ValueError):  # ValueError: a function written in C, such as math.log
+        return False
+    return True
+
+
+def _hint(thing: Any) -> str:
+    if hasattr(thing, "add_scalar"):
+        return "instead of a SummaryWriter, give TensorBoardLogger(folder)"
+    return "for MLflow, give MLflowLogger(run)" if hasattr(thing, "log_metric") else ""
 
 
 def import_extra(module: str, package: str, extra: str) -> Any:

@@ -10,18 +10,17 @@ from typing import Any
 
 from torch import Tensor
 
-from hookcb.activations.callback import ActivationStats
 from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
 from hookcb.core.optim import detached_scalar
-from hookcb.gradients.callback import GradientHealth
-from hookcb.loggers.adapt import as_logger
-from hookcb.loggers.base import DiffersByRank, Histogram, Logger
+from hookcb.loggers.base import DiffersByRank, Logger, as_logger
 from hookcb.loggers.group import LoggerGroup
-from hookcb.loggers.newest import Newest
 from hookcb.processes.ranks import ranks_of
-from hookcb.training.recorder import Recorder
+from hookcb.records.recording import Histogram, recordings_of
+
+# first part of the names, by the name of the callback; else it is that name
+PREFIXES = {"activation_stats": "activations", "gradient_health": "gradients", "step_timer": "time"}
 
 
 class Log(Callback):
@@ -101,7 +100,7 @@ class Log(Callback):
         return self._group.loggers
 
     def _begin(self) -> None:
-        self._newest = Newest()
+        self._seen: dict[str, dict[str, int]] = {}  # records that were logged, by callback and part
         self._batch: dict[str, float | Tensor] | None = None  # loss and rate, if the batch is to be logged
         self._is_cancelled = False
 
@@ -150,17 +149,9 @@ class Log(Callback):
 
     def _figures(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Figures of what the callbacks of this fit have recorded, by name, as functions that draw them."""
-        if find_spec("matplotlib") is None:
-            return
-        for cb in self.learn.cbs:
-            if isinstance(cb, Recorder) and cb.losses:
-                yield "figures/run", cb.plot
-            elif isinstance(cb, ActivationStats) and len(cb.stats):
-                yield f"figures/{cb.name}/depth", cb.records.plot_depth
-                if cb.with_hist:
-                    yield f"figures/{cb.name}/histograms", cb.color_dim
-            elif isinstance(cb, GradientHealth) and len(cb.stats):
-                yield f"figures/{cb.name}/flow", cb.plot_flow
+        for name, own in recordings_of(self.learn.cbs) if find_spec("matplotlib") is not None else ():
+            for figure, draw in own.figures(name):
+                yield f"figures/{figure}", draw
 
     @property
     def _is_due(self) -> bool:
@@ -175,10 +166,13 @@ class Log(Callback):
     def _log(self, values: Mapping[str, float], now: int) -> None:
         """Logs `values` of step `now`, and new records, in the order of steps."""
         by_step: dict[int, tuple[dict[str, float], dict[str, Histogram]]] = {now: (dict(values), {})}
-        for reading in self._newest.read(self.learn.cbs):
-            numbers, hists = by_step.setdefault(min(reading.step, now), ({}, {}))
-            numbers.update(reading.values)
-            hists.update(reading.hists)
+        for name, own in recordings_of(self.learn.cbs):
+            seen, prefix = self._seen.setdefault(name, {}), PREFIXES.get(name, name)
+            for new in own.newest(seen):
+                seen[new.part] = new.record
+                numbers, hists = by_step.setdefault(min(new.step, now), ({}, {}))
+                numbers.update({f"{prefix}{new.part}/{x}": value for x, value in new.values.items()})
+                hists.update({f"{prefix}{new.part}/{x}": hist for x, hist in new.hists.items()})
         for step, (numbers, hists) in sorted(by_step.items(), key=itemgetter(0)):
             self._group.log(step, numbers, hists)
 

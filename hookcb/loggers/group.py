@@ -6,8 +6,9 @@ from typing import Any, TypeGuard
 
 from hookcb.core.console import warn
 from hookcb.core.randomness import random_state, set_random_state
-from hookcb.loggers.base import Histogram, Logger, Opens, TakesFigures, TakesHistograms, TakesText
+from hookcb.loggers.base import Logger, Opens, TakesFigures, TakesHistograms, TakesText
 from hookcb.loggers.media import with_media
+from hookcb.records.recording import Histogram
 
 
 class LoggerGroup:

@@ -21,46 +21,36 @@ def image_of(figure: Any) -> Any:
     return import_module("PIL.Image").open(BytesIO(png_of(figure)))
 
 
-class WandbMedia:
-    """Logs texts and figures to a run of wandb, or to the module itself.
+class Media:
+    """Logs texts and figures to a run of another library, or to the module itself."""
 
-    The first line of a text is in the summary of the run too.
-    """
-
-    def __init__(self, run: Any) -> None:
-        self.run, self._wandb = run, import_module("wandb")
-
-    def log_text(self, name: str, text: str, /, step: int) -> None:
-        """Logs a text as HTML."""
-        self.run.log({name: self._wandb.Html(f"<pre>{escape(text)}</pre>")}, step=step)
-        run = self.run if hasattr(self.run, "summary") else self._wandb.run
-        run.summary[name] = text.partition("\n")[0]
-
-    def log_figure(self, name: str, figure: Any, /, step: int) -> None:
-        """Logs a figure as an image."""
-        self.run.log({name: self._wandb.Image(image_of(figure))}, step=step)
-
-
-class TrackioMedia:
-    """Logs texts and figures to a run of trackio, or to the module itself."""
-
-    def __init__(self, run: Any) -> None:
-        self.run, self._trackio = run, import_module("trackio")
+    def __init__(self, run: Any, library: str) -> None:
+        self.run, self.library = run, import_module(library)
 
     def log_text(self, name: str, text: str, /, step: int) -> None:
         """Logs a text as Markdown."""
-        self.run.log({name: self._trackio.Markdown(f"```\n{text}\n```")}, step=step)
+        self.run.log({name: self.library.Markdown(f"```\n{text}\n```")}, step=step)
 
     def log_figure(self, name: str, figure: Any, /, step: int) -> None:
         """Logs a figure as an image."""
-        self.run.log({name: self._trackio.Image(image_of(figure))}, step=step)
+        self.run.log({name: self.library.Image(image_of(figure))}, step=step)
 
 
-FOREIGN = {"wandb": WandbMedia, "trackio": TrackioMedia}
+class WandbMedia(Media):
+    """Logs the first line of a text to the summary of the run too."""
+
+    def log_text(self, name: str, text: str, /, step: int) -> None:
+        """Logs a text as HTML."""
+        self.run.log({name: self.library.Html(f"<pre>{escape(text)}</pre>")}, step=step)
+        run = self.run if hasattr(self.run, "summary") else self.library.run
+        run.summary[name] = text.partition("\n")[0]
+
+
+FOREIGN = {"wandb": WandbMedia, "trackio": Media}
 
 
 def with_media(logger: Any) -> Any:
     """The logger, or what logs texts and figures to it, if it is a run of another library."""
-    own = logger.__name__ if ismodule(logger) else type(logger).__module__
-    kind = FOREIGN.get(own.partition(".")[0])
-    return logger if kind is None else kind(logger)
+    module = logger.__name__ if ismodule(logger) else type(logger).__module__
+    library = module.partition(".")[0]
+    return FOREIGN[library](logger, library) if library in FOREIGN else logger

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hookcb.loggers.base import Histogram, import_extra
+from hookcb.loggers.base import import_extra
 from hookcb.loggers.media import png_of
+from hookcb.records.recording import Histogram
 
 PROTOS = "tensorboard.compat.proto"
 

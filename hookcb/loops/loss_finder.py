@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,9 @@ from hookcb.core import graph
 from hookcb.core.batch import parts
 from hookcb.core.call_hook import CallHook, Observer
 from hookcb.core.torch_private import RUN_BACKWARD
+
+SCALER = "hookcb.scaler"  # in the metadata of the node of a scaled loss: a reference to the GradScaler
+MAX_NODES = 20  # between what a backward is called on and scaled losses, as where these are summed
 
 
 class FoundLoss(NamedTuple):
@@ -33,13 +37,15 @@ class Backward(NamedTuple):
         roots: the tensors that it was called on, as they were before a GradScaler has scaled them.
         weights: the gradients with which it began, 1 where none was given.
         inputs: the tensors whose gradients it computes; all parameters if empty.
-        scaler: the GradScaler that has scaled the roots, None if none has.
+        scaler: the GradScaler that has scaled them, None if none has.
+        is_scaled: whether roots are scaled still, as a sum of scaled losses is.
     """
 
     roots: tuple[Any, ...]
     weights: tuple[Tensor, ...]
     inputs: tuple[Any, ...]
     scaler: GradScaler | None
+    is_scaled: bool = False
 
     def trains(self, params: Iterable[nn.Parameter]) -> bool:
         """Whether it computes gradients of one of these; one for inputs only trains nothing."""
@@ -50,15 +56,17 @@ class Backward(NamedTuple):
         """Its loss, the weighted sum if there are several; None if one is not a scalar."""
         if not all(isinstance(x, Tensor) and x.numel() == 1 for x in self.roots):
             return None
-        if len(self.roots) == 1:
-            return FoundLoss(self.roots[0].detach(), self.roots[0].grad_fn)
         if len({x.device for x in self.roots}) > 1:
             return None
-        with torch.enable_grad():  # for a node that leads to all losses
-            losses = torch.stack([x.reshape(()) for x in self.roots])
-            node = losses.sum().grad_fn
-        weights = torch.stack([x.reshape(()) for x in self.weights])
-        return FoundLoss((losses.detach() * weights).sum(), node)
+        value, node = self.roots[0].detach(), self.roots[0].grad_fn
+        if len(self.roots) > 1:
+            with torch.enable_grad():  # for a node that leads to all losses
+                losses = torch.stack([x.reshape(()) for x in self.roots])
+                node = losses.sum().grad_fn
+            value = (losses.detach() * torch.stack([x.reshape(()) for x in self.weights])).sum()
+        if self.scaler is not None and self.is_scaled:  # exact if the scale is a power of two, as by default
+            value = value / self.scaler.scale(torch.ones_like(value))
+        return FoundLoss(value, node)
 
 
 class LossFinder:
@@ -116,19 +124,31 @@ class LossFinder:
         for (_, to), (_, of) in zip(parts(scaled), parts(outputs), strict=False):
             if isinstance(to, Tensor) and to is not of:
                 self._unscaled[to] = of, scaler
+                if to.grad_fn is not None:
+                    metadata: Any = to.grad_fn.metadata  # a property, despite its type
+                    metadata[SCALER] = ref(scaler)
 
     def _observe_backward(
         self, roots: Any, weights: Any, keep: Any, create: Any, inputs: Any, /, *args: Any, **kwargs: Any
     ) -> Observer:
         found = [self._unscaled.get(x, (x, None)) if isinstance(x, Tensor) else (x, None) for x in roots]
         scaler = next((by for _, by in found if by is not None), None)
-        self.running = Backward(tuple(x for x, _ in found), weights, inputs, scaler)
+        behind = None if scaler is not None else _scaler_behind(roots)
+        self.running = Backward(
+            tuple(x for x, _ in found), weights, inputs, scaler or behind, behind is not None
+        )
         try:
             if self._begins is not None:
                 self._begins(self.running)
             yield
         finally:
             self.running = None
+
+
+def _scaler_behind(roots: Iterable[Any]) -> GradScaler | None:
+    near = graph.walk(graph.roots(roots), at_most=MAX_NODES, nearest_first=True)
+    marks = (node.metadata[SCALER]() for node in near if SCALER in node.metadata)
+    return next((x for x in marks if x is not None), None)
 
 
 def first_parameter_behind(given: Any) -> Tensor | None:

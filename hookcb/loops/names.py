@@ -7,8 +7,10 @@ from hookcb.core.callback import Callback
 from hookcb.core.callback_list import Callbacks, listed
 from hookcb.core.loop import Loop
 from hookcb.gradients.callback import GradientHealth
-from hookcb.loggers.adapt import OWN
 from hookcb.loggers.callback import Log
+from hookcb.loggers.files import CSVLogger, JSONLLogger
+from hookcb.loggers.mlflow import MLflowLogger
+from hookcb.loggers.tensorboard import TensorBoardLogger
 from hookcb.nans.anomaly import DetectAnomaly
 from hookcb.nans.terminate import TerminateOnNaN
 from hookcb.nans.trace import NanTrace
@@ -21,6 +23,8 @@ from hookcb.training.ema import EMA
 from hookcb.training.metrics import Metrics
 from hookcb.training.progress import Progress
 from hookcb.training.recorder import Recorder
+
+LOGGERS = (CSVLogger, JSONLLogger, MLflowLogger, TensorBoardLogger)
 
 
 class NamedLoop(Loop):
@@ -48,4 +52,4 @@ class NamedLoop(Loop):
 
 def _as_callback(cb: Any) -> Any:
     """A callback that logs, if `cb` is a logger of hookcb."""
-    return Log(cb) if isinstance(cb, OWN) else cb
+    return Log(cb) if isinstance(cb, LOGGERS) else cb

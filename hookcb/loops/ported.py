@@ -12,14 +12,13 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR
 from hookcb.core.arguments import check_count, check_number
 from hookcb.core.batch import n_batches
 from hookcb.core.optim import Rates
-from hookcb.loggers.adapt import NAMES
 from hookcb.processes.groups import without_replicas
 from hookcb.training.amp import MixedPrecision
 from hookcb.training.freeze import freeze, unfreeze
 from hookcb.training.schedules.schedule import Schedule
 
 CHECKPOINT = "Checkpoint('runs/first', monitor='valid_loss'), whose best epoch is best.pt"
-LOGGERS = f"Log(…), with a run of wandb or trackio, or one of {NAMES}"
+LOGGERS = "Log(…), with a run of wandb or trackio, TensorBoardLogger, MLflowLogger, JSONLLogger or CSVLogger"
 SCHEDULE = "Schedule(partial(StepLR, step_size=3), per='epoch') for any of torch, OneCycle, WarmupCosine"
 OF_BATCH = "a Callback that changes self.learn.xb and self.learn.yb in before_batch"
 FUNCTIONS = "Callback(after_batch=function)"

@@ -32,10 +32,7 @@ class Attribution:
     belongs to the layer in which the operator ran that made it; both have the same sequence number. The node
     that accumulates a gradient into `.grad` has no such number; it runs right after the one that computes it.
 
-    Args:
-        ops: see `read_ops`.
-        range_layers: layer of each range of a layer, by name of the range.
-        steps: the steps that count.
+    The arguments are those of `summarize`.
     """
 
     def __init__(self, ops: list[Op], range_layers: Mapping[str, str], steps: Iterable[int]) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from hookcb.core import orders
 from hookcb.core.arguments import check_count
 from hookcb.core.callback import Callback
@@ -103,23 +105,22 @@ class ProfilerCallback(Callback):
         return self._windows.n_switched
 
     def before_fit(self) -> None:
-        self.compiled = ()
         rank = ranks_of(self.model).rank  # under watch too, where ranks do not communicate
         self._is_profiled = rank in self.ranks
-        if not self._is_profiled:
-            self._windows = Windows(self.schedule, {}, {}, self._follow, rank, self.ranks)
-            self.records = ProfileRecords(self._windows)
-            return
+        layers, self.compiled = self._check_model(rank) if self._is_profiled else ({}, ())
+        options = {name: getattr(self, name) for name in OPTIONS}
+        self._windows = Windows(self.schedule, layers, options, self._follow, rank, self.ranks)
+        self.records = ProfileRecords(self._windows)
+
+    def _check_model(self, rank: int) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
         if any(isinstance(cb, ProfilerCallback) and cb is not self for cb in self.learn.cbs):
             raise RuntimeError("two profilers cannot run at once; attach one ProfilerCallback")
         if is_profiling():
             raise RuntimeError("a torch profiler is running already; end it before the fit begins")
-        layers, self.compiled = layers_to_profile(self.model, self.modules)
+        found = layers_to_profile(self.model, self.modules)
         if rank == min(self.ranks):
             self.schedule.warn_if_longer(getattr(self.learn, "dls", None), self.n_epoch)
-        options = {name: getattr(self, name) for name in OPTIONS}
-        self._windows = Windows(self.schedule, layers, options, self._follow, rank, self.ranks)
-        self.records = ProfileRecords(self._windows)
+        return found
 
     def before_train(self) -> None:
         if self._counts():

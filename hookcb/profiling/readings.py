@@ -11,6 +11,7 @@ from hookcb.profiling.tables import (
     KEYS,
     LayerTime,
     LayerTimes,
+    OperatorSums,
     OperatorTimes,
     PhaseTime,
     PhaseTimes,
@@ -18,13 +19,15 @@ from hookcb.profiling.tables import (
 )
 from hookcb.profiling.trace_file import write_trace
 from hookcb.profiling.window import Windows
+from hookcb.records.content import Content, TimeSpent
+from hookcb.records.recording import Recording
 from hookcb.records.tables import Worst
 
 TOTALS = ("own_backward", "nodes", "own_device_forward", "own_device_backward", "own_memory", "own_flops")
 N_SLOWEST = 5
 
 
-class ProfileRecords:
+class ProfileRecords(Recording):
     """Tables and exports of the windows that were profiled.
 
     Args:
@@ -90,9 +93,9 @@ class ProfileRecords:
         """
         if sort_by not in KEYS:
             raise ValueError(f"sort_by is {sort_by!r}; give one of {', '.join(KEYS)}")
-        operators = sorted(
-            self._recorded().operators.items(), key=lambda item: getattr(item[1], sort_by), reverse=True
-        )
+        sums = self._recorded().operators.items()
+        operators = [(name, OperatorSums(**of_name)) for name, of_name in sums]
+        operators.sort(key=lambda item: getattr(item[1], sort_by), reverse=True)
         title = f"operators by {sort_by.replace('_', ' ')}, {self._steps_text()}"
         return OperatorTimes(operators[: None if row_limit < 0 else row_limit], sort_by, title)
 
@@ -165,6 +168,14 @@ class ProfileRecords:
         ]
         return write_whole(path, lambda opened: opened.write("".join(lines).encode()))
 
+    def show_on(self, page: Content) -> None:
+        """Shows seconds by layer."""
+        if self._windows.profile.steps:
+            page.time = page.time or TimeSpent()
+            page.time.layers = {
+                row.name: [row.forward_self, row.backward_self or 0.0] for row in self.layers()
+            }
+
     def _recorded(self) -> Profile:
         if not self._windows.profile.steps:
             raise RuntimeError(self._windows.why_nothing)
@@ -181,32 +192,32 @@ class ProfileRecords:
         return [
             self._layer_time(profile, name, depth, {key: by_layer[name] for key, by_layer in totals.items()})
             for name, depth in profile.depths().items()
-            if name in profile.layers and profile.layers[name].calls
+            if name in profile.layers and profile.layers[name]["calls"]
         ]
 
     def _layer_time(self, profile: Profile, name: str, depth: int, total: Mapping[str, int]) -> LayerTime:
         sums, n, on_device = profile.layers[name], len(profile.steps), _has_device(profile)
         seconds = n * 1e9
-        forward, backward = sums.forward / seconds, total["own_backward"] / seconds
+        forward, backward = sums["forward"] / seconds, total["own_backward"] / seconds
         has_backward = total["nodes"] > 0
         device_forward, device_backward = total["own_device_forward"], total["own_device_backward"]
-        time = device_forward + device_backward if on_device else sums.forward + total["own_backward"]
+        time = device_forward + device_backward if on_device else sums["forward"] + total["own_backward"]
         flops, options = total["own_flops"] / n, self._windows.options
         return LayerTime(
             name=name,
             type=profile.types[name],
             depth=depth,
-            calls=sums.calls / n,
+            calls=sums["calls"] / n,
             forward=forward,
-            forward_self=sums.own_forward / seconds,
+            forward_self=sums["own_forward"] / seconds,
             backward=backward if has_backward else None,
-            backward_self=sums.own_backward / seconds if has_backward else None,
+            backward_self=sums["own_backward"] / seconds if has_backward else None,
             device_forward=device_forward / seconds if on_device else None,
-            device_forward_self=sums.own_device_forward / seconds if on_device else None,
+            device_forward_self=sums["own_device_forward"] / seconds if on_device else None,
             device_backward=device_backward / seconds if on_device else None,
-            device_backward_self=sums.own_device_backward / seconds if on_device else None,
+            device_backward_self=sums["own_device_backward"] / seconds if on_device else None,
             memory=total["own_memory"] / n if options["profile_memory"] else None,
-            output_bytes=None if profile.types[name] == COMPILED_TYPE else sums.output_bytes / n,
+            output_bytes=None if profile.types[name] == COMPILED_TYPE else sums["output_bytes"] / n,
             share=time / max(1, profile.time),
             flops=flops if options["with_flops"] else None,
             flops_per_second=flops / forward if options["with_flops"] and flops and forward else None,

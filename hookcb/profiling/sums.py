@@ -2,10 +2,10 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Self
+from dataclasses import dataclass, field
 
 from hookcb.core.clock import PHASES
+from hookcb.hooks.modules import names_around
 from hookcb.profiling.attribution import COMPILED, Attribution, Span
 from hookcb.profiling.ops import MEMORY, RUNS_NODE, WAITS, Op, self_times, stacks
 from hookcb.profiling.ranges import STEP
@@ -13,61 +13,35 @@ from hookcb.profiling.ranges import STEP
 COMPILED_TYPE = "compiled graph"
 
 
-@dataclass
-class _Sums:
-    """Fields that add up."""
-
-    def add(self, other: Self) -> None:
-        """Adds the fields of `other`."""
-        for field_ in fields(self):
-            setattr(self, field_.name, getattr(self, field_.name) + getattr(other, field_.name))
-
-
-@dataclass
-class LayerSums(_Sums):
-    """Sums of a layer; times in nanoseconds, `own` ones without the layers called in it."""
-
-    calls: int = 0
-    forward: int = 0
-    own_forward: int = 0
-    own_backward: int = 0
-    nodes: int = 0  # of the graph, that ran in the backward
-    own_device_forward: int = 0
-    own_device_backward: int = 0
-    own_memory: int = 0
-    own_flops: int = 0
-    output_bytes: int = 0
-
-
-@dataclass
-class OperatorSums(_Sums):
-    """Sums of an operator, with torch's names; times in nanoseconds."""
-
-    count: int = 0
-    cpu_time_total: int = 0
-    self_cpu_time_total: int = 0
-    device_time_total: int = 0
-    self_device_time_total: int = 0
-    cpu_memory_usage: int = 0
-    self_cpu_memory_usage: int = 0
-    flops: int = 0
+def _by_name() -> defaultdict[str, Counter[str]]:
+    return defaultdict(Counter)
 
 
 @dataclass
 class Profile:
-    """Sums over profiled steps, in nanoseconds; `types` and `outer` are the class and parent of a layer."""
+    """Sums over profiled steps, in nanoseconds and bytes.
+
+    Attributes:
+        phases, device_phases: time of each phase, and of the kernels launched in it; "" is between phases.
+        layers: by layer: `calls`; `forward`; `own_…`, without the layers called in it; `nodes` of the graph
+            that ran in the backward; `output_bytes`.
+        types, outer: class of each layer, and the layer around it.
+        operators: by operator, the fields of `OperatorSums`.
+        stacks, device_stacks: time of each operator with the Python functions around it.
+        waits: number of calls that made the host wait for the device.
+    """
 
     steps: list[int] = field(default_factory=list)
     time: int = 0
     phases: Counter[str] = field(default_factory=Counter)
     device_phases: Counter[str] = field(default_factory=Counter)
-    layers: defaultdict[str, LayerSums] = field(default_factory=lambda: defaultdict(LayerSums))
+    layers: defaultdict[str, Counter[str]] = field(default_factory=_by_name)
     types: dict[str, str] = field(default_factory=dict)
     outer: dict[str, str | None] = field(default_factory=dict)
-    operators: defaultdict[str, OperatorSums] = field(default_factory=lambda: defaultdict(OperatorSums))
+    operators: defaultdict[str, Counter[str]] = field(default_factory=_by_name)
     stacks: Counter[tuple[str, ...]] = field(default_factory=Counter)
     device_stacks: Counter[tuple[str, ...]] = field(default_factory=Counter)
-    waits: int = 0  # calls that made the host wait for the device
+    waits: int = 0
     compilations: int = 0
 
     def add(self, other: "Profile") -> None:
@@ -76,16 +50,16 @@ class Profile:
         for name in ("phases", "device_phases", "stacks", "device_stacks", "types", "outer"):
             getattr(self, name).update(getattr(other, name))
         for name, layer in other.layers.items():
-            self.layers[name].add(layer)
+            self.layers[name].update(layer)
         for name, operator in other.operators.items():
-            self.operators[name].add(operator)
+            self.operators[name].update(operator)
         self.time += other.time
         self.waits += other.waits
         self.compilations += other.compilations
 
     def totals(self, what: str) -> dict[str, int]:
         """Sum of field `what` over each layer and the layers inside it, by layer."""
-        totals = {name: getattr(self.layers[name], what) if name in self.layers else 0 for name in self.outer}
+        totals = {name: self.layers[name][what] if name in self.layers else 0 for name in self.outer}
         for name, outer in reversed(self.outer.items()):  # a layer comes after the one around it
             if outer is not None:
                 totals[outer] += totals[name]
@@ -101,7 +75,7 @@ class Profile:
         while left:
             name, depth = left.pop()
             depths[name] = depth
-            deeper = depth + (name in self.layers and self.layers[name].calls > 0)
+            deeper = depth + (name in self.layers and self.layers[name]["calls"] > 0)
             left += [(other, deeper) for other in reversed(inner[name])]
         return depths
 
@@ -129,7 +103,7 @@ def summarize(
     _add_operators(profile, attribution)
     for step in steps:
         for name, n_bytes in output_bytes.get(step, {}).items():
-            profile.layers[name].output_bytes += n_bytes
+            profile.layers[name]["output_bytes"] += n_bytes
     if any(op.is_python for op in ops):
         _add_stacks(profile, ops, attribution)
     return profile, attribution.spans()
@@ -139,12 +113,7 @@ def _outer(names: Iterable[str]) -> dict[str, str | None]:
     """The layer around each layer, by qualified name; None for the parents."""
     parents: dict[str, str | None] = {}
     for name in names:
-        outer: str | None = name
-        while outer:
-            outer = outer.rpartition(".")[0]
-            if outer in parents:
-                break
-        parents[name] = outer if name and outer in parents else None
+        parents[name] = next((outer for outer in names_around(name) if outer in parents), None)
     return parents
 
 
@@ -169,11 +138,11 @@ def _add_layers(profile: Profile, attribution: Attribution) -> None:
             continue
         sums = profile.layers[owner]
         if place.phase == "backward":
-            sums.own_device_backward += op.device_time
+            sums["own_device_backward"] += op.device_time
         else:
-            sums.own_device_forward += op.device_time
-            sums.own_memory += op.nbytes
-            sums.own_flops += op.flops
+            sums["own_device_forward"] += op.device_time
+            sums["own_memory"] += op.nbytes
+            sums["own_flops"] += op.flops
 
 
 def _add_range(profile: Profile, attribution: Attribution, i: int, inside: int) -> None:
@@ -183,20 +152,19 @@ def _add_range(profile: Profile, attribution: Attribution, i: int, inside: int) 
     side = "own_backward" if place.phase == "backward" else "own_forward"
     around = attribution.owners[inside] if inside >= 0 else None
     if around is not None:
-        sums = profile.layers[around]
-        setattr(sums, side, getattr(sums, side) - op.time)
+        profile.layers[around][side] -= op.time
     if owner is None:
         return
     if op.name.startswith(COMPILED):
         profile.types[owner], profile.outer[owner] = COMPILED_TYPE, around
     sums = profile.layers[owner]
-    setattr(sums, side, getattr(sums, side) + op.time)
+    sums[side] += op.time
     if side == "own_backward":
-        sums.nodes += 1
+        sums["nodes"] += 1
     elif not op.name.startswith(RUNS_NODE):
-        sums.calls += 1
+        sums["calls"] += 1
         if not _is_inside_itself(attribution, i):
-            sums.forward += op.time
+            sums["forward"] += op.time
 
 
 def _is_inside_itself(attribution: Attribution, i: int) -> bool:
@@ -220,21 +188,20 @@ def _add_operators(profile: Profile, attribution: Attribution) -> None:
         is_range = op.name in attribution.range_layers or op.name.startswith(STEP) or op.name in PHASES
         if attribution.places[i].step is None or is_range:
             continue
-        if parent[i] >= 0 and ops[parent[i]].name == op.name and n_inner[parent[i]] == 1:
-            profile.operators[op.name].add(_calling_itself(op, self_time[i]))
-            continue
+        outer = ops[parent[i]].name if parent[i] >= 0 else ""
         if op.name == MEMORY:
-            if parent[i] >= 0 and ops[parent[i]].name in profile.operators:
-                profile.operators[ops[parent[i]].name].self_cpu_memory_usage += op.nbytes
+            if outer in profile.operators:
+                profile.operators[outer]["self_cpu_memory_usage"] += op.nbytes
             continue
-        profile.operators[op.name].add(
-            OperatorSums(1, op.time, self_time[i], device[i], op.device_time, memory[i], 0, op.flops)
-        )
-
-
-def _calling_itself(op: Op, self_time: int) -> OperatorSums:
-    """Sums of an operator that only calls itself with another signature: both count as one call."""
-    return OperatorSums(self_cpu_time_total=self_time, self_device_time_total=op.device_time, flops=op.flops)
+        sums = profile.operators[op.name]
+        sums["self_cpu_time_total"] += self_time[i]
+        sums["self_device_time_total"] += op.device_time
+        sums["flops"] += op.flops
+        if outer != op.name or n_inner[parent[i]] > 1:  # else it calls itself with another signature only
+            sums["count"] += 1
+            sums["cpu_time_total"] += op.time
+            sums["device_time_total"] += device[i]
+            sums["cpu_memory_usage"] += memory[i]
 
 
 def _add_stacks(profile: Profile, ops: list[Op], attribution: Attribution) -> None:

@@ -1,7 +1,7 @@
 """Tables of a profile: layers, phases and operators."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -9,11 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from hookcb.core.text import duration, format_bytes, short_number
-from hookcb.profiling.sums import OperatorSums
 from hookcb.records.printing import Printed, Rows
 from hookcb.records.tables import Column, LayerTable, fitted
 
-KEYS = tuple(field.name for field in fields(OperatorSums))
 HEADS = {
     "cpu_time_total": "CPU",
     "self_cpu_time_total": "self CPU",
@@ -22,6 +20,21 @@ HEADS = {
     "cpu_memory_usage": "memory",
     "self_cpu_memory_usage": "self memory",
 }
+KEYS = ("count", *HEADS, "flops")  # fields of `OperatorSums`
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorSums:
+    """Sums of an operator, with torch's names; times in nanoseconds."""
+
+    count: int = 0
+    cpu_time_total: int = 0
+    self_cpu_time_total: int = 0
+    device_time_total: int = 0
+    self_device_time_total: int = 0
+    cpu_memory_usage: int = 0
+    self_cpu_memory_usage: int = 0
+    flops: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Windows of a fit under torch's profiler: their schedule, and what they record."""
 
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from hookcb.core.batch import n_batches
 from hookcb.core.clock import PHASES, Follower
 from hookcb.core.console import warn
 from hookcb.core.torch_private import compile_counts, is_profiling, plain_class
-from hookcb.hooks.modules import Where, find_modules, is_compiled, named_modules
+from hookcb.hooks.modules import Where, find_modules, named_modules, outermost_compiled, unwrapped
 from hookcb.profiling.ops import read_ops
 from hookcb.profiling.ranges import LayerRanges
 from hookcb.profiling.sums import Profile, summarize
@@ -83,11 +84,7 @@ class ProfileSchedule:
 def check_schedule(
     wait: int, warmup: int, active: int, repeat: int, activities: Any, trace: Any, on: str
 ) -> ProfileSchedule:
-    """Schedule of a `ProfilerCallback` from its arguments.
-
-    Raises:
-        TypeError, ValueError: If an argument is invalid.
-    """
+    """Schedule of a `ProfilerCallback` from its arguments, which it checks."""
     for name, value in (("wait", wait), ("warmup", warmup), ("repeat", repeat)):
         check_count(name, value, least=0)
     check_count("active", active, "steps")
@@ -99,27 +96,23 @@ def check_schedule(
 
 
 def _check_activities(activities: Any) -> tuple[ProfilerActivity, ...]:
-    available: set[ProfilerActivity] = supported_activities()  # type: ignore[no-untyped-call]
+    supported: set[ProfilerActivity] = supported_activities()  # type: ignore[no-untyped-call]
+    available = {activity.name.lower(): activity for activity in supported}
     if activities is None:
-        return tuple(available)
-    names = sorted(activity.name.lower() for activity in available)
+        return tuple(supported)
+    names = ", ".join(sorted(available))
     if not isinstance(activities, str | ProfilerActivity | Iterable):
-        raise TypeError(f"activities is {activities!r:.80}; give some of {', '.join(names)}, or None for all")
+        raise TypeError(f"activities is {activities!r:.80}; give some of {names}, or None for all")
     wanted = [activities] if isinstance(activities, str | ProfilerActivity) else list(activities)
-    members = [_activity(activity) for activity in wanted]
-    for asked, activity in zip(wanted, members, strict=True):
-        if activity not in available:
-            what = "not an activity of torch's profiler" if activity is None else "not available here"
-            raise ValueError(f"activities has {asked!r}, which is {what}; available: {', '.join(names)}")
-    if not members:
-        raise ValueError(f"activities is empty; give some of {', '.join(names)}, or None for all")
-    return tuple(activity for activity in members if activity is not None)
-
-
-def _activity(asked: Any) -> ProfilerActivity | None:
-    if isinstance(asked, ProfilerActivity):
-        return asked
-    return ProfilerActivity.__members__.get(asked.upper()) if isinstance(asked, str) else None
+    if not wanted:
+        raise ValueError(f"activities is empty; give some of {names}, or None for all")
+    lower = [str(getattr(asked, "name", asked)).lower() for asked in wanted]
+    for asked, name in zip(wanted, lower, strict=True):
+        if name not in available:
+            is_one = name.upper() in ProfilerActivity.__members__
+            what = "not available here" if is_one else "not an activity of torch's profiler"
+            raise ValueError(f"activities has {asked!r}, which is {what}; available: {names}")
+    return tuple(available[name] for name in lower)
 
 
 def layers_to_profile(
@@ -139,25 +132,18 @@ def layers_to_profile(
         layers = {}
     else:
         layers = find_modules(model, where, include_paramless=True)
-    compiled = [m for m in model.modules() if is_compiled(m)]
-    without = {id(inner) for m in compiled for inner in m.modules()}
-    names = [name or plain_class(m).__name__ for name, m in named_modules(model).items() if id(m) in without]
-    outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
-    return {
+    compiled = outermost_compiled(model)
+    without = {id(inner) for m in compiled.values() for inner in m.modules()}
+    hooked = {
         name: m
         for name, m in layers.items()
         if id(m) not in without and not isinstance(m, torch.jit.ScriptModule)
-    }, tuple(outermost)
+    }
+    return hooked, tuple(name or plain_class(unwrapped(model)).__name__ for name in compiled)
 
 
 class Window:
-    """Torch's profiler, warming up or recording, with the ranges of steps, phases and layers.
-
-    Args:
-        layers: layers that get a range, by name.
-        activities: see `ProfileSchedule`.
-        **options: options for `torch.profiler.profile`.
-    """
+    """Torch's profiler, warming up or recording, with the ranges of steps, phases and layers."""
 
     def __init__(
         self, layers: Mapping[str, nn.Module], activities: tuple[ProfilerActivity, ...], **options: Any
@@ -165,20 +151,25 @@ class Window:
         self.types = {name: plain_class(m).__name__ for name, m in layers.items()}
         self.is_recording = self.has_batch = False
         self.steps: list[int] = []
-        # a window is one cycle; else torch 2.11 warns that it clears the events of the cycle before
-        self._prof = profile(activities=activities, acc_events=True, **options)
+        self._prof = profile(activities=activities, **options)
         # early only with a device, as it takes a while; another profiler in between would break it
         self._is_prepared = activities != (ProfilerActivity.CPU,)
         if self._is_prepared:
-            self._prof.prepare_trace()
+            self._prepare()
         self.ranges = LayerRanges(layers)
         self._compilations = 0
+
+    def _prepare(self) -> None:
+        # torch 2.11 warns that a later cycle would clear the events of this one; with `acc_events`, which it
+        # advises, it would take ten times as long to read them as `read_ops` does
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            self._prof.prepare_trace()
 
     def begin_step(self, step: int, phase: str, record: bool) -> None:
         """Begins a step, with the fetch of its batch; if not `record`, the profiler only warms up."""
         if record and not self.is_recording:
             if not self._is_prepared:
-                self._prof.prepare_trace()
+                self._prepare()
             self._prof.start_trace()
             self.is_recording, self._compilations = True, n_compilations()
         self.ranges.begin_step(step)

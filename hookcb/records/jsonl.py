@@ -9,7 +9,7 @@ from typing import Any
 from hookcb.core.lines import LineFile
 
 NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-START = '{"step": '
+START = b'{"step": '
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
@@ -23,7 +23,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         ValueError: If it is another kind of file, or a line cannot be read; the message names the line.
     """
     rows: list[dict[str, Any]] = []
-    file = json_lines(Path(path))
+    file = LineFile(Path(path), START)
     for number, line in file.read():
         try:
             row = json.loads(line)
@@ -33,11 +33,6 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
             raise file.broken(number) from error
     return rows
-
-
-def json_lines(path: Path) -> LineFile:
-    """The file of a `JSONLLogger`."""
-    return LineFile(path, START.encode())
 
 
 def encoded(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """LayerRecords: recorded numbers of layers, read by layer, by record, or as a table."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar, overload
@@ -12,7 +12,10 @@ from fastcore.foundation import L
 from hookcb.core.arguments import did_you_mean
 from hookcb.core.files import check_saved, read_saved, save_whole
 from hookcb.core.text import join_names
+from hookcb.records.content import MAX_RECORDS
 from hookcb.records.frames import frame_of
+from hookcb.records.recording import Reading, Recording, picked, with_numbers
+from hookcb.records.series import Series
 from hookcb.records.store import RecordInfo, StatStore
 
 Layer = int | str | slice
@@ -80,7 +83,7 @@ class Record:
         return f"Record(epoch={self.epoch}, step={self.step}, {len(self)} layers)"
 
 
-class LayerRecords(ABC):
+class LayerRecords(Recording, ABC):
     """Recorded numbers of layers, in one store for each phase.
 
     A layer is given by index, name, slice of indices, or glob on names. A slice or glob selects several
@@ -132,6 +135,41 @@ class LayerRecords(ABC):
             raise LookupError(f"there is no statistic {stat!r}; there are {', '.join(self.columns)}")
         values: list[float] = self.store_of(phase).series(name)[:, self.columns.index(stat)].tolist()
         return values
+
+    def shown_series(
+        self, name: str, steps: Sequence[int], stats: Sequence[str] | None = None
+    ) -> dict[str, Series]:
+        """Statistics of a layer in training for a page, without the records in which it was not called.
+
+        Args:
+            name: name of the layer.
+            steps: step of each record.
+            stats: the statistics, by default all.
+        """
+        stats = self.columns if stats is None else stats
+        values = self.store_of("train").series(name)[:, [self.columns.index(stat) for stat in stats]]
+        rows = picked(values, MAX_RECORDS)
+        kept = [steps[i] for i in rows.tolist()]
+        columns = zip(stats, values[rows].T.tolist(), strict=True)
+        return with_numbers({stat: Series(kept, column) for stat, column in columns})
+
+    def newest(self, seen: Mapping[str, int], part: str = "") -> Iterator[Reading]:
+        """Last record of training, unless its number is `seen[part]`; waits for a GPU."""
+        store = self.store_of("train")
+        if not store.infos or seen.get(part) == store.infos[-1].record:
+            return
+        record, _, step = store.infos[-1]
+        reading = Reading(part, record, step, {}, {})
+        for name in store.names:
+            numbers = store.row(record, name).tolist()
+            if any(x == x for x in numbers):  # else it was not called
+                stats = self.logged(name, dict(zip(self.columns, numbers, strict=False)))
+                reading.values.update({f"{name}/{stat}": x for stat, x in stats.items()})
+        yield reading
+
+    def logged(self, name: str, stats: Stats) -> Stats:
+        """Statistics of a layer in one record that a log gets."""
+        return stats
 
     def table(self) -> list[TableRow]:
         """Every number as a row of its own, for `pandas.DataFrame(rows)` or `polars.DataFrame(rows)`.

@@ -1,6 +1,6 @@
 """StatStore: numbers of layers, record by record, on their way from the device to the host."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from math import nan
 from typing import Any, NamedTuple
 
@@ -234,8 +234,18 @@ class Transfer:
 
 
 def numbers_of(values: Iterable[float | Tensor]) -> list[float]:
-    """Plain numbers; those on a device, tensors of one element, are read together."""
-    values = list(values)
-    waiting = [x.flatten()[0].float() for x in values if isinstance(x, Tensor)]
-    read: Iterator[float] = iter(torch.stack(waiting).tolist() if waiting else [])
-    return [next(read) if isinstance(x, Tensor) else float(x) for x in values]
+    """Converts values to numbers, see `read_numbers`."""
+    return read_numbers(list(values))
+
+
+def read_numbers(values: list[float | Tensor], first: int = 0) -> list[float]:
+    """Converts values from `first` on to numbers, in place; those of a device and dtype in one transfer."""
+    waiting: dict[Any, list[int]] = {}
+    for i, value in enumerate(values[first:], first):
+        if isinstance(value, Tensor):
+            waiting.setdefault((value.device, value.dtype), []).append(i)
+    for places in waiting.values():
+        numbers = torch.stack([values[i].flatten()[0] for i in places]).tolist()  # type: ignore[union-attr]
+        for i, number in zip(places, numbers, strict=True):
+            values[i] = float(number)
+    return values  # type: ignore[return-value]  # no tensor is left from `first` on

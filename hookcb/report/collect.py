@@ -9,13 +9,12 @@ from contextlib import suppress
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from hookcb.activations.callback import ActivationStats
+from hookcb.activations.records import ActivationRecords
 from hookcb.core.arguments import check_page
 from hookcb.core.callback import Callback
 from hookcb.core.torch_private import plain_class
@@ -29,38 +28,24 @@ from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.layer_times import LayerTimes
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.reader import Way, also, way_of
-from hookcb.diagnosis.run import Run, Series
+from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import Verdict
-from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.records import GradientRecords
-from hookcb.gradients.stats import STEP_STATS
 from hookcb.hooks.modules import device_of, named_modules
-from hookcb.processes.stragglers import OWN
-from hookcb.profiling.callback import ProfilerCallback
-from hookcb.profiling.memory.callback import MemoryStats
-from hookcb.profiling.steps.timer import StepTimer
-from hookcb.profiling.steps.times import SHOWN_PHASES
-from hookcb.records.records import module_of
-from hookcb.report.data import (
-    MAX_RECORDS,
-    HistogramOverTime,
-    MemoryUsed,
-    ModuleRow,
-    PageData,
-    RanksCompared,
-    Recorded,
-    SlowStep,
-    TimeSpent,
-)
+from hookcb.profiling.memory.readings import MemoryRecords
+from hookcb.profiling.steps.readings import StepRecords
+from hookcb.records.content import MemoryUsed, ModuleRow, RanksCompared, Recorded, TimeSpent
+from hookcb.records.recording import Recording, recordings_of, with_numbers
+from hookcb.records.series import Series
+from hookcb.report.data import PageData
 from hookcb.report.page import Page
-from hookcb.training.recorder import Recorder
 
-C = TypeVar("C", bound=Callback)
-NOT_METRICS = ("epoch", "time")
-SELDOM = "abs_max"  # of gradients, not in each record
-NOTHING_DONE = {"clip_coef": 1.0, "scale": 1.0, "skipped": 0.0}  # these are not shown
-SHOWN_BY = (ActivationStats, GradientHealth, StepTimer, MemoryStats)  # what each section of a page needs
-MEMORY_COLUMNS = ("kept_self", "param_bytes", "grad_bytes", "optimizer_bytes")
+SHOWN_BY: dict[type[Recording], tuple[str, str]] = {  # what each section of a page needs
+    ActivationRecords: ("outputs of layers", "ActivationStats"),
+    GradientRecords: ("gradients", "GradientHealth"),
+    StepRecords: ("times of steps", "StepTimer"),
+    MemoryRecords: ("memory", "MemoryStats"),
+}
 
 
 def make_page(loop: Any, path: str | Path | None) -> Page:
@@ -87,10 +72,13 @@ def collect(loop: Any, verdict: Verdict | None = None) -> PageData:
     """
     cbs = recorded_in(loop)
     evidence = _evidence(loop, cbs)
-    data = of_records(cbs, evidence)
+    data = of_records([own for _, own in recordings_of(cbs)], evidence)
     with suppress(RuntimeError):  # a watched model may have been freed
         data.modules = [ModuleRow(*row) for row in _modules(loop.model)]
-    data.ranks = _ranks(loop, cbs, evidence)
+    if data.ranks is None and loop.ranks.world > 1:
+        told = ["Ranks were not compared; StepTimer() compares them."]
+        losses = evidence.measured(Loss).of_ranks
+        data.ranks = RanksCompared(loop.ranks.world, loop.ranks.rank, loss=losses, sentences=told)
     data.config = {title: rows for title, rows in _config(loop, cbs) if rows}
     try:
         verdict = loop.diagnose() if verdict is None else verdict  # a sick one is false
@@ -101,25 +89,27 @@ def collect(loop: Any, verdict: Verdict | None = None) -> PageData:
     return data
 
 
-def of_records(cbs: Sequence[Callback], evidence: Run | None = None) -> PageData:
+def of_records(records: Sequence[Recording], evidence: Run | None = None) -> PageData:
     """A page of what callbacks have recorded, without a verdict."""
     evidence = evidence or Run()
     data = PageData("", hookcb=version("hookcb"))
     data.written = datetime.now().astimezone().isoformat(timespec="seconds")
-    data.run, data.epochs = _run(cbs, evidence), _epochs(cbs)
-    data.layers, data.params = _layers(cbs, evidence), _params(cbs, evidence)
+    data.run = {name: Series() for name in ("loss", "lr", "input_rms")}
+    for own in reversed(records):  # the first of its kind is shown
+        own.show_on(data)
+    _add_evidence(data, evidence)
     seen = [evidence.loss, *(own for name, own in data.run.items() if name != "input_rms")]
     data.n_batches = max([evidence.n_batches, *(own.steps[-1] + 1 for own in seen if len(own))])
-    data.time, data.memory = _time(cbs, evidence), _memory(cbs, evidence)
-    data.notes = [_how_to_record(kind, evidence.reader) for kind in SHOWN_BY if _first(cbs, kind) is None]
-    if (health := _first(cbs, GradientHealth)) is not None and health.records.is_clipped:
+    missing = [kind for kind in SHOWN_BY if not any(isinstance(own, kind) for own in records)]
+    data.notes = [_how_to_record(*SHOWN_BY[kind], evidence.reader) for kind in missing]
+    if "clipped_mean_norm" in data.run:
         data.notes.append("Not recorded: gradients before clipping.")
     return data
 
 
 def _evidence(loop: Any, cbs: Sequence[Callback]) -> Run:
     """Evidence of the loop's `Diagnose`, or else from the records of its other callbacks."""
-    diagnose, found = _first(cbs, Diagnose), Run()
+    diagnose, found = next((cb for cb in cbs if isinstance(cb, Diagnose)), None), Run()
     with suppress(RuntimeError):  # nothing is recorded, or a watched model has been freed
         if diagnose is not None:
             return diagnose.evidence()
@@ -128,211 +118,56 @@ def _evidence(loop: Any, cbs: Sequence[Callback]) -> Run:
     return found
 
 
-def _first(cbs: Iterable[Callback], kind: type[C]) -> C | None:
-    return next((cb for cb in cbs if isinstance(cb, kind)), None)
+def _how_to_record(what: str, callback: str, way: Way) -> str:
+    return f"Not recorded: {what}{also('record', way).format(callback)}."
 
 
-def _how_to_record(kind: type[Callback], way: Way) -> str:
-    what = {
-        ActivationStats: "outputs of layers",
-        GradientHealth: "gradients",
-        StepTimer: "times of steps",
-        MemoryStats: "memory",
-    }
-    return f"Not recorded: {what[kind]}{also('record', way).format(kind.__name__)}."
+def _add_evidence(data: PageData, evidence: Run) -> None:
+    """Adds what `Diagnose` has measured and no other callback has recorded."""
+    _add_run(data, evidence)
+    _add_layers(data, evidence)
+    _add_costs(data, evidence)
+    if data.ranks is not None:
+        data.ranks.loss = evidence.measured(Loss).of_ranks
 
 
-# ---- numbers
-
-
-def _run(cbs: Iterable[Callback], evidence: Run) -> dict[str, Series]:
-    """Series of the whole run, with what is not finite."""
-    recorder, health = _first(cbs, Recorder), _first(cbs, GradientHealth)
-    found = {"loss": evidence.loss, "lr": evidence.lr, "input_rms": evidence.measured(Inputs).rms}
-    if recorder is not None and recorder.losses:
-        steps = list(range(len(recorder.losses)))
-        found |= {"loss": Series(steps, recorder.losses), "lr": Series(steps, recorder.lrs)}
-    if health is not None:
-        steps = health.steps()
-        found |= {stat: Series(steps, health.step_series(stat)) for stat in STEP_STATS if stat not in found}
-        for stat, nothing in NOTHING_DONE.items():
-            if all(x == nothing for x in found[stat].values if x == x):
-                del found[stat]
-        if "clip_coef" not in found:
-            del found["clipped_total_norm"]
-        if health.records.is_clipped:
-            found |= _clipped(found.pop("total_norm"), found.pop("mean_norm"), evidence)
-    return {name: series for name, series in found.items() if _has_numbers(series)}
-
-
-def _clipped(total: Series, mean: Series, evidence: Run) -> dict[str, Series]:
-    """Norms of gradients that the loop has clipped before they were read, and those before if measured."""
+def _add_run(data: PageData, evidence: Run) -> None:
+    for name, series in (("loss", evidence.loss), ("lr", evidence.lr)):
+        data.run[name] = data.run[name] if len(data.run[name]) else series
+    data.run["input_rms"] = evidence.measured(Inputs).rms
     coefs = evidence.steps.get("clip_coef", Series())
-    known = any(x < 1 for x in coefs.values)
-    before = {"total_norm": evidence.steps["total_norm"], "clip_coef": coefs} if known else {}
-    return {"clipped_total_norm": total, "clipped_mean_norm": mean, **before}
+    if "clipped_mean_norm" in data.run and any(x < 1 for x in coefs.values):  # clipped before they were read
+        data.run |= {"total_norm": evidence.steps["total_norm"], "clip_coef": coefs}
+    data.run = with_numbers(data.run)
 
 
-def _has_numbers(series: Series) -> bool:
-    return any(x == x for x in series.values)
-
-
-def _epochs(cbs: Iterable[Callback]) -> dict[str, Series]:
-    """Numbers after each epoch, at the last training batch of it."""
-    found: dict[str, Series] = {}
-    if (recorder := _first(cbs, Recorder)) is not None:
-        for end, row in zip(recorder.ends, recorder.rows, strict=False):
-            for name, x in row.items():
-                if name not in NOT_METRICS and isinstance(x, int | float):
-                    found.setdefault(name, Series()).add(max(end - 1, 0), float(x))
-    return found
-
-
-def _layers(cbs: Iterable[Callback], evidence: Run) -> dict[str, Recorded]:
-    """Recorded outputs, with what `Diagnose` alone measures."""
-    found: dict[str, Recorded] = {}
-    if (stats := _first(cbs, ActivationStats)) is not None:
-        steps = stats.steps()
-        for path in stats.names:
-            kind, shape = stats.outputs.get(path, ("", ()))
-            found[path] = Recorded(module_of(path), f"{kind} {tuple(shape)}", _series(stats, path, steps))
-            if stats.records.with_hist:
-                found[path].hist = _histogram(stats, path, steps)
+def _add_layers(data: PageData, evidence: Run) -> None:
     for name, layer in evidence.layers.items():
-        own = found.setdefault(name, Recorded(name, layer.about))
-        own.stats |= {stat: x for stat, x in layer.stats.items() if stat not in own.stats and _has_numbers(x)}
-    return {name: own for name, own in found.items() if own.stats}
+        own = data.layers.setdefault(name, Recorded(name, layer.about))
+        own.stats |= {stat: x for stat, x in with_numbers(layer.stats).items() if stat not in own.stats}
+    data.layers = {name: own for name, own in data.layers.items() if own.stats}
+    for name in data.params.keys() & evidence.params.keys():
+        data.params[name].about = "×".join(map(str, evidence.params[name].shape))
 
 
-def _series(
-    records: Any, path: str, steps: list[int], stats: Sequence[str] | None = None
-) -> dict[str, Series]:
-    """Statistics of a layer or parameter, by default all, without the records in which it was not called."""
-    stats = records.columns if stats is None else stats
-    values = records.store_of("train").series(path)[:, [records.columns.index(stat) for stat in stats]]
-    rows = _picked(values, MAX_RECORDS)
-    kept = [steps[i] for i in rows.tolist()]
-    columns = zip(stats, values[rows].T.tolist(), strict=True)
-    found = {stat: Series(kept, column) for stat, column in columns}
-    return {stat: series for stat, series in found.items() if _has_numbers(series)}
-
-
-def _gradient_series(records: GradientRecords, name: str, steps: list[int]) -> dict[str, Series]:
-    """All statistics of a parameter; those that some records lack without these."""
-    found = _series(records, name, steps, [stat for stat in records.columns if stat != SELDOM])
-    values, rows = records.layer_series(name, SELDOM), records.detailed(name)
-    rows = rows[:: -(-len(rows) // MAX_RECORDS) or 1]
-    known = Series([steps[i] for i in rows], [values[i] for i in rows])
-    return found | ({SELDOM: known} if _has_numbers(known) else {})
-
-
-def _picked(values: Tensor, most: int) -> Tensor:
-    """Places of about `most` rows, none of them all NaN: one of each stretch, if possible not finite."""
-    places = values.isnan().all(1).logical_not().nonzero()[:, 0]
-    stride = -(-len(places) // most)
-    if stride < 2:
-        return places
-    known = values[:, values.isfinite().any(0)]
-    is_bad = known[places].isfinite().all(1).logical_not()
-    stretches = zip(torch.split(places, stride), torch.split(is_bad.int(), stride), strict=True)
-    return torch.stack([own[bad.argmax()] for own, bad in stretches])
-
-
-def _histogram(stats: ActivationStats, path: str, steps: list[int]) -> HistogramOverTime:
-    counts, edges = stats.records.shown_hist(path)
-    rows = _picked(counts, MAX_RECORDS // 4)
-    kept = [steps[i] for i in rows.tolist()]
-    return HistogramOverTime(edges.tolist(), [Series(kept, row) for row in counts[rows].T.tolist()])
-
-
-def _params(cbs: Iterable[Callback], evidence: Run) -> dict[str, Recorded]:
-    if (health := _first(cbs, GradientHealth)) is None:
-        return {}
-    steps, known = health.steps(), evidence.params
-    return {
-        name: Recorded(
-            name.rpartition(".")[0],
-            "×".join(map(str, known[name].shape)) if name in known else "",
-            _without_copies(_gradient_series(health.records, name, steps), health.records.is_clipped),
-        )
-        for name in health.names
+def _add_costs(data: PageData, evidence: Run) -> None:
+    curves, time, memory = evidence.measured(Curves), data.time or TimeSpent(), data.memory or MemoryUsed()
+    time.layers = time.layers or {
+        name: [seconds] for name, seconds in evidence.measured(LayerTimes).seconds.items()
     }
-
-
-def _without_copies(stats: dict[str, Series], is_clipped: bool) -> dict[str, Series]:
-    """Statistics without those that follow from others, and norms that were read after clipping named so."""
-    copies = {"rms"}  # the norm, divided by a constant
-    if is_clipped and "norm" in stats:
-        stats["clipped_norm"] = stats.pop("norm")
-    elif str(stats.get("clipped_norm")) == str(stats.get("norm")):
-        copies.add("clipped_norm")
-    return {stat: series for stat, series in stats.items() if stat not in copies}
+    if not time.phases and len(curves.batches):
+        waits = dict(curves.waits)
+        rest = [whole - waits.get(step, 0.0) for step, whole in curves.batches]
+        time.phases = {"data": curves.waits, "all else": Series(curves.batches.steps, rest)}
+    memory.used = curves.memory
+    data.time = time if time.phases or time.layers else None
+    data.memory = memory if memory.layers or len(memory.used) else None
 
 
 def _modules(model: torch.nn.Module) -> Iterator[tuple[str, str, str, int]]:
     for name, module in named_modules(model).items():
         own = [p for p in module.parameters(recurse=False) if not is_lazy(p)]
         yield name, plain_class(module).__name__, about(module), sum(p.numel() for p in own)
-
-
-# ---- time, memory, ranks
-
-
-def _time(cbs: Iterable[Callback], evidence: Run) -> TimeSpent | None:
-    timer, profiler = _first(cbs, StepTimer), _first(cbs, ProfilerCallback)
-    found = TimeSpent(
-        layers={name: [seconds] for name, seconds in evidence.measured(LayerTimes).seconds.items()}
-    )
-    if profiler is not None:
-        with suppress(RuntimeError):  # nothing was profiled
-            found.layers = {
-                row.name: [row.forward_self, row.backward_self or 0.0] for row in profiler.layers()
-            }
-    if timer is not None and (times := timer.times):
-        steps = [t.step for t in times]
-        phases = {phase: Series(steps, [getattr(t, phase) for t in times]) for phase in SHOWN_PHASES}
-        found.phases = {phase: series for phase, series in phases.items() if any(series.values)}
-        found.slow = [
-            SlowStep(x.step, x.seconds, x.seconds / x.ratio, x.phase, "; ".join(x.notes))
-            for x in timer.outliers()
-        ]
-        found.sentences = [line for line in timer.report().lines if not line.startswith("- ")]
-    elif len((curves := evidence.measured(Curves)).batches):
-        waits = dict(curves.waits)
-        rest = [whole - waits.get(step, 0.0) for step, whole in curves.batches]
-        found.phases = {"data": curves.waits, "all else": Series(curves.batches.steps, rest)}
-    return found if found.phases or found.layers else None
-
-
-def _memory(cbs: Iterable[Callback], evidence: Run) -> MemoryUsed | None:
-    stats = _first(cbs, MemoryStats)
-    found = MemoryUsed(used=evidence.measured(Curves).memory)
-    with suppress(RuntimeError):  # no batch was watched
-        if stats is not None:
-            found.columns = ["kept", "parameters", "gradients", "optimizer"]
-            found.layers = {
-                row.name: [float(getattr(row, column)) for column in MEMORY_COLUMNS] for row in stats.layers()
-            }
-            lines = "\n".join(stats.report().lines)  # what is indented belongs to the line above
-            found.sentences = lines.replace(":\n  ", ": ").replace("\n  ", "; ").split("\n")
-    return found if found.layers or len(found.used) else None
-
-
-def _ranks(loop: Any, cbs: Iterable[Callback], evidence: Run) -> RanksCompared | None:
-    timer = _first(cbs, StepTimer)
-    times = None if timer is None else timer.records.ranks
-    if loop.ranks.world == 1 and times is None:
-        return None
-    losses = evidence.measured(Loss).of_ranks
-    if times is None:
-        sentences = ["Ranks were not compared; StepTimer() compares them."]
-        return RanksCompared(loop.ranks.world, loop.ranks.rank, loss=losses, sentences=sentences)
-    found = RanksCompared(len(times.hosts), times.rank, list(times.hosts), losses)
-    steps = [n - 1 for n, _ in times.latest]
-    by_rank = zip(*(own for _, own in times.latest), strict=True)
-    found.phases = {OWN: [Series(steps, list(seconds)) for seconds in by_rank]}
-    found.sentences = times.lines()
-    return found
 
 
 # ---- configuration

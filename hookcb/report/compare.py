@@ -96,31 +96,6 @@ class Outcome(NamedTuple):
     why: str
 
 
-@dataclass
-class ComparisonData:
-    """Content of a page that compares runs.
-
-    Attributes:
-        headline: the layer that departs first, in one line.
-        names: names of the runs.
-        verdicts: headline of each run, and what was looked at.
-        figures: name, text of each run, and the ratio of the last run to the first.
-        curves: series of each run by name, empty for a run without it.
-        departures: sentences by run, without the first.
-        layers: series of each run, of what departs first.
-        differences: section, key, and the value of each run.
-    """
-
-    headline: str
-    names: list[str] = field(default_factory=list)
-    verdicts: list[list[str]] = field(default_factory=list)
-    figures: list[list[str]] = field(default_factory=list)
-    curves: dict[str, list[Series]] = field(default_factory=dict)
-    departures: list[list[str]] = field(default_factory=list)
-    layers: dict[str, list[Series]] = field(default_factory=dict)
-    differences: list[list[str]] = field(default_factory=list)
-
-
 class Comparison(Printed):
     """Runs beside one another; prints as a table.
 
@@ -205,26 +180,27 @@ class Comparison(Printed):
             OSError: If the file cannot be written.
         """
         path = check_page(path)
-        text = filled(COMPARISON, to_text(self._data()))
+        text = filled(COMPARISON, to_text(self._content()))
         return write_whole(path, lambda file: file.write(text.encode()))
 
-    def _data(self) -> ComparisonData:
-        data = ComparisonData(self.headline, self.names)
-        data.verdicts = [
-            [run.headline, "; ".join((run.verdict or {}).get("looked", []))] for run in self.runs
-        ]
-        data.figures = [[own.name, *_cells(own)] for own in self.figures]
+    def _content(self) -> dict[str, Any]:
+        """Content of the page, which its script reads: texts, and series of each run by name."""
+        runs, curves = self.runs, dict[str, list[Series]]()
         for part in ("run", "epochs"):
-            for name in dict.fromkeys(name for run in self.runs for name in getattr(run, part)):
-                data.curves[name] = [getattr(run, part).get(name, Series()) for run in self.runs]
-        data.departures = [[str(own) for own in found] for found in self.departures]
-        for first in [found[0] for found in self.departures if found]:
-            group = "layers" if first.stat == "std" else "params"
-            series = [getattr(run, group).get(first.name) for run in self.runs]
-            title = f"{first.name}: {first.stat}"
-            data.layers[title] = [own.stats.get(first.stat, Series()) if own else Series() for own in series]
-        data.differences = [[own.section, own.key, *own.values] for own in self.differences]
-        return data
+            for name in dict.fromkeys(name for run in runs for name in getattr(run, part)):
+                curves[name] = [getattr(run, part).get(name, Series()) for run in runs]
+        looked = ["; ".join((run.verdict or {}).get("looked", [])) for run in runs]
+        firsts = [found[0] for found in self.departures if found]
+        return {
+            "headline": self.headline,
+            "names": self.names,
+            "verdicts": [[run.headline, seen] for run, seen in zip(runs, looked, strict=True)],
+            "figures": [[own.name, *_cells(own)] for own in self.figures],
+            "curves": curves,
+            "departures": [[str(own) for own in found] for found in self.departures],
+            "layers": {f"{own.name}: {own.stat}": [_series_of(run, own) for run in runs] for own in firsts},
+            "differences": [[own.section, own.key, *own.values] for own in self.differences],
+        }
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table("", *self.names, f"{self.names[-1]} / {self.names[0]}")
@@ -295,6 +271,12 @@ def _read(path: Path) -> PageData:
 def _told_apart(names: Sequence[str]) -> list[str]:
     """Names with a number where two are alike."""
     return [f"{name} ({i})" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
+
+
+def _series_of(run: PageData, departure: Departure) -> Series:
+    """Series of what departs, in one of the runs; empty if it is not recorded there."""
+    own = getattr(run, "layers" if departure.stat == "std" else "params").get(departure.name)
+    return own.stats.get(departure.stat, Series()) if own else Series()
 
 
 # ---- figures

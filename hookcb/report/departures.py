@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hookcb.core.text import as_layer
+from hookcb.records.content import Recorded
 from hookcb.records.series import Series
-from hookcb.report.data import PageData, Recorded
+from hookcb.report.data import PageData
 
 MIN_RECORDS = 12  # that both have; fewer tell nothing of their spread
 CALM = 0.25  # share of the records, from the start, whose spread is taken for the usual one

@@ -6,7 +6,6 @@ import math
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,94 +17,15 @@ from hookcb.diagnosis.rules import series_of
 from hookcb.loggers.base import import_extra
 from hookcb.records.series import Series
 from hookcb.report.saved import is_saved
-from hookcb.training.checkpoint.state import checkpoints_in
 
 SAFE = ".safetensors"
-TABLES = (".csv", ".tsv")
 OF_TORCH = (".pt", ".pth", ".bin", ".ckpt", ".th", ".tar")
-EVENTS = "*tfevents*"
-OF_INDEX = ".index.json"
-IN_FOLDERS = (
-    EVENTS,
-    "results.csv",
-    "metrics.csv",
-    f"*.safetensors{OF_INDEX}",
-    f"*.bin{OF_INDEX}",
-    "*.safetensors",
-    "pytorch_model*.bin",
-    "adapter_model.bin",
-)
 PLACES = ("step", "global_step", "iteration", "iter", "epoch")  # columns that number the rows, best first
 DELIMITERS = ",;\t"
 
 
-@dataclass
-class Foreign:
-    """Content of a file, or of the files of one run in a folder.
-
-    Attributes:
-        path: the file or folder.
-        kind: "weights", "table" or "events".
-        weights: paths of files with weights, which are read tensor by tensor.
-        index: of weights in several files, the name of the file that has each, by the index of Hugging Face.
-        curves: numbers by name, over steps or epochs.
-        unit: what these are over: "step" or "epoch".
-    """
-
-    path: Path
-    kind: str
-    weights: list[Path] = field(default_factory=list)
-    curves: dict[str, Series] = field(default_factory=dict)
-    unit: str = "step"
-    index: dict[str, str] = field(default_factory=dict)
-
-
-def find_foreign(path: Path) -> Foreign | None:
-    """A file or folder that another program has written; None if it is one of hookcb, or missing.
-
-    Raises:
-        ValueError: If it is damaged, or of no known kind.
-        ModuleNotFoundError: If a package that reads it is not installed.
-    """
-    if path.suffix == ".html" or not path.exists():
-        return None
-    if path.is_dir():
-        return _in_folder(path)
-    if not path.stat().st_size:
-        raise ValueError(f"{path} is empty")
-    if path.match(EVENTS):
-        return Foreign(path, "events", curves=read_events(path))
-    if path.name.endswith(OF_INDEX):
-        return read_index(path)
-    if path.suffix.lower() in TABLES:
-        curves, unit = read_table(path)
-        return Foreign(path, "table", curves=curves, unit=unit)
-    if path.suffix == SAFE:
-        return Foreign(path, "weights", [path])
-    if not _is_of_torch(path):
-        files = ".pt, .pth, .bin, .ckpt, .safetensors, .index.json"
-        known = f"weights ({files}), a table (.csv), or events of TensorBoard"
-        raise ValueError(f"{path} is of no known kind; give a page or records of hookcb, {known}")
-    return None if _is_ours(path) else Foreign(path, "weights", [path])
-
-
-def _in_folder(folder: Path) -> Foreign | None:
-    if checkpoints_in(folder) or folder in checkpoints_in(folder.parent):
-        return None
-    for pattern in IN_FOLDERS:
-        found = sorted(x for x in folder.glob(pattern) if x.is_file() and not x.name.startswith("optimizer"))
-        if not found:
-            continue
-        if pattern == EVENTS:
-            return Foreign(folder, "events", curves=read_events(folder))
-        if pattern.endswith(OF_INDEX) or found[0].suffix in TABLES:
-            return find_foreign(found[0])
-        return Foreign(folder, "weights", found)
-    return None
-
-
-def read_index(path: Path) -> Foreign:
-    """Weights in several files, by an index such as `model.safetensors.index.json`.
+def read_index(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """Files that are there of those in an index such as `model.safetensors.index.json`, and the index.
 
     Raises:
         ValueError: If it is damaged, or names no files in its folder.
@@ -120,17 +40,17 @@ def read_index(path: Path) -> Foreign:
         raise ValueError(f"{path} has an empty 'weight_map', or one that is not of names and files")
     if any(Path(x).name != x for x in files):
         raise ValueError(f"{path} names files outside of its folder: {files[0]!r}")
-    present = [path.parent / x for x in files if (path.parent / x).is_file()]
-    return Foreign(path, "weights", present, index=index)
+    return [path.parent / x for x in files if (path.parent / x).is_file()], index
 
 
-def _is_of_torch(file: Path) -> bool:
+def is_of_torch(file: Path) -> bool:
+    """Whether `torch.save` may have written a file."""
     with file.open("rb") as opened:
         begin = opened.read(4)
     return begin[:2] in (b"PK", b"\x80\x02") or file.suffix.lower() in OF_TORCH
 
 
-def _is_ours(file: Path) -> bool:
+def is_ours(file: Path) -> bool:
     """Whether it is a checkpoint, or has saved records, of hookcb."""
     try:
         state = read_torch(file)

@@ -1,10 +1,11 @@
-"""Judging weights and curves of files that other programs have written."""
+"""Facts of weights and curves in files that other programs have written."""
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -17,7 +18,30 @@ from hookcb.diagnosis.rules import CONFIDENCE, finite, series_of, slope
 from hookcb.diagnosis.verdict import STYLES, Severity
 from hookcb.records.series import Series
 from hookcb.report.data import PageData
-from hookcb.report.foreign import Foreign, read_weights
+from hookcb.report.foreign import (
+    SAFE,
+    is_of_torch,
+    is_ours,
+    read_events,
+    read_index,
+    read_table,
+    read_weights,
+)
+from hookcb.training.checkpoint.state import checkpoints_in
+
+TABLES = (".csv", ".tsv")
+EVENTS = "*tfevents*"
+OF_INDEX = ".index.json"
+IN_FOLDERS = (
+    EVENTS,
+    "results.csv",
+    "metrics.csv",
+    f"*.safetensors{OF_INDEX}",
+    f"*.bin{OF_INDEX}",
+    "*.safetensors",
+    "pytorch_model*.bin",
+    "adapter_model.bin",
+)
 
 MIN_SAME = 5  # rows of a curve that never moves
 MAX_TOLD = 12  # weights or curves that are told one by one
@@ -78,16 +102,45 @@ class FileFacts:
             yield Text("Nothing wrong was found.")
 
 
-def facts_of(found: Foreign) -> FileFacts:
-    """Facts of a file of another program.
+def facts_of(path: Path) -> FileFacts | None:
+    """Facts of a file or folder that another program has written; None if it is one of hookcb, or missing.
 
     Raises:
-        ValueError: If it is damaged, or has nothing to show.
+        ValueError: If it is damaged, has nothing to show, or is of no known kind.
         ModuleNotFoundError: If a package that reads it is not installed.
     """
-    facts = _of_weights(found) if found.kind == "weights" else _of_curves(found)
-    facts.told.sort(key=lambda told: RANK[told[0]])
-    return facts
+    if path.suffix == ".html" or not path.exists():
+        return None
+    if path.is_dir():
+        return _of_folder(path)
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty")
+    if path.match(EVENTS):
+        return of_curves(path, read_events(path))
+    if path.name.endswith(OF_INDEX):
+        return of_weights(path, *read_index(path))
+    if path.suffix.lower() in TABLES:
+        return of_curves(path, *read_table(path))
+    if path.suffix != SAFE and not is_of_torch(path):
+        files = ".pt, .pth, .bin, .ckpt, .safetensors, .index.json"
+        known = f"weights ({files}), a table (.csv), or events of TensorBoard"
+        raise ValueError(f"{path} is of no known kind; give a page or records of hookcb, {known}")
+    return None if path.suffix != SAFE and is_ours(path) else of_weights(path, [path])
+
+
+def _of_folder(folder: Path) -> FileFacts | None:
+    if checkpoints_in(folder) or folder in checkpoints_in(folder.parent):
+        return None
+    for pattern in IN_FOLDERS:
+        found = sorted(x for x in folder.glob(pattern) if x.is_file() and not x.name.startswith("optimizer"))
+        if not found:
+            continue
+        if pattern == EVENTS:
+            return of_curves(folder, read_events(folder))
+        if pattern.endswith(OF_INDEX) or found[0].suffix in TABLES:
+            return facts_of(found[0])
+        return of_weights(folder, found)
+    return None
 
 
 # ---- weights
@@ -138,21 +191,30 @@ class _Weights:
             self.nonfinite.append(f"{name} has {' and '.join(what)} in {x.numel():,} elements")
 
 
-def _of_weights(found: Foreign) -> FileFacts:
-    counts, shown, names = _Weights(), set[str](), dict[str, set[str]]()
-    for file in found.weights:
+def of_weights(path: Path, files: Sequence[Path], index: Mapping[str, str] = {}) -> FileFacts:
+    """Facts of weights.
+
+    Args:
+        path: the file or folder.
+        files: files with weights, which are read tensor by tensor.
+        index: the name of the file that has each tensor, by an index of Hugging Face.
+    """
+    counts, names = _Weights(), dict[str, set[str]]()  # of tensors, by file
+    for file in files:
         for name, x, is_state in read_weights(file):
             counts.add(name, x, is_state)
-            shown.add(file.name)
             names.setdefault(file.name, set()).add(name)
-    of = f" in {len(shown)} files" if len(shown) > 1 else ""
+    of = f" in {len(names)} files" if len(names) > 1 else ""
     kinds = join_names([f"{n} {kind}" for kind, n in counts.dtypes.most_common()])
-    facts = FileFacts(str(found.path), f"{counts.n:,} tensors, {counts.n_elements:,} elements{of} ({kinds})")
-    facts.told = [*_told_of_index(found.index, names), *_told_of(counts)]
-    return facts
+    summary = f"{counts.n:,} tensors, {counts.n_elements:,} elements{of} ({kinds})"
+    return FileFacts(str(path), summary, _worst_first([*_told_of_index(index, names), *_told_of(counts)]))
 
 
-def _told_of_index(index: dict[str, str], names: dict[str, set[str]]) -> Iterator[Told]:
+def _worst_first(told: Iterable[Told]) -> list[Told]:
+    return sorted(told, key=lambda own: RANK[own[0]])
+
+
+def _told_of_index(index: Mapping[str, str], names: Mapping[str, set[str]]) -> Iterator[Told]:
     """Contradictions between an index of several files and their contents."""
     files = sorted(set(index.values()))
     if gone := [x for x in files if x not in names]:
@@ -205,22 +267,20 @@ def _counted(names: list[str]) -> str:
 # ---- curves
 
 
-def _of_curves(found: Foreign) -> FileFacts:
-    curves = found.curves
-    n = max(len(x) for x in curves.values())
-    unit = found.unit
-    last = max(x.steps[-1] for x in curves.values())
-    facts = FileFacts(str(found.path), f"{len(curves)} curves, {n} rows, to {unit} {last}", curves=curves)
-    facts.told = [told for name, x in curves.items() for told in _of_curve(name, x, unit)]
+def of_curves(path: Path, curves: dict[str, Series], unit: str = "step") -> FileFacts:
+    """Facts of curves: numbers by name, over steps or epochs, as `unit` says."""
+    n, last = max(len(x) for x in curves.values()), max(x.steps[-1] for x in curves.values())
+    told = [own for name, x in curves.items() for own in _of_curve(name, x, unit)]
     for name, x in curves.items():
         if (train := _train_of(name, curves)) is not None and (
             text := _departs(name, x, train, curves[train], unit)
         ):
-            facts.told.append(("warning", text))
-    facts.lines = [line for name, x in curves.items() if (line := _shown(name, x, unit))]
-    if len(facts.lines) > MAX_TOLD:
-        facts.lines = [*facts.lines[:MAX_TOLD], f"… and {len(facts.lines) - MAX_TOLD} more curves"]
-    return facts
+            told.append(("warning", text))
+    lines = [line for name, x in curves.items() if (line := _shown(name, x, unit))]
+    if len(lines) > MAX_TOLD:
+        lines = [*lines[:MAX_TOLD], f"… and {len(lines) - MAX_TOLD} more curves"]
+    summary = f"{len(curves)} curves, {n} rows, to {unit} {last}"
+    return FileFacts(str(path), summary, _worst_first(told), lines, curves)
 
 
 def _of_curve(name: str, x: Series, unit: str) -> Iterator[Told]:

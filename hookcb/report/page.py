@@ -31,14 +31,16 @@ BEGIN, END = '<script type="application/json" id="data">', "</script>"
 
 
 class Document(NamedTuple):
-    """A kind of page: its HTML, and the scripts that it has beside the shared ones."""
+    """A kind of page: its title, its sections, and the scripts that it has beside the shared ones."""
 
-    html: str
+    title: str
+    sections: str
     scripts: tuple[str, ...]
 
 
 RUN = Document(
-    "assets/page.html",
+    "hookcb: a training",
+    "assets/run.html",
     (
         "assets/verdict.js",
         "assets/model.js",
@@ -51,7 +53,7 @@ RUN = Document(
         "assets/main.js",
     ),
 )
-COMPARISON = Document("assets/compare.html", ("assets/compare.js",))
+COMPARISON = Document("hookcb: runs compared", "assets/compare.html", ("assets/compare.js",))
 
 
 class Page:
@@ -122,7 +124,8 @@ def filled(kind: Document, text: str) -> str:
     policy = f"default-src 'none'; {scripts}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
     packed = base64.b64encode(zlib.compress(script.encode(), 9)).decode("ascii")
     parts = {"POLICY": policy, "STYLE": style, "SCRIPT": packed, "BOOT": boot, "DATA": text}
-    pieces = (HERE / kind.html).read_text(encoding="utf-8").split("@@")  # text, name, text, name …
+    parts |= {"TITLE": kind.title, "MAIN": _joined((kind.sections,))}
+    pieces = _joined(("assets/page.html",)).split("@@")  # text, name, text, name …
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 

@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 
-from hookcb.activations.callback import ActivationStats
 from hookcb.activations.records import ActivationRecords
 from hookcb.core.alone import ALONE
-from hookcb.core.callback import Callback
 from hookcb.core.files import read_saved
-from hookcb.gradients.callback import GradientHealth
 from hookcb.gradients.records import GradientRecords
-from hookcb.records.records import without_schema
+from hookcb.records.recording import Recording
+from hookcb.records.records import SavedRecords, without_schema
 from hookcb.report.collect import of_records
 from hookcb.report.data import PageData
 from hookcb.report.page import load_report
@@ -21,6 +19,7 @@ from hookcb.training.checkpoint.resume import read_any
 from hookcb.training.checkpoint.state import KEYS, checkpoints_in
 from hookcb.training.recorder import Recorder
 
+KINDS: tuple[type[Recorder | SavedRecords], ...] = (ActivationRecords, GradientRecords, Recorder)  # in files
 NO_VERDICT = "No verdict: files have numbers, but not what a verdict needs; a page of report() has it."
 POSSIBLE = "a page, what records.save() has written, a checkpoint, or a folder of these"
 
@@ -39,25 +38,24 @@ def load_run(path: str | Path) -> PageData:
         return load_report(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}; give {POSSIBLE}")
-    cbs = list(_in_folder(path) if path.is_dir() and not _is_checkpoint(path) else _in_file(path))
-    if not cbs:
+    records = list(_in_folder(path) if path.is_dir() and not _is_checkpoint(path) else _in_file(path))
+    if not records:
         raise ValueError(f"{path} has nothing to show; give {POSSIBLE}")
-    data = of_records(cbs)
+    data = of_records(records)
     data.headline, data.title = NO_VERDICT, path.stem
     return data
 
 
 def is_saved(state: dict[str, Any]) -> bool:
     """Whether this is what a file of hookcb has: a checkpoint, or saved records."""
-    known = (KEYS, ActivationRecords.keys, GradientRecords.keys, Recorder().state_dict().keys())
-    return "schema" in state or any(set(state) == set(keys) for keys in known)
+    return "schema" in state or set(state) in (KEYS, *(kind.keys for kind in KINDS))
 
 
 def _is_checkpoint(folder: Path) -> bool:
     return folder in checkpoints_in(folder.parent)
 
 
-def _in_folder(folder: Path) -> Iterator[Callback]:
+def _in_folder(folder: Path) -> Iterator[Recording]:
     checkpoints = checkpoints_in(folder)
     others = [file for file in sorted(folder.glob("*.pt")) if file not in checkpoints]
     for file in [*checkpoints[-1:], *others]:
@@ -70,8 +68,8 @@ def _in_folder(folder: Path) -> Iterator[Callback]:
         yield from found
 
 
-def _in_file(file: Path) -> Iterator[Callback]:
-    """Callbacks with what a file has of their records."""
+def _in_file(file: Path) -> Iterator[Recording]:
+    """Records that a file has."""
     cpu = torch.device("cpu")
     state = read_any(file, cpu, ALONE) if file.is_dir() else read_saved(file, cpu)
     if not isinstance(state, dict):
@@ -83,16 +81,7 @@ def _in_file(file: Path) -> Iterator[Callback]:
         yield from _with_records(without_schema(state, file))
 
 
-def _with_records(state: dict[str, Any]) -> Iterator[Callback]:
-    if set(state) == ActivationRecords.keys:
-        stats = ActivationStats()
-        stats.records = ActivationRecords.from_state(state)
-        yield stats
-    elif set(state) == GradientRecords.keys:
-        health = GradientHealth()
-        health.records = GradientRecords.from_state(state)
-        yield health
-    elif set(state) == Recorder().state_dict().keys():
-        recorder = Recorder()
-        recorder.load_state_dict(state)
-        yield recorder
+def _with_records(state: dict[str, Any]) -> Iterator[Recording]:
+    for kind in KINDS:
+        if set(state) == kind.keys:
+            yield kind.from_state(state)

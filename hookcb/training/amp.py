@@ -29,7 +29,6 @@ class MixedPrecision(Callback):
         **scaler_options: options of `torch.amp.GradScaler`, with float16 only: `init_scale` …
 
     Raises:
-        ValueError, TypeError: If `dtype` or an option is invalid.
         RuntimeError: When a fit begins, if the device has no autocast, or `learn.scaler` is set already.
 
     Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018.

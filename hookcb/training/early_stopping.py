@@ -44,8 +44,8 @@ class EarlyStopping(Callback):
         reason: why the fit was ended, None if it was not.
 
     Raises:
-        TypeError, ValueError: If an argument is invalid; when the fit begins, if `restore_best` meets an
-            `EMA` that is validated, as the best value is not that of the trained weights then.
+        ValueError: When the fit begins, if `restore_best` meets an `EMA` that is validated, as the best value
+            is not that of the trained weights then.
         LookupError: If no column has that name; before training, if it looks like a typo.
 
     >>> from hookcb import EarlyStopping, synth_learner

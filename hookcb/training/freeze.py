@@ -27,7 +27,7 @@ class Freeze(Callback):
         name: name of the callback in the learner, by default "freezing"; `learn.freeze()` is fastai's method.
 
     Raises:
-        TypeError, ValueError: If `until` is invalid; before training, if nothing is left to train.
+        ValueError: Before training, if nothing is left to train.
         LookupError: Before training, if `where` selects nothing; the message lists the possible names.
 
     >>> from hookcb import Freeze, synth_learner

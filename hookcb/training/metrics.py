@@ -14,6 +14,7 @@ from hookcb.core import orders
 from hookcb.core.batch import batch_size, describe, map_leaves
 from hookcb.core.callback import Callback
 from hookcb.core.console import warn
+from hookcb.records.store import read_numbers
 
 COLUMNS = ("epoch", "train_loss", "valid_loss", "time")
 
@@ -32,16 +33,39 @@ class Metric(Protocol):
         """Forgets all batches."""
 
 
-class Mean:
-    """Average of a function over samples; its values stay on their device until `compute`.
+class SampleMean:
+    """Average over samples of the values of batches, which stay on their device until they are read.
+
+    Attributes:
+        values: value of each batch.
+        sizes: number of samples in each.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[float | Tensor] = []
+        self.sizes: list[int] = []
+
+    def add(self, value: float | Tensor, size: int) -> None:
+        """Adds a batch."""
+        self.values.append(value)
+        self.sizes.append(size)
+
+    def sums(self, first: int = 0) -> list[float]:
+        """Sum over samples from batch `first` on, and their number."""
+        values, sizes = read_numbers(self.values, first)[first:], self.sizes[first:]
+        return [sum(v * n for v, n in zip(values, sizes, strict=True)), sum(sizes)]
+
+
+class Mean(SampleMean):
+    """Average of a function over samples.
 
     Args:
         function: called as `function(pred, *yb)`; returns a scalar.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
         self.function = function
-        self.reset()
 
     def update(self, pred: Any, *yb: Any) -> None:
         value = self.function(pred, *yb)
@@ -50,26 +74,14 @@ class Mean:
                 f"metric {metric_name(self.function)!r} returned a tensor of shape {tuple(value.shape)}; "
                 "reduce it to one number, as with .mean()"
             )
-        self.values.append(
-            value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), device="cpu")
-        )
-        self.sizes.append(batch_size((*yb, pred)))
+        self.add(value.detach() if isinstance(value, Tensor) else float(value), batch_size((*yb, pred)))
 
     def compute(self) -> float:
         total, n = self.sums()
         return total / n
 
-    def sums(self) -> tuple[float, float]:
-        """Sum over samples, and their number."""
-        if not self.values:
-            return 0.0, 0.0
-        values = torch.stack([value.reshape(()).cpu().double() for value in self.values])
-        sizes = torch.tensor(self.sizes, dtype=torch.float64, device="cpu")
-        return float(values @ sizes), float(sizes.sum())
-
     def reset(self) -> None:
-        self.values: list[Tensor] = []
-        self.sizes: list[int] = []
+        self.values, self.sizes = [], []
 
 
 class Metrics(Callback):

@@ -3,22 +3,24 @@
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from fastcore.foundation import L
 from torch import Tensor
 
 from hookcb.core import orders
-from hookcb.core.alone import Ranks
 from hookcb.core.batch import batch_size
 from hookcb.core.callback import Callback
 from hookcb.core.optim import detached_scalar
+from hookcb.records.content import Content
 from hookcb.records.frames import frame_of
 from hookcb.records.plots import ALARM, BLUE, ORANGE, Size, check_any, gapped, limit_steps, make_panels
-from hookcb.records.series import Smoothed
-from hookcb.records.store import numbers_of
+from hookcb.records.recording import Recording
+from hookcb.records.series import Series, Smoothed
+from hookcb.records.store import read_numbers
+from hookcb.training.metrics import SampleMean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +30,7 @@ SMOOTH = 0.04  # share of the batches over which losses are smoothed in the figu
 NO_METRICS = ("epoch", "time", "train_loss", "valid_loss")
 
 
-class Recorder(Callback):
+class Recorder(Callback, Recording):
     """Records losses and learning rates, and a row for each epoch; every `Learner` has one.
 
     Losses stay on their device until they are read or the epoch ends, so that no batch waits for a GPU. A
@@ -51,6 +53,7 @@ class Recorder(Callback):
 
     order = orders.RECORD
     has_rank_state = True
+    keys = frozenset(("losses", "sizes", "lrs", "rows", "first", "ends"))  # of its state
 
     def __init__(self, *, name: str | None = None) -> None:
         super().__init__(name=name)
@@ -58,19 +61,18 @@ class Recorder(Callback):
 
     def before_fit(self) -> None:
         self.rows = L()
-        self._train = _Losses()
+        self._train = SampleMean()
         self._lrs: list[float | Tensor] = []
         self._first = 0  # first batch of this epoch
         self.ends: list[int] = []
 
     @property
     def losses(self) -> list[float]:
-        return self._train.read()
+        return read_numbers(self._train.values)
 
     @property
     def lrs(self) -> list[float]:
-        self._lrs[:] = lrs = numbers_of(self._lrs)
-        return lrs
+        return read_numbers(self._lrs)
 
     def before_epoch(self) -> None:
         self._began = time.perf_counter()
@@ -94,19 +96,20 @@ class Recorder(Callback):
             return
         loss, lr, size = state.pop("batch")
         if not learn.training:
-            state.setdefault("losses", _Losses()).add(loss, size)
+            state.setdefault("losses", SampleMean()).add(loss, size)
         elif learn.fitting:
             self._train.add(loss, size)
             self._lrs.append(lr)
 
     def after_train(self) -> None:
-        self.learn.row["train_loss"] = self._train.mean(self.learn.ranks, self._first)
+        total, n = self.learn.ranks.sum(self._train.sums(self._first))
+        self.learn.row["train_loss"] = total / n if n else math.nan
 
     def after_validate(self) -> None:
-        losses: _Losses = self.phase_state.get("losses", _Losses())
-        total, n = losses.sums(self.learn.ranks)
+        losses: SampleMean = self.phase_state.get("losses", SampleMean())
+        total, n = self.learn.ranks.sum(losses.sums())
         if n or losses.values:
-            self.learn.row["valid_loss"] = total / n if n else float("nan")
+            self.learn.row["valid_loss"] = total / n if n else math.nan
 
     def after_epoch(self) -> None:
         self.learn.row["time"] = time.perf_counter() - self._began
@@ -164,6 +167,22 @@ class Recorder(Callback):
 
     plot_loss = plot_sched = plot  # fastai's names
 
+    def show_on(self, page: Content) -> None:
+        """Shows losses, rates, and the numbers of each epoch."""
+        if losses := self.losses:
+            steps = list(range(len(losses)))
+            page.run |= {"loss": Series(steps, losses), "lr": Series(steps, self.lrs)}
+        page.epochs = {}
+        for end, row in zip(self.ends, self.rows, strict=False):
+            for name, x in row.items():
+                if name not in ("epoch", "time") and isinstance(x, int | float):
+                    page.epochs.setdefault(name, Series()).add(max(end - 1, 0), float(x))
+
+    def figures(self, name: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Losses, metrics and rates."""
+        if self.losses:
+            yield "run", self.plot
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "losses": torch.tensor(self.losses, dtype=torch.float64, device="cpu"),
@@ -174,37 +193,17 @@ class Recorder(Callback):
             "ends": list(self.ends),
         }
 
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Self:
+        """New recorder from what `state_dict` has returned."""
+        recorder = cls()
+        recorder.load_state_dict(state)
+        return recorder
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._train.values, self._train.sizes = state["losses"].tolist(), state["sizes"].tolist()
         self._lrs, self.rows, self._first = state["lrs"].tolist(), L(state["rows"]), state["first"]
         self.ends = list(state["ends"])
-
-
-class _Losses:
-    """Losses of batches, and the number of samples in each."""
-
-    def __init__(self) -> None:
-        self.values: list[float | Tensor] = []
-        self.sizes: list[int] = []
-
-    def add(self, value: float | Tensor, size: int) -> None:
-        self.values.append(value)
-        self.sizes.append(size)
-
-    def mean(self, ranks: Ranks, first: int = 0) -> float:
-        """Average over the samples of all ranks from batch `first` on, NaN if there are none."""
-        total, n = self.sums(ranks, first)
-        return total / n if n else float("nan")
-
-    def sums(self, ranks: Ranks, first: int = 0) -> list[float]:
-        """Sum over these samples, and their number."""
-        values, sizes = self.read(first), self.sizes[first:]
-        return ranks.sum([sum(v * n for v, n in zip(values, sizes, strict=True)), sum(sizes)])
-
-    def read(self, first: int = 0) -> list[float]:
-        """Losses from batch `first` on; those on a device are read from it once."""
-        self.values[first:] = read = numbers_of(self.values[first:])
-        return read
 
 
 def _draw_losses(ax: "Axes", losses: Sequence[float], valid: Sequence[float], ends: Sequence[int]) -> None:

@@ -44,8 +44,8 @@ class SWA(AverageCallback, RateCallback):
 
     Raises:
         AttributeError: If there is no averaged model, before the first fit that reaches `start`.
-        TypeError, ValueError: If an argument is invalid; when a fit begins, if `start` is after its last
-            epoch, the model is sharded, or `lr` meets another schedule.
+        ValueError: When a fit begins, if `start` is after its last epoch, the model is sharded, or `lr` meets
+            another schedule.
 
     Source: Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", 2018;
         `torch.optim.swa_utils`.

@@ -560,7 +560,7 @@ def test_a_fit_that_is_stopped_and_goes_on_leaves_no_gap(tmp_path, stop):
 def test_a_path_is_a_file_of_its_kind(tmp_path):
     assert isinstance(as_logger(tmp_path / "a.csv"), CSVLogger)
     assert isinstance(as_logger(str(tmp_path / "a.jsonl")), JSONLLogger)
-    with pytest.raises(ValueError, match=r"'a\.txt' does not end in \.jsonl or \.csv; give one of JSONL"):
+    with pytest.raises(ValueError, match=r"'a\.txt' does not end in \.jsonl or \.csv; give a JSONLLogger"):
         Log("a.txt")
 
 
@@ -600,7 +600,7 @@ class LogsOne:
 @pytest.mark.parametrize(
     ("thing", "hint"),
     [
-        (None, "give one of JSONLLogger, CSVLogger, TensorBoardLogger, MLflowLogger"),
+        (None, "give a JSONLLogger, CSVLogger, TensorBoardLogger or MLflowLogger"),
         (math, "an object with a method log"),
         (LogsOne(), "an object with a method log"),
         (Kept, "an instance, not the class"),

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hookcb import Callback, Diagnose, Recorder, watch
+from hookcb import Callback, Diagnose, GradientHealth, Recorder, watch
 from hookcb.diagnosis.measurements.loss_graph import read_loss
 from hookcb.loops.loss_finder import LossFinder
 from tests.support import make_batches, make_model, same, weights
@@ -137,6 +137,91 @@ def test_a_scaler_that_was_in_use_before_the_watch_is_known_by_its_next_loss():
     assert w.recorder.losses == losses
     assert w.facts.n_losses_unfound == 0
     assert w.scaler is scaler
+
+
+LATE = {
+    "a share of it": lambda scaler, a, b: scaler.scale(a + b) / 4,
+    "their sum": lambda scaler, a, b: scaler.scale(a) / 4 + scaler.scale(b) / 4,
+    "a list": lambda scaler, a, b: torch.stack(scaler.scale([a / 4, b / 4])).sum(),
+}
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_what_is_made_of_scaled_losses_is_recorded_unscaled(late):
+    model, losses = make_model(), []
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13)
+    with watch(model, opt, Recorder, GradientHealth) as w:
+        for x, y in BATCHES:
+            out = model(x)
+            a, b = F.mse_loss(out, y), out.square().mean()
+            losses.append(((a + b) / 4).item())
+            LATE[late](scaler, a, b).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+    assert w.recorder.losses == pytest.approx(losses, rel=1e-6)
+    assert w.scaler is scaler
+    assert 0 < max(w.gradient_health.step_series("total_norm")) < 100
+
+
+def own_kind_of_scaler():
+    """A class that scales in a way of its own, as ShardedGradScaler does."""
+
+    def scale(self, outputs):
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(outputs.device)
+        return outputs * self._scale
+
+    return type("Own", (torch.amp.GradScaler,), {"scale": scale})
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_scaler_of_a_class_of_its_own_is_known_wherever_it_was_made(when):
+    model, losses = make_model(), []
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    kind = own_kind_of_scaler() if when == "before" else None
+    with watch(model, opt, Recorder) as w:
+        kind = kind or own_kind_of_scaler()
+        scaler = kind("cpu", init_scale=2.0**13)
+        for x, y in BATCHES:
+            loss = F.mse_loss(model(x), y)
+            losses.append(loss.item())
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+    assert w.recorder.losses == losses
+    assert w.scaler is scaler
+    assert not hasattr(kind.scale, "call_hooks")
+
+
+def test_of_weighted_losses_it_is_the_weighted_sum():
+    model = make_model()
+    with watch(model, Recorder) as w:
+        out = model(X)
+        a, b = out.square().mean(), out.abs().mean()
+        torch.autograd.backward([a, b], [torch.tensor(0.5), torch.tensor(3.0)])
+    assert w.recorder.losses == pytest.approx([(0.5 * a + 3 * b).item()])
+
+
+def test_a_backward_for_other_gradients_only_is_no_loss_and_torch_is_left_as_it_was():
+    before = torch.autograd._engine_run_backward, torch.amp.GradScaler.scale, torch.amp.GradScaler.__init__
+    first, second = make_model(), make_model()
+    w1 = watch(first, Recorder)
+    w2 = watch(second, Recorder)
+    from torch.autograd import grad
+
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.ones(()).backward()
+    grads = grad(F.mse_loss(first(X), Y), [*first.parameters()])
+    w1.close()
+    F.mse_loss(second(X), Y).backward()
+    w2.close()
+    assert len(grads) == 4
+    assert (len(w1.recorder.losses), len(w2.recorder.losses)) == (1, 1)
+    now = torch.autograd._engine_run_backward, torch.amp.GradScaler.scale, torch.amp.GradScaler.__init__
+    assert all(x is y for x, y in zip(now, before, strict=True))
 
 
 def test_a_scaler_of_another_loop_is_not_that_of_a_loop_without_one():

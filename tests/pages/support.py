@@ -12,22 +12,23 @@ from hookcb import (
     ActivationStats,
     Diagnose,
     GradientHealth,
+    GradientRecords,
     Learner,
     MemoryStats,
     StepTimer,
 )
 from hookcb.diagnosis.run import Series
-from hookcb.report.collect import collect, of_records
-from hookcb.report.data import (
+from hookcb.records.content import (
     HistogramOverTime,
     MemoryUsed,
     ModuleRow,
-    PageData,
     RanksCompared,
     Recorded,
     SlowStep,
     TimeSpent,
 )
+from hookcb.report.collect import collect, of_records
+from hookcb.report.data import PageData
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&`@@DATA@@</script>"
 NAMES = [
@@ -102,14 +103,13 @@ def large(n_layers=500, n_records=128):
 
 def stored():
     """Noise in 100 layers and 200 parameters, 5,000 records of each, as callbacks keep them."""
-    stats, health = ActivationStats(with_hist=True), GradientHealth()
-    stats.records = ActivationRecords(with_hist=True)
+    stats, health = ActivationRecords(with_hist=True), GradientRecords()
     layers = [f"blocks.{i // 10}.linear{i % 10}" for i in range(100)]
-    stats.records.outputs = {name: ("Linear", (32, 64)) for name in layers}
+    stats.outputs = {name: ("Linear", (32, 64)) for name in layers}
     params = [f"{name}.{own}" for name in layers for own in ("weight", "bias")]
     random_state = torch.Generator().manual_seed(0)
-    for cb, names in ((stats, layers), (health, params)):
-        store = cb.records.store_of("train")
+    for own, names in ((stats, layers), (health, params)):
+        store = own.store_of("train")
         records = [store.begin(epoch=i // 500, step=i) for i in range(5_000)]
         for name in names:
             values = torch.randn(5_000, len(store.columns), generator=random_state).exp()

@@ -687,6 +687,7 @@ def test_a_compiled_model_is_compiled_once_and_is_one_row(way, called_before, fr
     learn = learner(model, 6)
     profiler = ProfilerCallback(wait=1, warmup=1, active=1, repeat=2)
     fit(learn, cbs=profiler)
+    assert profiler.compiled == ("Net",)
     assert graphs() == expected
     assert expected[0] == 1
     trace = exported(profiler, tmp_path)
@@ -716,6 +717,7 @@ def test_of_a_compiled_part_the_layers_around_it_have_ranges(fresh_dynamo, tmp_p
     torch._dynamo.utils.counters.clear()
     model = compiled(None, part=0)
     profiler = profiled(learner(model, 6), wait=1, warmup=1, active=2)
+    assert profiler.compiled == ("blocks.0",)
     assert graphs() == expected
     trace = exported(profiler, tmp_path)
     for one in forwards(trace, "Net"):

@@ -570,6 +570,16 @@ def test_a_profiler_that_runs_already_is_not_disturbed(legacy):
     assert profiled(learn).profiled_steps == [2, 3, 4]
 
 
+def test_torch_does_not_make_its_own_table_which_takes_longer_than_all_that_is_read(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        torch.autograd.profiler.profile, "_parse_kineto_results", lambda *args, **kw: made.append(args)
+    )
+    fit(learn := make_learner(6), cbs=ProfilerCallback(**ALL))
+    assert learn.profiler.table(row_limit=-1)["aten::linear"].count == 2 * 3
+    assert not made
+
+
 def test_a_fit_inside_a_profiled_fit_cannot_be_profiled_too():
     def inner(cb):
         if cb.train_iter == 1:

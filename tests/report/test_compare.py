@@ -8,8 +8,9 @@ import pytest
 from hookcb import Diagnose, compare, synth_learner
 from hookcb.cli.main import main
 from hookcb.diagnosis.run import Series
+from hookcb.records.content import MemoryUsed, TimeSpent
 from hookcb.report.compare import Comparison, Figure
-from hookcb.report.data import MemoryUsed, PageData, TimeSpent
+from hookcb.report.data import PageData
 from hookcb.report.page import Page
 
 

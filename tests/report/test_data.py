@@ -7,18 +7,16 @@ import random
 import pytest
 
 from hookcb.diagnosis.run import Series
-from hookcb.report.data import (
+from hookcb.records.content import (
     HistogramOverTime,
     MemoryUsed,
     ModuleRow,
-    PageData,
     RanksCompared,
     Recorded,
     SlowStep,
     TimeSpent,
-    envelope,
-    thinned,
 )
+from hookcb.report.data import PageData, envelope, thinned
 
 NAN, INF = math.nan, math.inf
 

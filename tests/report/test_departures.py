@@ -6,7 +6,8 @@ import random
 import pytest
 
 from hookcb.diagnosis.run import Series
-from hookcb.report.data import PageData, Recorded
+from hookcb.records.content import Recorded
+from hookcb.report.data import PageData
 from hookcb.report.departures import departures
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Adam
 
-from hookcb.report.foreign import find_foreign, read_table, read_weights
+from hookcb.report.foreign import read_events, read_table, read_weights
 from hookcb.report.foreign_facts import facts_of
 
 
@@ -81,10 +81,10 @@ def test_a_truncated_file_is_told(tmp_path):
 def test_weights_of_folders_are_found(tmp_path):
     for name in ("pytorch_model-00001.bin", "pytorch_model-00002.bin", "optimizer.bin", "scheduler.bin"):
         torch.save(net().state_dict(), tmp_path / name)
-    found = find_foreign(tmp_path)
-    assert [file.name for file in found.weights] == ["pytorch_model-00001.bin", "pytorch_model-00002.bin"]
+    assert facts_of(tmp_path).summary.startswith(f"{2 * len(net().state_dict())} tensors, ")
+    assert "in 2 files" in facts_of(tmp_path).summary
     (tmp_path / "results.csv").write_text("epoch,loss\n1,2\n")
-    assert find_foreign(tmp_path).kind == "table"
+    assert facts_of(tmp_path).curves["loss"].values == [2.0]
 
 
 def test_safetensors_are_read_or_the_message_says_what_to_install(tmp_path, monkeypatch):
@@ -112,7 +112,8 @@ def test_events_of_tensorboard_are_read(tmp_path):
     with SummaryWriter(tmp_path) as writer:
         for i in range(5):
             writer.add_scalar("loss", i / 2, i)
-    assert find_foreign(tmp_path).curves["loss"].values == [0, 0.5, 1, 1.5, 2]
+    assert read_events(tmp_path)["loss"].values == [0, 0.5, 1, 1.5, 2]
+    assert facts_of(tmp_path).curves["loss"].values == [0, 0.5, 1, 1.5, 2]
 
 
 def table(tmp_path, text):
@@ -152,4 +153,4 @@ def test_tables_without_numbers_are_told(tmp_path, text, said):
 def test_other_files_are_told(tmp_path, name, said):
     (tmp_path / name).write_text("hello")
     with pytest.raises(ValueError, match=said):
-        facts_of(find_foreign(tmp_path / name))
+        facts_of(tmp_path / name)

@@ -10,8 +10,7 @@ from torch import nn
 from hookcb import load_report
 from hookcb.cli.main import main
 from hookcb.records.series import Series
-from hookcb.report.foreign import Foreign, find_foreign
-from hookcb.report.foreign_facts import facts_of
+from hookcb.report.foreign_facts import facts_of, of_curves
 
 
 def net():
@@ -23,7 +22,7 @@ def net():
 
 def told(tmp_path, state):
     torch.save(state, tmp_path / "a.pt")
-    facts = facts_of(find_foreign(tmp_path / "a.pt"))
+    facts = facts_of(tmp_path / "a.pt")
     return [(severity, text) for severity, text in facts.told]
 
 
@@ -74,13 +73,13 @@ def curves(**named):
     }
 
 
-def of_curves(tmp_path, **named):
-    return facts_of(Foreign(tmp_path / "a.csv", "table", curves=curves(**named), unit="epoch"))
+def told_of(tmp_path, **named):
+    return of_curves(tmp_path / "a.csv", curves(**named), "epoch")
 
 
 def test_what_curves_show(tmp_path):
     n = range(40)
-    facts = of_curves(
+    facts = told_of(
         tmp_path,
         train__loss=[1 / (1 + i) for i in n],
         val__loss=[1 / (1 + i) + max(0, i - 10) * 0.02 for i in n],
@@ -99,7 +98,7 @@ def test_what_curves_show(tmp_path):
 def test_a_noisy_end_is_not_a_rise(tmp_path):
     g = torch.Generator().manual_seed(0)
     noise = (0.05 * torch.randn(40, generator=g)).tolist()
-    facts = of_curves(
+    facts = told_of(
         tmp_path,
         train_loss=[1 / (1 + i) for i in range(40)],
         val_loss=[0.3 + 0.7 / (1 + i) + x for i, x in enumerate(noise)],
@@ -109,13 +108,13 @@ def test_a_noisy_end_is_not_a_rise(tmp_path):
 
 def test_nan_at_the_end_of_a_loss_is_an_error_and_in_between_a_warning(tmp_path):
     loss = [1.0, 0.5, math.nan, math.nan]
-    assert of_curves(tmp_path, loss=loss).told == [("error", "loss is NaN from epoch 2 on.")]
-    facts = of_curves(tmp_path, loss=[1.0, math.inf, 0.5], acc=[0.1] * 3)
+    assert told_of(tmp_path, loss=loss).told == [("error", "loss is NaN from epoch 2 on.")]
+    facts = told_of(tmp_path, loss=[1.0, math.inf, 0.5], acc=[0.1] * 3)
     assert facts.told == [("warning", "loss is infinite at epoch 1.")]
 
 
 def test_a_curve_that_never_moves(tmp_path):
-    facts = of_curves(tmp_path, acc=[0.1] * 6, epoch_time=[3.0] * 6)
+    facts = told_of(tmp_path, acc=[0.1] * 6, epoch_time=[3.0] * 6)
     assert facts.told == [("warning", "acc never moves: it is 0.1 in all 6 rows.")]
 
 
@@ -158,14 +157,14 @@ def shards(folder, drop_file=False, drop_key=False, **more):
 def test_the_files_of_an_index_are_one_model(tmp_path):
     file = shards(tmp_path)
     for path in (file, tmp_path):
-        facts = facts_of(find_foreign(path))
+        facts = facts_of(path)
         assert "9 tensors" in facts.summary
         assert "in 2 files" in facts.summary
         assert facts.told == []
 
 
 def test_missing_files_and_tensors_of_an_index_are_errors(tmp_path):
-    facts = facts_of(find_foreign(shards(tmp_path, drop_file=True, drop_key=True)))
+    facts = facts_of(shards(tmp_path, drop_file=True, drop_key=True))
     (_, gone), (_, lacking) = facts.told
     assert gone == ("1 of 2 files of the index is missing, with 3 of 9 tensors: pytorch_model-1-of-2.bin.")
     assert lacking == "The index has tensors that are not in its files (1): 1.bias."
@@ -178,7 +177,7 @@ def test_tensors_that_an_index_lacks_are_told(tmp_path):
     index = json.loads(file.read_text())
     del index["weight_map"]["2.bias"]
     file.write_text(json.dumps(index))
-    assert facts_of(find_foreign(file)).told == [
+    assert facts_of(file).told == [
         ("warning", "The files have tensors that are not in the index (1): 2.bias.")
     ]
 
@@ -188,4 +187,4 @@ def test_an_index_that_is_damaged_or_leaves_its_folder_is_refused(tmp_path, text
     file = tmp_path / "model.safetensors.index.json"
     file.write_text(text)
     with pytest.raises(ValueError, match=r"weight_map|outside"):
-        find_foreign(file)
+        facts_of(file)

@@ -13,7 +13,8 @@ from torch import nn
 from hookcb import Diagnose, Learner, Report, compare, load_report, synth_learner, watch
 from hookcb.cli.parser import make_parser
 from hookcb.diagnosis.run import Series
-from hookcb.report.data import PageData, Recorded
+from hookcb.records.content import Recorded
+from hookcb.report.data import PageData
 from hookcb.report.page import page_of
 from tests.support import make_learner
 

@@ -19,7 +19,39 @@ from hookcb.core.whole import write_whole
 MAX_EVENTS = 100_000  # of the allocator's history, as in torch's tutorial on it
 
 
-class Allocator:
+class Meter:
+    """A number of bytes, measured from `begin` to `end`, also in measurements inside one another.
+
+    Attributes:
+        most: peak since the innermost `begin`.
+    """
+
+    most = 0
+
+    def counts(self) -> tuple[int, int]:
+        """Bytes now, and their peak since an earlier time; 0 if `most` is kept up to date."""
+        raise NotImplementedError
+
+    def begin(self) -> tuple[int, int, int]:
+        """Begins a measurement; returns the argument for `end`."""
+        now, peak = self.counts()
+        mark = now, peak, self.most
+        self.most = now
+        return mark
+
+    def end(self, mark: tuple[int, int, int]) -> tuple[int, int]:
+        """Change of the bytes since `begin`, and peak above those at `begin`.
+
+        The peak is exact if that of `counts` has risen, else the largest number at a `begin` or `end`.
+        """
+        before, peak_before, most_outside = mark
+        now, peak = self.counts()
+        most = max(self.most, now, peak if peak > peak_before else 0)
+        self.most = max(most, most_outside)
+        return now - before, most - before
+
+
+class Allocator(Meter):
     """Bytes allocated by torch on some devices; does not reset the peak statistics.
 
     Reading does not synchronize, because the allocator counts on the host.
@@ -27,7 +59,6 @@ class Allocator:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self.devices = list(devices)
-        self.most = 0
 
     @classmethod
     def for_tensors(cls, tensors: Iterable[Tensor]) -> "Allocator | None":
@@ -40,24 +71,6 @@ class Allocator:
         by_device = [torch.cuda.memory_stats_as_nested_dict(device) for device in self.devices]
         counts = [stats["allocated_bytes"]["all"] for stats in by_device if stats]
         return sum(x["current"] for x in counts), sum(x["peak"] for x in counts)
-
-    def begin(self) -> tuple[int, int, int]:
-        """Begins a measurement; returns the argument for `end`."""
-        now, peak = self.counts()
-        mark = now, peak, self.most
-        self.most = now
-        return mark
-
-    def end(self, mark: tuple[int, int, int]) -> tuple[int, int]:
-        """Change of the bytes allocated since `begin`, and peak above those at `begin`.
-
-        The peak is exact if the allocator's own peak has risen, else the largest value at a `begin` or `end`.
-        """
-        before, peak_before, most_outside = mark
-        now, peak = self.counts()
-        most = max(self.most, now, peak if peak > peak_before else 0)
-        self.most = max(most, most_outside)
-        return now - before, most - before
 
 
 def check_snapshot(snapshot: Any) -> Path | None:

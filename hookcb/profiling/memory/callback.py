@@ -42,7 +42,6 @@ class MemoryStats(SamplingCallback):
         coverage: which layers were seen.
 
     Raises:
-        TypeError, ValueError: If an argument is invalid.
         LookupError: If the model has none of `modules`, when a fit begins.
 
     >>> from hookcb import MemoryStats, synth_learner

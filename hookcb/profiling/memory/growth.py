@@ -7,22 +7,10 @@ from math import sqrt
 from hookcb.core.text import as_layer, format_bytes
 from hookcb.profiling.memory.ledger import LOSS
 
+# at a watched batch: its step, live bytes of earlier watched batches, and the bytes allocated by CUDA's
+# allocator when it began; None without CUDA
+InUse = tuple[int, int, int | None]
 MIN_LOOKS = 3  # a line through fewer points has no standard error
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """Memory in use at one watched batch.
-
-    Attributes:
-        step: training step, from 0.
-        old_bytes: bytes of earlier watched batches that are still alive.
-        allocated: bytes allocated by CUDA's allocator when the batch began; None without CUDA.
-    """
-
-    step: int
-    old_bytes: int
-    allocated: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +44,13 @@ class Growth:
         return f"memory growth: {format_bytes(self.slope)} per step ({error}){layers}{hint}"
 
 
-def growth_of(looks: Sequence[Look], layers: Mapping[str, int]) -> Growth:
-    """Growth over `looks`; `layers` is what the last one found."""
-    later = looks[len(looks) // 2 :] if len(looks) >= 2 * MIN_LOOKS else looks
-    by_allocator = [(float(look.step), float(look.allocated)) for look in later if look.allocated is not None]
-    points = by_allocator or [(float(i), float(look.old_bytes)) for i, look in enumerate(later)]
+def growth_of(in_use: Sequence[InUse], layers: Mapping[str, int]) -> Growth:
+    """Growth over watched batches; `layers` is what the last one found."""
+    later = in_use[len(in_use) // 2 :] if len(in_use) >= 2 * MIN_LOOKS else in_use
+    by_allocator = [(float(step), float(n)) for step, _, n in later if n is not None]
+    points = by_allocator or [(float(i), float(old)) for i, (_, old, _) in enumerate(later)]
     slope, error = fit_line(points)
-    return Growth(slope, error, layers, len(looks), "allocator" if by_allocator else "tensors")
+    return Growth(slope, error, layers, len(in_use), "allocator" if by_allocator else "tensors")
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

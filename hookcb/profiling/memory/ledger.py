@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hookcb.core.torch_private import storage_id
+from hookcb.profiling.memory.allocator import Meter
 from hookcb.profiling.memory.sizes import storages
 
 # labels while no layer is running: until the model is done, and after that
@@ -44,12 +45,11 @@ class Token:
     """An object in the metadata of a graph node, which lives as long as the node."""
 
 
-class Ledger:
-    """Storages that were made by batches and are still alive.
+class Ledger(Meter):
+    """Storages that were made by batches and are still alive; a meter of their bytes.
 
     Attributes:
         alive: their bytes now.
-        most: peak of these bytes since the innermost `begin`.
         hidden: type or layout of tensors whose memory is unknown, by layer.
     """
 
@@ -66,18 +66,9 @@ class Ledger:
             live.is_saved, live.saved_in, live.within = False, None, None
         self.most = self.alive
 
-    def begin(self) -> tuple[int, int]:
-        """Begins a measurement; returns the argument for `end`."""
-        mark = self.alive, self.most
-        self.most = self.alive
-        return mark
-
-    def end(self, mark: tuple[int, int]) -> tuple[int, int]:
-        """Change of the bytes alive since `begin`, and peak above those at `begin`."""
-        before, most_outside = mark
-        most = self.most
-        self.most = max(most, most_outside)
-        return self.alive - before, most - before
+    def counts(self) -> tuple[int, int]:
+        """Bytes alive now, and 0, as `most` is kept up to date."""
+        return self.alive, 0
 
     def note(self, x: Tensor, layer: str, given: bool = False) -> list[LiveStorage]:
         """Counts the storages of a tensor unless already known; `given` ones existed before the batch."""

@@ -12,16 +12,20 @@ from rich.text import Text
 from hookcb.core.console import printable
 from hookcb.core.text import as_layer, format_bytes, join_names
 from hookcb.core.torch_private import CHECKPOINT_HOOKS
-from hookcb.profiling.memory.growth import Growth, Look, growth_of
+from hookcb.hooks.modules import names_around
+from hookcb.profiling.memory.growth import Growth, InUse, growth_of
 from hookcb.profiling.memory.sizes import tensors_in
-from hookcb.profiling.memory.sums import Advice, LayerUse, Params, advise, bytes_by_layer, sum_layers
+from hookcb.profiling.memory.sums import Advice, Params, Use, advise, bytes_by_layer, sum_layers
 from hookcb.profiling.memory.watch import Forward
+from hookcb.records.content import Content, MemoryUsed
 from hookcb.records.frames import frame_of
 from hookcb.records.printing import Printed
+from hookcb.records.recording import Recording
 from hookcb.records.tables import Column, LayerTable, Worst
 
-MAX_LOOKS = 1000  # the latest ones, from which growth is computed
+MAX_IN_USE = 1000  # the latest ones, from which growth is computed
 COMPILED = ", compiled"
+CALL_FIELDS = ("calls", "allocated", "peak", "kept", "kept_self", "output_bytes")
 PARAM_FIELDS = ("param_bytes", "grad_bytes", "optimizer_bytes")
 Bytes = Mapping[str | None, int]  # by layer; None for outside the layers
 
@@ -104,23 +108,6 @@ class RankPeak:
         return printable(f"highest peak: {format_bytes(self.peak)} on rank {self.rank}; {usual}")
 
 
-@dataclass(slots=True)
-class Watched:
-    """Numbers of a watched batch.
-
-    Attributes:
-        step: training step, from 0.
-        forward: its forward, without calls and storages.
-        uses: memory by layer.
-        advice: layers to checkpoint first.
-    """
-
-    step: int
-    forward: Forward
-    uses: dict[str, LayerUse]
-    advice: tuple[Advice, ...]
-
-
 class LayerMemories(LayerTable[LayerMemory]):
     """Memory of layers, each under the one around it; `totals` is the memory of the whole batch."""
 
@@ -160,7 +147,7 @@ class MemoryReport(Printed):
         yield Text("\n".join(self.lines))
 
 
-class MemoryRecords:
+class MemoryRecords(Recording):
     """Memory of the watched batches of a fit.
 
     Args:
@@ -179,8 +166,12 @@ class MemoryRecords:
         self.called: set[str] = set()
         self.hidden: dict[str, str] = {}
         self.rank_peak: RankPeak | None = None
-        self._fullest: Watched | None = None
-        self._looks = deque[Look](maxlen=MAX_LOOKS)
+        # of the fullest batch: its forward without calls and storages, its step, and memory by layer
+        self._fullest: Forward | None = None
+        self._step = 0
+        self._uses: dict[str, Use] = {}
+        self._advice: tuple[Advice, ...] = ()
+        self._in_use = deque[InUse](maxlen=MAX_IN_USE)
         self._stays: dict[str, int] = {}
         self._bytes: dict[str, Bytes] = {name: {} for name in PARAM_FIELDS}
 
@@ -193,20 +184,20 @@ class MemoryRecords:
             if name in self.types and not self.types[name].endswith(COMPILED):
                 self.types[name] += COMPILED
         uses = sum_layers(seen, self.types)
-        self.called |= {name for name, use in uses.items() if use.calls}
+        self.called |= {name for name, use in uses.items() if use["calls"]}
         self.hidden |= seen.hidden
-        self._looks.append(Look(step, seen.old_bytes, seen.allocated_before))
+        self._in_use.append((step, seen.old_bytes, seen.allocated_before))
         self._stays = seen.stays
-        before, forward = self._fullest, replace(seen, calls=[], saved=[])
-        if before is None or seen.kept > before.forward.kept:
-            self._fullest = Watched(step, forward, uses, advise(seen, self.types))
-        elif seen.kept == before.forward.kept:  # the later one: on CUDA the first allocates workspaces
-            self._fullest = Watched(step, forward, uses, before.advice)
+        most = -1 if self._fullest is None else self._fullest.kept
+        if seen.kept > most:
+            self._advice = advise(seen, self.types)
+        if seen.kept >= most:  # of equal ones the later: on CUDA the first allocates workspaces
+            self._fullest, self._step, self._uses = replace(seen, calls=[], saved=[]), step, uses
 
     @property
     def peak(self) -> int:
         """Peak of the fullest batch, 0 if none was watched."""
-        return 0 if self._fullest is None else self._fullest.forward.peak
+        return 0 if self._fullest is None else self._fullest.peak
 
     def note_params(self, params: Params) -> None:
         """Records the size of parameters, and of their gradients while they exist."""
@@ -232,11 +223,11 @@ class MemoryRecords:
             TypeError, ValueError: If `worst` is invalid.
             RuntimeError: If no batch was watched.
         """
-        watched = self._watched()
-        rows = list(self._rows(watched)) if depth is None else _folded(self._rows(watched), depth)
+        totals = self.totals
+        rows = list(self._rows()) if depth is None else _folded(self._rows(), depth)
         batches = "1 watched batch" if self.n_watched == 1 else f"{self.n_watched} watched batches"
-        title = f"memory in step {watched.step}, the fullest of {batches}"
-        return LayerMemories(rows, self.totals, title, worst)
+        title = f"memory in step {self._step}, the fullest of {batches}"
+        return LayerMemories(rows, totals, title, worst)
 
     def table(self) -> list[dict[str, Any]]:
         """The rows of `layers()` as dicts with the fields of `LayerMemory`.
@@ -244,7 +235,8 @@ class MemoryRecords:
         Raises:
             RuntimeError: If no batch was watched.
         """
-        return [asdict(row) for row in self._rows(self._watched())]
+        self._watched()
+        return [asdict(row) for row in self._rows()]
 
     def to_frame(self) -> Any:
         """`table()` as a DataFrame of pandas or polars.
@@ -258,23 +250,24 @@ class MemoryRecords:
     @property
     def totals(self) -> MemoryTotals:
         """Memory of the watched batch that keeps most."""
-        forward = self._watched().forward
+        forward = self._watched()
         sums = {name: sum(sizes.values()) for name, sizes in self._bytes.items()}
         return MemoryTotals(forward.kept, forward.kept_by_loss, forward.peak, **sums)
 
     @property
     def advice(self) -> tuple[Advice, ...]:
         """Layers to checkpoint first, best first; see `torch.utils.checkpoint`."""
-        return self._watched().advice
+        self._watched()
+        return self._advice
 
     def growth(self) -> Growth:
         """Growth of memory per step, and the layers whose tensors stay alive."""
-        return growth_of(list(self._looks), self._stays)
+        return growth_of(list(self._in_use), self._stays)
 
     @property
     def notes(self) -> list[str]:
         """Sentences about what could not be counted."""
-        forward = self._watched().forward
+        forward = self._watched()
         unknown = f"bytes kept for the backward are unknown: {forward.why_unknown}"
         lines = [unknown] if forward.why_unknown else []
         for hooks in dict.fromkeys(forward.other_hooks.values()):
@@ -305,27 +298,30 @@ class MemoryRecords:
             lines.append(f"all of this is of one rank; {self.rank_peak}")
         return MemoryReport(layers, lines)
 
-    def _watched(self) -> Watched:
+    def show_on(self, page: Content) -> None:
+        """Shows bytes by layer, and the sentences of the report."""
+        page.memory = MemoryUsed(["kept", "parameters", "gradients", "optimizer"])
+        if self._fullest is not None:
+            page.memory.layers = {
+                row.name: [float(getattr(row, column)) for column in ("kept_self", *PARAM_FIELDS)]
+                for row in self.layers()
+            }
+            lines = "\n".join(self.report().lines)  # what is indented belongs to the line above
+            page.memory.sentences = lines.replace(":\n  ", ": ").replace("\n  ", "; ").split("\n")
+
+    def _watched(self) -> Forward:
         if self._fullest is None:
             every = self.every
             which = "every batch" if every == 1 else f"batches 0, {every}, {2 * every} …"
             raise RuntimeError(f"no batch was watched; {which} of a training would be")
         return self._fullest
 
-    def _rows(self, watched: Watched) -> Iterator[LayerMemory]:
+    def _rows(self) -> Iterator[LayerMemory]:
         for name, kind in self.types.items():
-            use = watched.uses.get(name) or LayerUse()
-            yield LayerMemory(
-                name=name,
-                type=kind,
-                depth=sum(_is_inside(name, other) for other in self.types),
-                **asdict(use),
-                **{what: sizes.get(name, 0) for what, sizes in self._bytes.items()},
-            )
-
-
-def _is_inside(name: str, other: str) -> bool:
-    return name != other and (not other or name.startswith(f"{other}."))
+            use, depth = self._uses.get(name, Use()), sum(outer in self.types for outer in names_around(name))
+            of_calls = {field: use[field] for field in CALL_FIELDS}
+            of_params = {field: sizes.get(name, 0) for field, sizes in self._bytes.items()}
+            yield LayerMemory(name, kind, depth, **of_calls, **of_params)
 
 
 def _folded(rows: Iterable[LayerMemory], depth: int) -> list[LayerMemory]:

@@ -9,26 +9,15 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from hookcb.core.torch_private import parameters_of
-from hookcb.hooks.modules import named_modules
+from hookcb.hooks.modules import named_modules, names_around
 from hookcb.profiling.memory.ledger import Call, LiveStorage
 from hookcb.profiling.memory.sizes import total_bytes
 from hookcb.profiling.memory.watch import Forward
 
 MAX_ADVICE = 3
 Params = list[tuple[str | None, nn.Parameter]]  # with the layer of each parameter, None outside the layers
+Use = Counter[str]  # of a layer in one batch: the fields of `LayerMemory` that are about its calls
 MIN_LOWERED = 0.01  # share of the kept bytes; recomputation that frees less is not worth a line
-
-
-@dataclass(slots=True)
-class LayerUse:
-    """Memory of the calls of a layer in one batch, in bytes; see `LayerMemory`."""
-
-    calls: int = 0
-    allocated: int = 0
-    peak: int = 0
-    kept: int = 0
-    kept_self: int = 0
-    output_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +41,9 @@ class Advice:
     lowers: int
 
 
-def sum_layers(forward: Forward, layers: Iterable[str]) -> dict[str, LayerUse]:
+def sum_layers(forward: Forward, layers: Iterable[str]) -> dict[str, Use]:
     """Memory of each of `layers`; that of other layers counts for the layers that called them."""
-    uses = {name: LayerUse() for name in layers}
+    uses = {name: Use() for name in layers}
     for call in forward.calls:
         if (use := uses.get(call.layer)) is not None:
             _add_call(use, call)
@@ -64,25 +53,24 @@ def sum_layers(forward: Forward, layers: Iterable[str]) -> dict[str, LayerUse]:
     for innermost, n_bytes in by_call.items():
         around = [call.layer for call in _path(innermost) if call.layer in uses]
         for name in {outer for layer in around for outer in _with_lists(layer, uses)}:
-            uses[name].kept += n_bytes
+            uses[name]["kept"] += n_bytes
         if around:
-            uses[around[-1]].kept_self += n_bytes
+            uses[around[-1]]["kept_self"] += n_bytes
     return uses
 
 
-def _add_call(use: LayerUse, call: Call) -> None:
-    use.calls += 1
-    use.output_bytes += call.output_bytes
+def _add_call(use: Use, call: Call) -> None:
+    use["calls"] += 1
+    use["output_bytes"] += call.output_bytes
     if not any(outer.layer == call.layer for outer in call.path()[:-1]):  # else the outer call includes it
-        use.allocated += call.allocated
-        use.peak = max(use.peak, call.peak)
+        use["allocated"] += call.allocated
+        use["peak"] = max(use["peak"], call.peak)
 
 
-def _with_lists(layer: str, uses: Mapping[str, LayerUse]) -> list[str]:
+def _with_lists(layer: str, uses: Mapping[str, Use]) -> list[str]:
     """A layer, and the containers around it that are never called, such as a ModuleList."""
-    parts = layer.split(".")
-    outer = [".".join(parts[:n]) for n in range(1, len(parts))]
-    return [layer, *(name for name in outer if name in uses and not uses[name].calls)]
+    around = (name for name in names_around(layer) if name in uses)
+    return [layer, *(name for name in around if name and not uses[name]["calls"])]
 
 
 def _path(call: Call | None) -> list[Call]:
@@ -98,16 +86,9 @@ def param_layers(model: nn.Module, layers: Iterable[str]) -> Params:
     for name, m in named_modules(model).items():
         for p in parameters_of(m).values():
             if p is not None:
-                params.setdefault(id(p), (_innermost(name, names), p))
+                innermost = next((x for x in (name, *names_around(name)) if x in names), None)
+                params.setdefault(id(p), (innermost, p))
     return list(params.values())
-
-
-def _innermost(name: str, names: set[str]) -> str | None:
-    while name not in names:
-        if not name:
-            return None
-        name = name.rpartition(".")[0]
-    return name
 
 
 def bytes_by_layer(params: Params, get: Callable[[nn.Parameter], Iterable[Tensor]]) -> Counter[str | None]:

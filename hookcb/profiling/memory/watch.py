@@ -14,7 +14,7 @@ from hookcb.core.torch_private import compiled_call, parameters_of
 from hookcb.hooks.compiled import CompiledTap
 from hookcb.hooks.hook import Hooks
 from hookcb.hooks.modules import outermost_compiled, unwrapped
-from hookcb.profiling.memory.allocator import Allocator
+from hookcb.profiling.memory.allocator import Allocator, Meter
 from hookcb.profiling.memory.ledger import LOSS, OUTSIDE, Call, Ledger, LiveStorage, innermost_around
 from hookcb.profiling.memory.saved_tensors import SavedTensors
 from hookcb.profiling.memory.sizes import n_bytes, tensors_in
@@ -87,7 +87,7 @@ class MemoryWatch:
         self._running: list[Call] = []
         self._hooks: list[Hooks | CompiledTap] = []
         self._where = OUTSIDE
-        self._meter: Ledger | Allocator = self.ledger
+        self._meter: Meter = self.ledger
         self._mark: Any = None
 
     # ---- from the beginning of the forward to the loss

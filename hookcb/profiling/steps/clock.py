@@ -23,24 +23,10 @@ class StepClock(Clock):
 
     A step lasts from the end of the previous one, or from `start`, to its own `end`.
 
-    Args:
-        store: receives the steps.
-
     Attributes:
         listener: called with the seconds of each step but the first of an epoch, if it is set.
         notes: incidents of the step in progress.
         workers: seconds in which a DataLoader has started its workers for this step.
-
-    >>> from hookcb.profiling.steps.clock import StepClock
-    >>> from hookcb.profiling.steps.store import StepStore
-    >>> store = StepStore(keep=100)
-    >>> clock = StepClock(store)
-    >>> clock.start()
-    >>> for phase in ("data", "forward", "loss", "backward", "optimizer", "callbacks"):
-    ...     _ = clock.enter(phase)
-    >>> clock.end(epoch=0, step=0, n_samples=32)
-    >>> store.times()[0].n_samples
-    32
     """
 
     def __init__(self, store: StepStore) -> None:
@@ -56,11 +42,7 @@ class StepClock(Clock):
         return self._began == self._began  # not NaN
 
     def start(self, store: StepStore | None = None) -> None:
-        """Begins a training or validation, whose first batch includes the start of the loader.
-
-        Args:
-            store: receives its steps, instead of the one before.
-        """
+        """Begins a training or validation, whose first batch includes the start of the loader."""
         self.store = store or self.store
         fetched = 0.0 if self.is_running else self.sums["data"]  # before the loop has told that it begins
         self._began = self.enter(self.phase) - fetched
@@ -76,12 +58,13 @@ class StepClock(Clock):
     def end(self, epoch: int, step: int, n_samples: int | None) -> None:
         """Ends the step."""
         began, self._began = self._began, self.enter(self.phase)
-        seconds, self.sums = tuple(self.sums.values()), ZEROS.copy()
+        seconds, notes, self.sums = tuple(self.sums.values()), tuple(self.notes), ZEROS.copy()
         if began == began:
-            self.store.add((self._began - began, seconds, epoch, step, n_samples), self.notes, self.workers)
-            if self.listener is not None and FIRST_BATCH not in self.notes:
+            total = self._began - began
+            self.store.add((total, seconds, epoch, step, n_samples, notes, self.workers, ()))
+            if self.listener is not None and FIRST_BATCH not in notes:
                 self._tell(self.listener, seconds)
-        if self.notes:
+        if notes:
             self.notes, self.workers = [], 0.0
 
     def stop(self) -> None:
@@ -106,8 +89,7 @@ class CudaStepClock(StepClock):
     """A StepClock that also times the phases on a CUDA device, with CUDA events that nothing waits for.
 
     Args:
-        store: see `StepClock`.
-        device: device of the model.
+        store, device: the store, and the device of the model.
         event, stream: functions that make an event and return the current stream; by default CUDA's.
     """
 
@@ -158,8 +140,7 @@ class CudaStepClock(StepClock):
             store, number, listener, marks = self._waiting.popleft()
             if listener is not None or store.keeps(number):
                 seconds = device_seconds(marks)
-                if store.keeps(number):
-                    store.add_device(number, seconds)
+                store.add_device(number, seconds)
                 if listener is not None:
                     listener(seconds)
             self._free += [event for _, event in marks]
@@ -169,11 +150,7 @@ class CudaStepClock(StepClock):
 
 
 def device_seconds(marks: Marks) -> tuple[float, ...]:
-    """Seconds of each phase between events that the device has finished.
-
-    Args:
-        marks: phases with the events at their beginning, in order.
-    """
+    """Seconds of each phase between events that the device has finished."""
     sums = ZEROS.copy()
     for (phase, event), (_, following) in pairwise(marks):
         sums[phase] += event.elapsed_time(following) / 1e3

@@ -1,15 +1,17 @@
 """StepRecords: times of the steps of a fit, in bounded memory, and statistics of them."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from hookcb.core.arguments import check_number
-from hookcb.processes.stragglers import RankTimes, Straggler
+from hookcb.processes.stragglers import OWN, RankTimes, Straggler
 from hookcb.profiling.steps.clock import StepClock
 from hookcb.profiling.steps.store import StepStore
 from hookcb.profiling.steps.times import (
     DEVICE_PHASES,
     DEVICE_TOTAL,
+    SHOWN_PHASES,
     Outlier,
     Percentiles,
     StepReport,
@@ -18,12 +20,15 @@ from hookcb.profiling.steps.times import (
     percentiles,
     samples_per_second,
 )
+from hookcb.records.content import Content, RanksCompared, SlowStep, TimeSpent
 from hookcb.records.frames import frame_of
+from hookcb.records.recording import Reading, Recording
+from hookcb.records.series import Series
 
 PARTS = {"train": "training", "valid": "validation"}  # parts of a fit
 
 
-class StepRecords:
+class StepRecords(Recording):
     """Times of the steps of a fit, in training or, with `part="valid"`, in validation.
 
     Args:
@@ -127,6 +132,31 @@ class StepRecords:
         return StepReport(
             self.percentiles(part), rate, slow, factor, steps, ranks if part == "train" else None
         )
+
+    def show_on(self, page: Content) -> None:
+        """Shows seconds by phase, slow steps, and the ranks."""
+        if times := self.times:
+            steps, time = [t.step for t in times], page.time or TimeSpent()
+            phases = {phase: Series(steps, [getattr(t, phase) for t in times]) for phase in SHOWN_PHASES}
+            time.phases = {phase: series for phase, series in phases.items() if any(series.values)}
+            time.slow = [
+                SlowStep(x.step, x.seconds, x.seconds / x.ratio, x.phase, "; ".join(x.notes))
+                for x in self.outliers()
+            ]
+            time.sentences = [line for line in self.report().lines if not line.startswith("- ")]
+            page.time = time
+        if (ranks := self.ranks) is not None:
+            page.ranks = RanksCompared(len(ranks.hosts), ranks.rank, list(ranks.hosts))
+            steps = [n - 1 for n, _ in ranks.latest]
+            by_rank = zip(*(own for _, own in ranks.latest), strict=True)
+            page.ranks.phases = {OWN: [Series(steps, list(seconds)) for seconds in by_rank]}
+            page.ranks.sentences = ranks.lines()
+
+    def newest(self, seen: Mapping[str, int]) -> Iterator[Reading]:
+        """Last step of training, unless it is in `seen`."""
+        if (times := self.times) and seen.get("") != times[-1].step:
+            seconds = {name: x for name, x in asdict(times[-1]).items() if isinstance(x, float)}
+            yield Reading("", times[-1].step, times[-1].step, seconds, {})
 
     def read_device(self) -> None:
         """Collects the device times that are available by now."""

@@ -52,9 +52,6 @@ class StepTimer(Callback):
             "garbage collection of 12 ms". On CUDA also `device_forward` …. A resumed fit has only its own
             steps.
 
-    Raises:
-        TypeError, ValueError: If an argument is invalid.
-
     >>> from hookcb import StepTimer, synth_learner
     >>> learn = synth_learner()
     >>> with learn.no_logging():

@@ -132,28 +132,20 @@ class Outlier:
         )
 
 
-# a step as it is stored: its total and the seconds of each of STEP_PHASES, then epoch, step and n_samples
-Row = tuple[float, tuple[float, ...], int, int, int | None]
+# a step as it is stored: its total and the seconds of each of STEP_PHASES; epoch, step, n_samples and notes;
+# seconds in which workers were started; and seconds of each phase on the device, if known
+Row = tuple[float, tuple[float, ...], int, int, int | None, tuple[str, ...], float, tuple[float, ...]]
 
 
-def step_time(
-    row: Row, notes: Sequence[str] = (), on_device: Sequence[float] = (), workers: float = 0.0
-) -> StepTime:
-    """StepTime of a stored step.
-
-    Args:
-        row: the step as stored.
-        notes: incidents of the step.
-        on_device: seconds of each phase on the device, if known.
-        workers: seconds in which workers were started.
-    """
-    total, seconds, epoch, step, n_samples = row
+def step_time(row: Row) -> StepTime:
+    """StepTime of a stored step."""
+    total, seconds, epoch, step, n_samples, notes, workers, on_device = row
     named: dict[str, Any] = dict(zip(SHOWN_PHASES, _with_start(seconds, notes), strict=True))
     named[WORKERS] = workers
     if on_device:
         shown = (*_with_start(on_device, notes), sum(on_device))
         named |= zip((*DEVICE_PHASES, DEVICE_TOTAL), shown, strict=True)
-    return StepTime(epoch, step, **named, total=total, n_samples=n_samples, notes=tuple(notes))
+    return StepTime(epoch, step, **named, total=total, n_samples=n_samples, notes=notes)
 
 
 def _with_start(seconds: Sequence[float], notes: Sequence[str]) -> tuple[float, ...]:

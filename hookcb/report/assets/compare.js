@@ -1,4 +1,4 @@
-// Runs beside one another, see `ComparisonData` in compare.py.
+// Runs beside one another, see `Comparison._content` in compare.py.
 
 async function readComparison(text) {
   const [data, series] = await unpacked(text);

@@ -60,7 +60,7 @@ class Checkpoint(Callback):
         n_written: number of files written in this fit; `StepTimer` uses it to find the steps with a write.
 
     Raises:
-        TypeError, ValueError: If an argument is invalid; `monitor` when the fit begins, or LookupError.
+        ValueError, LookupError: When the fit begins, if no column is named `monitor`.
         RuntimeError, OSError: When the fit begins, if `folder` is in use, or cannot be written to; a
             RankError, on all ranks, if only some can write to it, or they do not share it.
 

@@ -7,6 +7,7 @@ import pickle
 import shutil
 import warnings
 import zlib
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -261,13 +262,14 @@ def _first_of(error: Any, folder: Path) -> OSError | ValueError:
 def _apart(state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     """A copy with tensors on "meta" in place of those that are put into `tensors` by their place."""
 
-    def put(place: str, x: Tensor) -> Tensor:
-        if not (place.partition(".")[0] in TENSORS or is_dtensor(x)):
+    def put(place: str, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not (place.partition(".")[0] in TENSORS or is_dtensor(x)):
             return x
         tensors[place] = x.detach()
         return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
-    return {key: _mapped(value, put, key) for key, value in state.items()}
+    changed: dict[str, Any] = mapped(state, put)
+    return changed
 
 
 def with_tensors(
@@ -284,7 +286,9 @@ def with_tensors(
     """
     wanted: dict[str, Tensor] = {}
 
-    def filled(place: str, x: Tensor) -> Tensor:
+    def filled(place: str, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
         own = like(place)
         is_divided = isinstance(own, Tensor) and is_dtensor(own) and own.shape == x.shape
         if not x.is_meta:
@@ -294,29 +298,31 @@ def with_tensors(
         )
         return wanted[place]
 
-    whole = _mapped(saved, filled, place)
+    whole = mapped(saved, filled, place)
     _read_tensors(folder, wanted)
     return whole
 
 
-def _mapped(value: Any, change: Callable[[str, Tensor], Tensor], place: str) -> Any:
-    """A copy of nested dicts, lists and tuples with their tensors changed."""
-    if isinstance(value, Tensor):
-        return change(place, value)
-    if isinstance(value, dict):
+def mapped(value: Any, change: Callable[[str, Any], Any], place: str = "") -> Any:
+    """A copy of nested dicts, lists and tuples with what is in them changed, keys too.
+
+    Args:
+        value: as in a state.
+        change: called with the place of each item, such as "opt.state.0", and the item.
+        place: that of `value`.
+    """
+    if type(value) in (dict, OrderedDict, Counter):
         same = copy.copy(value)  # not a new one, as the state of a model has attributes
+        same.clear()
         for key, x in value.items():
-            same[key] = _mapped(x, change, f"{place}.{key}")
+            inner = mapped(x, change, f"{place}.{key}" if place else str(key))
+            same[mapped(key, change, f"a key of {place}")] = inner
         return same
-    if isinstance(value, list | tuple) and _has_tensors(value):  # not the long ones of numbers
-        return type(value)(_mapped(x, change, f"{place}.{i}") for i, x in enumerate(value))
-    return value
-
-
-def _has_tensors(value: Any) -> bool:
-    """Whether there are tensors in a list, tuple or dict."""
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return any(isinstance(x, Tensor) or _has_tensors(x) for x in items)
+    if type(value) in (list, tuple):
+        if set(map(type, value)) <= {int, float}:  # faster for long lists, which are of numbers
+            return value
+        return type(value)(mapped(x, change, f"{place}.{i}") for i, x in enumerate(value))
+    return change(place, value)
 
 
 def _size_of(file: Path) -> int:

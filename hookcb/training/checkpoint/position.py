@@ -1,7 +1,7 @@
 """Position in an epoch as a number of samples in the order that all ranks share, for any number of ranks."""
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
@@ -11,16 +11,16 @@ from hookcb.core.state import TrainingState
 FACTS = {"n": "samples", "seed": "as seed of its DistributedSampler", "shuffle": "as shuffle= of its sampler"}
 
 
-class Position:
-    """How far an epoch is.
+class Position(NamedTuple):
+    """Place at which these ranks took over an epoch.
 
-    Args:
-        samples: number of samples of the shared order that came before these ranks took over.
+    Attributes:
+        samples: number of samples of the shared order that came before.
         batches: number of batches that these count as.
     """
 
-    def __init__(self, samples: int = 0, batches: int = 0) -> None:
-        self.samples, self.batches = samples, batches
+    samples: int = 0
+    batches: int = 0
 
     def saved(self, learn: TrainingState) -> dict[str, Any] | None:
         """Position after the batch in progress, to be resumed by any number of ranks; None if it has none."""

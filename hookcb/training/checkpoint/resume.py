@@ -14,9 +14,9 @@ from hookcb.core.state import TrainingState
 from hookcb.training.checkpoint.callback import Checkpoint
 from hookcb.training.checkpoint.folder import check_not_part, is_folder_of_ranks, read_folder
 from hookcb.training.checkpoint.state import (
+    CPU,
     READ,
     check_fits,
-    check_world,
     checkpoints_in,
     fitted,
     has_average,
@@ -45,7 +45,6 @@ class Resume:
         self.file, self._state, self._is_restored = file, state, False
         try:
             check_fits(self._state, learn)
-            check_world(self._state, learn)
         except ValueError as error:
             raise ValueError(f"{file} {error}") from None
         self.phase: str = self._state["phase"]
@@ -188,7 +187,7 @@ def read_whole_weights(path: Path) -> tuple[Path, dict[str, Any]]:
         path = files[-1]
     if not path.exists():
         raise FileNotFoundError(f"there is no {path}")
-    state, nothing = read_any(path, torch.device("cpu"), ALONE), nn.Module()
+    state, nothing = read_any(path, CPU, ALONE), nn.Module()
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise ValueError(f"{path} is neither a checkpoint nor a file of learn.save")
     return path, validated_weights(nothing, state, path, {})
@@ -207,8 +206,8 @@ def validated_weights(model: nn.Module, state: Any, file: Path, own: dict[str, A
     return weights
 
 
-def read_any(file: Path, device: torch.device, ranks: Ranks) -> Any:
-    """Reads a file, or a folder of several ranks without its tensors.
+def read_any(file: Path, device: torch.device, ranks: Ranks, is_joint: bool = False) -> Any:
+    """Reads a file, or a folder of several ranks without its tensors; `is_joint`: see `read_folder`.
 
     Raises:
         FileNotFoundError: If there is none.
@@ -219,13 +218,11 @@ def read_any(file: Path, device: torch.device, ranks: Ranks) -> Any:
         return read_saved(file, device)
     if not is_folder_of_ranks(file):
         raise ValueError(f"{file} is a folder, but not a checkpoint; give one that is inside")
-    return read_folder(file, ranks)
+    return read_folder(file, ranks, is_joint)
 
 
 def _read(file: Path, ranks: Ranks) -> dict[str, Any]:
-    is_folder = is_folder_of_ranks(file)
-    check_not_part(file)
-    state = read_folder(file, ranks, is_joint=True) if is_folder else read_saved(file, torch.device("cpu"))
+    state: dict[str, Any] = read_any(file, CPU, ranks, is_joint=True)
     if isinstance(state, dict) and "format" in state and state["format"] not in READ:
         raise ValueError(
             f"{file} was written by another version of hookcb, in format {state['format']!r}, but this one "

@@ -1,8 +1,6 @@
 """The state of a fit: all that is needed to resume it bit-identically, in this process or another."""
 
-import copy
 import zlib
-from collections import Counter, OrderedDict
 from contextlib import suppress
 from itertools import islice
 from numbers import Number
@@ -21,7 +19,7 @@ from hookcb.core.torch_private import buffers_of
 from hookcb.hooks.modules import unsaved_buffers
 from hookcb.processes.groups import is_sharded, without_replicas
 from hookcb.processes.shards import is_dtensor, local_part
-from hookcb.training.checkpoint.folder import MARKER, rank_name, with_tensors, write_folder
+from hookcb.training.checkpoint.folder import MARKER, mapped, rank_name, with_tensors, write_folder
 from hookcb.training.checkpoint.names import with_own_names, with_plain_names
 from hookcb.training.checkpoint.position import Position, check_position, rest_of_epoch
 
@@ -65,7 +63,7 @@ def capture(learn: TrainingState, phase: str, random_of_phase: dict[str, Any]) -
         "loaders": [dl.state_dict() if saves_itself(dl) else None for dl in loaders_of(learn)],
         "cbs": {cb.name: cb_state for cb in learn.cbs if (cb_state := cb.state_dict())},
     }
-    plain: dict[str, Any] = _plain(state, "the state of the fit")
+    plain: dict[str, Any] = mapped(state, _plain)
     plain["ranks"] = []
     return plain
 
@@ -227,7 +225,7 @@ def _for_callback(model: nn.Module, saved: Any, file: Path, name: str, took_over
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         saved = {**saved, "averaged": fitted(model, saved["averaged"], file, f"cbs.{name}.averaged", named)}
     if "position" in saved:
-        saved = {**saved, "took_over": (took_over.samples, took_over.batches)}
+        saved = {**saved, "took_over": tuple(took_over)}
     return with_tensors(saved, f"cbs.{name}", file)
 
 
@@ -250,7 +248,7 @@ def fitted(
 
 
 def check_fits(state: dict[str, Any], learn: TrainingState) -> None:
-    """Checks that a state is of this model and optimizer.
+    """Checks that a state is of this model and optimizer, and that as many processes can continue it.
 
     Raises:
         ValueError: If it is not; the message says what differs.
@@ -262,7 +260,8 @@ def check_fits(state: dict[str, Any], learn: TrainingState) -> None:
         where = f"only in {kind}" if odd[0] in current else f"not in {kind}"
         raise ValueError(f"is of another model: {odd[0]!r} is {where}, {len(odd)} names differ")
     buffers = with_own_names(learn.model, state["buffers"], dict(learn.model.named_buffers()))
-    if foreign := [name for name in buffers if not _accepts_buffer(learn.model, name)]:
+    modules = dict(learn.model.named_modules())
+    if foreign := [name for name in buffers if not _accepts_buffer(modules, name)]:
         raise ValueError(f"is of another model: {kind} has no buffer {foreign[0]!r}")
     for name, x in current.items():
         if isinstance(x, Tensor) and x.shape != saved[name].shape:
@@ -276,14 +275,6 @@ def check_fits(state: dict[str, Any], learn: TrainingState) -> None:
             f"has parameter groups of {saved_sizes} parameters, but this optimizer has {sizes}; "
             "create it with the same groups"
         )
-
-
-def check_world(state: dict[str, Any], learn: TrainingState) -> None:
-    """Checks that as many processes as train now can continue what others have begun.
-
-    Raises:
-        ValueError: If they cannot; the message says why.
-    """
     if state["phase"] == "train" and _must_take_over(state, learn):
         check_position(_position_in(state), learn.dls.train)
     if state["grads"] and (n := _n_writers(state)) != learn.ranks.world:
@@ -297,10 +288,10 @@ def _group_sizes(groups: list[dict[str, Any]]) -> list[int]:
     return [len(group["params"]) for group in groups]
 
 
-def _accepts_buffer(model: nn.Module, name: str) -> bool:
-    """Whether the model has a buffer, or may still create it."""
+def _accepts_buffer(modules: dict[str, nn.Module], name: str) -> bool:
+    """Whether one of a model's modules has a buffer, or may still create it."""
     owner, _, last = name.rpartition(".")
-    m = dict(model.named_modules()).get(owner)
+    m = modules.get(owner)
     return m is not None and (last in buffers_of(m) or not hasattr(m, last))
 
 
@@ -370,22 +361,12 @@ def _batches_left(learn: TrainingState, state: dict[str, Any]) -> "tuple[enumera
     return batches, Position()
 
 
-def _plain(value: Any, where: str) -> Any:
-    """Converts `value` to types that `torch.load(weights_only=True)` reads.
+def _plain(place: str, value: Any) -> Any:
+    """Converts `value` to a type that `torch.load(weights_only=True)` reads.
 
     Raises:
         TypeError: If that is not possible; the message names the item and the possible types.
     """
-    if type(value) in (dict, OrderedDict, Counter):
-        plain = copy.copy(value)  # not a new one, as the state of a model has attributes
-        plain.clear()
-        for key, item in value.items():
-            plain[_plain(key, f"a key of {where}")] = _plain(item, f"{where}[{key!r}]")
-        return plain
-    if type(value) in (list, tuple):
-        if set(map(type, value)) <= {int, float}:  # faster for long lists, which are of numbers
-            return value
-        return type(value)(_plain(item, f"{where}[{i}]") for i, item in enumerate(value))
     if type(value) in PLAIN or isinstance(value, Tensor):
         return value
     kinds: tuple[Any, ...] = (int, float, complex, str)
@@ -395,6 +376,6 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, Number) and hasattr(value, "item"):  # other numbers of NumPy
         return value.item()
     raise TypeError(
-        f"{where} is a {type(value).__name__}, which a checkpoint cannot contain; use None, bool, int, "
+        f"{place} is a {type(value).__name__}, which a checkpoint cannot contain; use None, bool, int, "
         "float, str, a tensor, or lists, tuples and dicts of these"
     )

@@ -40,8 +40,7 @@ class OneCycle(SteppedRate):
         scheduler: the torch scheduler during a fit; else None.
 
     Raises:
-        TypeError, ValueError: If an argument is invalid; when the fit begins, if the training loader has no
-            length.
+        ValueError: When the fit begins, if the training loader has no length.
 
     Source: L. Smith, N. Topin, "Super-Convergence", arxiv.org/abs/1708.07120, in the form of fastai,
         fastai/callback/schedule.py, `fit_one_cycle`.

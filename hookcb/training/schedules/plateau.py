@@ -33,8 +33,7 @@ class ReduceLROnPlateau(RateCallback):
         scheduler: the torch scheduler during a fit; else None.
 
     Raises:
-        TypeError, ValueError: If an argument is invalid; when the fit begins, if `monitor` needs a validation
-            and there is none.
+        ValueError: When the fit begins, if `monitor` needs a validation and there is none.
         LookupError: If no column has that name; when the fit begins, if that is known by then.
 
     >>> from hookcb import ReduceLROnPlateau, synth_learner

@@ -27,8 +27,8 @@ class WarmupCosine(SteppedRate):
         scheduler: the torch scheduler during a fit; else None.
 
     Raises:
-        TypeError, ValueError: If an argument is invalid; when the fit begins, if one does not suit its length
-            or the optimizer's rate, or if the training loader has no length.
+        ValueError: When the fit begins, if an argument does not suit its length or the optimizer's rate, or
+            if the training loader has no length.
 
     Source: I. Loshchilov, F. Hutter, "SGDR", arxiv.org/abs/1608.03983, eq. 5, with a warm-up before it.
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from hookcb import Callback, CancelBackwardException
 from hookcb.profiling.memory.callback import MemoryStats
-from hookcb.profiling.memory.growth import Growth, Look, fit_line, growth_of
+from hookcb.profiling.memory.growth import Growth, fit_line, growth_of
 from tests.profiling.memory.support import FLOAT, batches_for, learner_for, mlp, watch
 
 BS, N = 8, 12
@@ -149,7 +149,7 @@ def test_a_line_is_fitted_by_least_squares():
 
 
 def test_the_allocator_counts_by_step():
-    looks = [Look(50 * i, 0, 10**9 + 50 * i * 1200) for i in range(8)]
+    looks = [(50 * i, 0, 10**9 + 50 * i * 1200) for i in range(8)]
     growth = growth_of(looks, {})
     assert growth.source == "allocator"
     assert growth.slope == pytest.approx(1200)
@@ -158,4 +158,4 @@ def test_the_allocator_counts_by_step():
 
 def test_what_the_allocator_shows_by_chance_is_no_growth():
     noise = [5, -3, 4, -6, 2, 6, -4, 3, -5, 1, 4, -2]
-    assert not grows(growth_of([Look(i, 0, 10**9 + 10**6 * x) for i, x in enumerate(noise)], {}))
+    assert not grows(growth_of([(i, 0, 10**9 + 10**6 * x) for i, x in enumerate(noise)], {}))
