@@ -23,12 +23,13 @@ CHANGED = {  # what is worth a part of the default run
 HALF = {"bf16", "fp16", "fp16_overflow", "fp16_overflow_in_a_part", "fp16_accumulation"}
 ALL = [case.__name__ for case in beside_worker.CASES]
 PLAIN = [case.__name__ for case in beside_worker.OF_PLAIN_LAYERS]
-ON_TWO = [f"{mode}/{name}" for mode in ("ddp", "fsdp2") for name in ALL]
-ON_TWO += [f"tp/{name}" for name in ALL if name not in PLAIN]
 # each on one of the two meshes; on hybrid ones, compiling takes long
 COMPILED = ("compiled_aot", "compiled_thawed")
 ON_HYBRID = [name for name in ALL[1::2] if name not in (*PLAIN, *COMPILED)]
 ON_FOUR = [f"hybrid/{name}" if name in ON_HYBRID else f"hsdp/{name}" for name in ALL]
+# those on the hybrid mesh, tensor parallelism and FSDP2, also with FSDP2 alone, the others also with the former
+ON_TWO = [f"ddp/{name}" for name in ALL] + [f"fsdp2/{name}" for name in (*ON_HYBRID, *COMPILED)]
+ON_TWO += [f"tp/{name}" for name in ALL if name not in (*PLAIN, *ON_HYBRID)]
 
 
 def names_of(cases):
