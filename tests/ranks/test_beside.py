@@ -27,7 +27,7 @@ PLAIN = [case.__name__ for case in beside_worker.OF_PLAIN_LAYERS]
 COMPILED = ("compiled_aot", "compiled_thawed")
 ON_HYBRID = [name for name in ALL[1::2] if name not in (*PLAIN, *COMPILED)]
 ON_FOUR = [f"hybrid/{name}" if name in ON_HYBRID else f"hsdp/{name}" for name in ALL]
-# those on the hybrid mesh, tensor parallelism and FSDP2, also with FSDP2 alone, the others also with the former
+# those on the hybrid mesh, tensor parallelism and FSDP2, also with FSDP2 alone, others also with the former
 ON_TWO = [f"ddp/{name}" for name in ALL] + [f"fsdp2/{name}" for name in (*ON_HYBRID, *COMPILED)]
 ON_TWO += [f"tp/{name}" for name in ALL if name not in (*PLAIN, *ON_HYBRID)]
 
