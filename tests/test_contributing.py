@@ -11,12 +11,18 @@ import pytest
 from faults import FAULTS as CASES
 
 import hookcb
+import hookcb.loggers as loggers_room
 from docs.orders import reasons
-from hookcb import Callback, Event, synth_learner
+from hookcb import ActivationStats, Callback, Event, GradientHealth, synth_learner
+from hookcb.activations.stats import LAYER_STATS
 from hookcb.core import orders
 from hookcb.core.events import BATCH_EVENTS, LEVELS
 from hookcb.core.loop_tree import loop_tree
 from hookcb.diagnosis.fault import FAULTS
+from hookcb.gradients.stats import GRAD_STATS
+from hookcb.loggers.base import FILES, POSSIBLE
+from hookcb.loops import ported
+from hookcb.loops.names import LOGGERS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(hookcb.__file__).parent
@@ -103,6 +109,13 @@ def missing_of_callback(cls):
         yield f"docs/guide/training.md: {name} is not in the table of orders; run python docs/orders.py"
     if not any(names(text, name) for text in texts_of_tests(room)):
         yield f"tests/{room}/test_{file}.py: no test names {name}"
+    yield from missing_of_name(name)
+
+
+def missing_of_name(name):
+    """Places of each public name."""
+    if re.search(rf"\b{name}\b", read(ROOT / "docs/promises.md")) is None:
+        yield f"docs/promises.md: no promise names {name}; add one with its test"
     if not names(read(ROOT / "CHANGELOG.md"), name):
         yield f"CHANGELOG.md: no line names {name}"
 
@@ -131,7 +144,104 @@ def test_the_places_of_a_callback_that_are_left_out_are_named():
         "hookcb/public.py",
         "docs/guide/training.md",
         "tests/training/test_dummy.py",
+        "docs/promises.md",
         "CHANGELOG.md",
+    ]
+
+
+# ---- a logger
+
+
+def loggers():
+    """All classes in the room of loggers that log, but for the protocol."""
+    modules = [import_module(m.name) for m in pkgutil.iter_modules(loggers_room.__path__, "hookcb.loggers.")]
+    found = [(module, cls) for module in modules for cls in vars(module).values() if isinstance(cls, type)]
+    own = {cls for module, cls in found if cls.__module__ == module.__name__ and hasattr(cls, "log")}
+    return {cls for cls in own if cls.__name__.endswith("Logger")} - {loggers_room.Logger}
+
+
+def missing_of_logger(cls):
+    name, (room, file) = cls.__name__, place_of(cls.__module__)
+    if cls not in LOGGERS:
+        yield f"hookcb/loops/names.py: {name} is not in LOGGERS, so no loop takes it in place of a Log"
+    if not names(ported.LOGGERS, name):
+        yield f"hookcb/loops/ported.py: {name} is not in LOGGERS"
+    suffixes = {suffix for suffix, kind in FILES.items() if kind is cls}
+    if not {name, *suffixes} <= set(re.findall(r"[\w.]+", POSSIBLE)):
+        yield f"hookcb/loggers/base.py: POSSIBLE does not name {' and '.join([name, *suffixes])}"
+    if getattr(loggers_room, name, None) is not cls or name not in loggers_room.__all__:
+        yield f"hookcb/loggers/__init__.py: {name} is not imported there, or not in __all__"
+    if getattr(hookcb, name, None) is not cls or name not in hookcb.__all__:
+        yield f"hookcb/public.py: {name} is not imported there, or not in __all__"
+    if not names(read(ROOT / "docs/guide/loops.md"), name):
+        yield f"docs/guide/loops.md: {name} is not among the loggers"
+    if not all(suffix in inspect.getdoc(hookcb.Log) for suffix in suffixes):
+        yield f"hookcb/loggers/callback.py: the docstring of Log does not name {' and '.join(suffixes)}"
+    if not any(names(text, name) for text in texts_of_tests(room, "interop")):
+        yield f"tests/{room}/test_{file}.py: no test names {name}"
+    yield from missing_of_name(name)
+
+
+def test_a_logger_is_in_all_places():
+    found = loggers()
+    assert len(found) >= 4
+    missing = [place for cls in found for place in missing_of_logger(cls)]
+    assert not missing, "\n".join(missing)
+
+
+def test_the_places_of_a_logger_that_are_left_out_are_named(monkeypatch):
+    class Dummy:
+        """Logs nothing."""
+
+    Dummy.__module__ = "hookcb.loggers.dummy"
+    monkeypatch.setitem(FILES, ".dummy", Dummy)
+    assert [place.partition(":")[0] for place in missing_of_logger(Dummy)] == [
+        "hookcb/loops/names.py",
+        "hookcb/loops/ported.py",
+        "hookcb/loggers/base.py",
+        "hookcb/loggers/__init__.py",
+        "hookcb/public.py",
+        "docs/guide/loops.md",
+        "hookcb/loggers/callback.py",
+        "tests/loggers/test_dummy.py",
+        "docs/promises.md",
+        "CHANGELOG.md",
+    ]
+
+
+# ---- a statistic; that each has its definition in an oracle is in tests/activations and tests/gradients
+
+
+STATISTICS = {"activations": (LAYER_STATS, ActivationStats), "gradients": (GRAD_STATS, GradientHealth)}
+
+
+def missing_of_stat(room, stat):
+    cls = STATISTICS[room][1]
+    stats_js = read(PACKAGE / "report/assets/stats.js")
+    called = dict(re.findall(r'^  (\w+): "(.*)",$', stats_js.partition("const GRADIENT")[0], re.MULTILINE))
+    if f"`{stat}`" not in inspect.getdoc(cls):
+        yield f"hookcb/{room}/callback.py: the docstring of {cls.__name__} does not say what {stat} is"
+    if stat not in called or (room == "activations" and "gradient" in called[stat]):
+        yield f"hookcb/report/assets/stats.js: STATS does not say what the page calls {stat} of {room}"
+    if not names(read(ROOT / f"docs/guide/{room}.md"), stat):
+        yield f"docs/guide/{room}.md: {stat} is not there"
+    if not any(f'"{stat}"' in text for text in texts_of_tests(room)):
+        yield f"tests/{room}/support.py: {stat} is not there"
+
+
+def test_a_statistic_is_in_all_places():
+    every = [(room, stat) for room, (stats, _) in STATISTICS.items() for stat in stats]
+    missing = [place for room, stat in every for place in missing_of_stat(room, stat)]
+    assert not missing, "\n".join(missing)
+
+
+@pytest.mark.parametrize("room", STATISTICS)
+def test_the_places_of_a_statistic_that_are_left_out_are_named(room):
+    assert [place.partition(":")[0] for place in missing_of_stat(room, "dummy")] == [
+        f"hookcb/{room}/callback.py",
+        "hookcb/report/assets/stats.js",
+        f"docs/guide/{room}.md",
+        f"tests/{room}/support.py",
     ]
 
 

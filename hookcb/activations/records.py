@@ -414,7 +414,7 @@ class ActivationRecords(SavedRecords):
             if "level" in store["columns"]:
                 ranges = {name: own for of, name, own in state["ranges"] if of == phase}
                 store = from_levels(store, ranges, records.edges)
-            records._stores[phase] = StatStore.from_state(store)
+            records._stores[phase] = StatStore.from_state(store, records._stores[phase].columns)
         return records
 
 

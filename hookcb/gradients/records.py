@@ -430,7 +430,8 @@ class GradientRecords(SavedRecords):
         records = cls(state["keep"], activations=state["outputs"] is not None)
         for name in STATE:
             setattr(records, name, state[name])
-        records._stores = {name: StatStore.from_state(store) for name, store in state["stores"].items()}
+        own = records._stores
+        own |= {name: StatStore.from_state(x, own[name].columns) for name, x in state["stores"].items()}
         records._skipped = state["skipped"]
         if records.output_stats is not None:
             records.output_stats = OutputGradients.from_state(state["outputs"])

@@ -1,10 +1,12 @@
 """StatStore: numbers of layers, record by record, on their way from the device to the host."""
 
 from collections.abc import Iterable, Sequence
+from math import nan
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hookcb.records.thinned import Thinned
 
@@ -135,10 +137,14 @@ class StatStore:
         }
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> "StatStore":
-        """A store made from what `state` has returned."""
-        store = cls(state["columns"], state["keep"])
+    def from_state(cls, state: dict[str, Any], columns: Sequence[str] = ()) -> "StatStore":
+        """A store made from what `state` has returned; NaN in those of `columns` that it lacks."""
+        found = list(state["columns"])
+        store = cls(columns or found, state["keep"])
         store._values, kept = state["values"], store._kept
+        if list(store.columns) != found:  # of another version
+            places = [found.index(name) if name in found else -1 for name in store.columns]
+            store._values = {name: pad(x, (0, 1), value=nan)[:, places] for name, x in store._values.items()}
         store._newest, kept.stride = set(store._values), state["stride"]
         for info in state["infos"]:
             kept.n = info[0]

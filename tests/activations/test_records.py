@@ -329,6 +329,22 @@ def test_what_is_odd_is_loaded_too(tmp_path):
         assert isinstance(repr(loaded), str)
 
 
+def test_statistics_that_another_version_lacks_or_has_besides_shift_no_others():
+    stats = of_net(9, 3, with_hist=True, bins=4)
+    state = stats.records.state()
+    for store in state["stores"].values():
+        stds = store["columns"].index("std")
+        store["columns"][stds] = "gone"
+        store["columns"].insert(0, "gone too")
+        store["values"] = {name: torch.cat([x[:, :1], x], 1) for name, x in store["values"].items()}
+    loaded = ActivationRecords.from_state(state)
+    assert_same_hists(loaded, stats)
+    for layer in stats.names:
+        assert all(math.isnan(x) for x in loaded.series(layer, "std"))
+        for stat in set(STATS) - {"std"}:
+            assert repr(loaded.series(layer, stat)) == repr(stats.series(layer, stat))
+
+
 def test_saving_in_mid_fit_writes_what_there_is_and_disturbs_nothing(tmp_path):
     def save(cb):
         cb.learn.activation_stats.save(tmp_path / f"{cb.train_iter}.pt")

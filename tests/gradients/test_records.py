@@ -148,6 +148,13 @@ def test_what_is_saved_is_read_back_and_holds_plain_values(tmp_path):
     assert str(twin.report()) == str(health.report())
     assert twin.names == health.names
     assert repr(twin.flow()) == repr(health.flow())
+    state = health.records.state()
+    del state["stores"]["buffers"]  # as of an older version
+    state["stores"]["params"]["columns"][0] = "gone"
+    older = GradientRecords.from_state(state)
+    assert all(math.isnan(x) for x in older.series("0.weight", "norm"))
+    assert equal(older.series("0.weight", "drift"), health.series("0.weight", "drift"))
+    assert list(older.buffer_stats) == []
     with pytest.raises(FileNotFoundError):
         GradientHealth.load(tmp_path / "nothing.pt")
     (tmp_path / "torn.pt").write_bytes(path.read_bytes()[:500])
