@@ -426,8 +426,8 @@ class ModelTracker:
         If it depends on several models with different optimizers, it is reported to none of them: in a GAN,
         the loss of one network depends on the parameters of the other too.
         """
-        loss = backward.roots[0]
-        is_loss = len(backward.roots) == 1 and isinstance(loss, Tensor) and loss.numel() == 1
+        loss = backward.losses[0]
+        is_loss = len(backward.losses) == 1 and isinstance(loss, Tensor) and loss.numel() == 1
         if self._n_fits or not is_loss or not backward.trains(self._open_params()):
             return
         self.n_losses_of_none += not self._open

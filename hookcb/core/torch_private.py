@@ -405,6 +405,11 @@ def is_transform_tensor(x: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
+def is_batched_gradient(x: Tensor) -> bool:
+    """Whether a tensor stands for each of those of a backward with `is_grads_batched=True`."""
+    return torch._C._functorch.is_legacy_batchedtensor(x)
+
+
 def without_transform(x: Tensor) -> Tensor:
     """The tensor inside a tensor of a torch.func transform, one level down."""
     return torch._C._functorch.get_unwrapped(x)

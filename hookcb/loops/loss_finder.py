@@ -2,20 +2,18 @@
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hookcb.core import graph
 from hookcb.core.batch import parts
 from hookcb.core.call_hook import CallHook, Observer
-from hookcb.core.torch_private import RUN_BACKWARD
+from hookcb.core.torch_private import RUN_BACKWARD, is_batched_gradient
 
-SCALER = "hookcb.scaler"  # in the metadata of the node of a scaled loss: a reference to the GradScaler
-MAX_NODES = 20  # between what a backward is called on and scaled losses, as where these are summed
+SCALED = "hookcb_scaled"  # in the metadata of a node: the tensor that a GradScaler has scaled, and the scaler
+MAX_SINCE = 16  # nodes that are looked at for what a loop has done to a loss after it was scaled
 
 
 class FoundLoss(NamedTuple):
@@ -34,18 +32,18 @@ class Backward(NamedTuple):
     """A backward that is running.
 
     Attributes:
-        roots: the tensors that it was called on, as they were before a GradScaler has scaled them.
+        roots: the tensors that it was called on.
+        losses: these as they were before a GradScaler has scaled them.
         weights: the gradients with which it began, 1 where none was given.
         inputs: the tensors whose gradients it computes; all parameters if empty.
-        scaler: the GradScaler that has scaled them, None if none has.
-        is_scaled: whether roots are scaled still, as a sum of scaled losses is.
+        scaler: the GradScaler that has scaled the roots, None if none has.
     """
 
     roots: tuple[Any, ...]
+    losses: tuple[Any, ...]
     weights: tuple[Tensor, ...]
     inputs: tuple[Any, ...]
     scaler: GradScaler | None
-    is_scaled: bool = False
 
     def trains(self, params: Iterable[nn.Parameter]) -> bool:
         """Whether it computes gradients of one of these; one for inputs only trains nothing."""
@@ -53,20 +51,18 @@ class Backward(NamedTuple):
         return not chosen or any(id(p) in chosen for p in params)
 
     def loss(self) -> FoundLoss | None:
-        """Its loss, the weighted sum if there are several; None if one is not a scalar."""
-        if not all(isinstance(x, Tensor) and x.numel() == 1 for x in self.roots):
+        """Its loss, the weighted sum if there are several; None if one is not a real scalar."""
+        if not all(isinstance(x, Tensor) and x.numel() == 1 and not x.is_complex() for x in self.losses):
             return None
-        if len({x.device for x in self.roots}) > 1:
-            return None
-        value, node = self.roots[0].detach(), self.roots[0].grad_fn
-        if len(self.roots) > 1:
-            with torch.enable_grad():  # for a node that leads to all losses
-                losses = torch.stack([x.reshape(()) for x in self.roots])
-                node = losses.sum().grad_fn
-            value = (losses.detach() * torch.stack([x.reshape(()) for x in self.weights])).sum()
-        if self.scaler is not None and self.is_scaled:  # exact if the scale is a power of two, as by default
-            value = value / self.scaler.scale(torch.ones_like(value))
-        return FoundLoss(value, node)
+        if len(self.losses) == 1:
+            return FoundLoss(self.losses[0].detach(), self.losses[0].grad_fn)
+        if len({x.device for x in self.losses}) > 1 or any(map(is_batched_gradient, self.weights)):
+            return None  # each of these weights gives a sum of its own
+        with torch.enable_grad():  # for a node that leads to all losses
+            stacked = torch.stack([x.reshape(()) for x in self.losses])
+            node = stacked.sum().grad_fn
+        weights = torch.stack([x.reshape(()) for x in self.weights])
+        return FoundLoss((stacked.detach() * weights).sum(), node)
 
 
 class LossFinder:
@@ -91,7 +87,7 @@ class LossFinder:
     ) -> None:
         self.running: Backward | None = None
         self._failed, self._begins, self._in_forks = failed, begins, in_forks
-        self._unscaled: Any = WeakIdKeyDictionary()  # from scaled losses to the loss, and its GradScaler
+        self._has_scaled = False  # whether a GradScaler has scaled anything
         self._scalers: set[type] = set()
         self._hooks: list[CallHook] = []
         self._observe(torch.autograd, RUN_BACKWARD, self._observe_backward, nested=False)
@@ -119,24 +115,31 @@ class LossFinder:
         self._follow_scalers(GradScaler)  # its class may be new
         yield
 
-    def _observe_scale(self, scaler: GradScaler, /, outputs: Any) -> Observer:
+    def _observe_scale(self, scaler: GradScaler, /, *args: Any, **kwargs: Any) -> Observer:
         scaled = yield
+        outputs = next(iter((*args, *kwargs.values())), None)  # a subclass may name them in its own way
         for (_, to), (_, of) in zip(parts(scaled), parts(outputs), strict=False):
-            if isinstance(to, Tensor) and to is not of:
-                self._unscaled[to] = of, scaler
-                if to.grad_fn is not None:
-                    metadata: Any = to.grad_fn.metadata  # a property, despite its type
-                    metadata[SCALER] = ref(scaler)
+            if isinstance(to, Tensor) and to is not of and to.grad_fn is not None:
+                metadata: Any = to.grad_fn.metadata
+                metadata[SCALED] = of, scaler
+                self._has_scaled = True
+
+    def _unscaled(self, root: Any) -> tuple[Any, GradScaler | None]:
+        """What a backward is called on as it was before it was scaled, and the GradScaler that did so."""
+        if not self._has_scaled or not isinstance(root, Tensor):
+            return root, None
+        for node in graph.walk([root.grad_fn], at_most=MAX_SINCE, nearest_first=True):
+            if (scaled := node.metadata.get(SCALED)) is not None:
+                of, scaler = scaled
+                return (of if node is root.grad_fn else _divided(root, scaler)), scaler
+        return root, None
 
     def _observe_backward(
         self, roots: Any, weights: Any, keep: Any, create: Any, inputs: Any, /, *args: Any, **kwargs: Any
     ) -> Observer:
-        found = [self._unscaled.get(x, (x, None)) if isinstance(x, Tensor) else (x, None) for x in roots]
+        found = [self._unscaled(x) for x in roots]
         scaler = next((by for _, by in found if by is not None), None)
-        behind = None if scaler is not None else _scaler_behind(roots)
-        self.running = Backward(
-            tuple(x for x, _ in found), weights, inputs, scaler or behind, behind is not None
-        )
+        self.running = Backward(roots, tuple(x for x, _ in found), weights, inputs, scaler)
         try:
             if self._begins is not None:
                 self._begins(self.running)
@@ -145,10 +148,10 @@ class LossFinder:
             self.running = None
 
 
-def _scaler_behind(roots: Iterable[Any]) -> GradScaler | None:
-    near = graph.walk(graph.roots(roots), at_most=MAX_NODES, nearest_first=True)
-    marks = (node.metadata[SCALER]() for node in near if SCALER in node.metadata)
-    return next((x for x in marks if x is not None), None)
+def _divided(root: Tensor, scaler: GradScaler) -> Tensor:
+    """What was computed from a scaled loss, such as a share or a sum of several, by the scale."""
+    with torch.enable_grad():  # for a node
+        return root / scaler.scale(torch.ones_like(root.detach()))
 
 
 def first_parameter_behind(given: Any) -> Tensor | None:

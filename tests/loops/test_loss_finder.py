@@ -116,6 +116,67 @@ def test_a_scaled_loss_is_recorded_as_it_was_before(given):
     assert w.scaler is scaler
 
 
+class OwnScaler(torch.amp.GradScaler):
+    """A GradScaler with a scale() of its own, which has other arguments."""
+
+    def scale(self, loss, weight=1.0):
+        return super().scale(loss) * weight
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "share"),
+    [
+        (OwnScaler, lambda scaler, loss: scaler.scale(loss, 1.0), 1),
+        (OwnScaler, lambda scaler, loss: scaler.scale(loss=loss), 1),
+        (torch.amp.GradScaler, lambda scaler, loss: scaler.scale(loss) / 4, 0.25),
+        (torch.amp.GradScaler, lambda scaler, loss: scaler.scale(loss).div_(4), 0.25),
+        (torch.amp.GradScaler, lambda scaler, loss: scaler.scale(loss) + scaler.scale(loss), 2),
+        (torch.amp.GradScaler, lambda scaler, loss: scaler.scale(loss.expand(3)).mean(), 1),
+    ],
+)
+def test_a_loss_is_known_that_is_scaled_in_the_way_of_the_loop(kind, scale, share):
+    scaler = kind("cpu", init_scale=2.0**13)
+
+    def backward(loss, model):
+        scale(scaler, loss).backward()
+        model.zero_grad()  # of gradients that are scaled
+
+    losses, w = trained(backward)
+    assert w.recorder.losses == pytest.approx([share * loss for loss in losses])
+    assert not w.facts.failure
+    assert w.scaler is scaler
+
+
+def test_a_loss_that_is_scaled_for_another_net_is_not_that_of_this_one():
+    other, scaler = make_model(), torch.amp.GradScaler("cpu")
+
+    def backward(loss, **others):
+        scaled = scaler.scale(other(X).square().mean())
+        loss.backward()
+        scaled.backward()
+
+    losses, w = trained(backward)
+    assert w.recorder.losses == losses
+    assert w.scaler is None
+
+
+def of_batched_gradients(loss, model, **others):
+    losses, params = [loss, loss.sqrt()], [*model.parameters()]
+    gradients = torch.autograd.grad(losses, params, [torch.ones(3)] * 2, is_grads_batched=True)
+    for p, g in zip(params, gradients, strict=True):
+        p.grad = g.mean(0)
+
+
+def of_a_complex_number(loss, **others):
+    (loss * (1 + 0j)).backward(torch.tensor(1 + 0j))
+
+
+@pytest.mark.parametrize("backward", [of_batched_gradients, of_a_complex_number])
+def test_what_is_no_single_real_number_is_no_loss(backward):
+    w = trained(backward)[1]
+    assert (w.recorder.losses, w.facts.n_losses_unfound) == ([], 4)
+
+
 def test_a_scaler_that_was_in_use_before_the_watch_is_known_by_its_next_loss():
     model, losses = make_model(), []
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
