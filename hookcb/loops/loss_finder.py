@@ -125,7 +125,7 @@ class LossFinder:
                 self._has_scaled = True
 
     def _unscaled(self, root: Any) -> tuple[Any, GradScaler | None]:
-        """What a backward is called on as it was before it was scaled, and the GradScaler that did so."""
+        """A root of a backward as it was before it was scaled, and the GradScaler that did so."""
         if not self._has_scaled or not isinstance(root, Tensor):
             return root, None
         for node in graph.walk([root.grad_fn], at_most=MAX_SINCE, nearest_first=True):
@@ -149,7 +149,7 @@ class LossFinder:
 
 
 def _divided(root: Tensor, scaler: GradScaler) -> Tensor:
-    """What was computed from a scaled loss, such as a share or a sum of several, by the scale."""
+    """A tensor made of scaled losses, such as a share or a sum, divided by the scale."""
     with torch.enable_grad():  # for a node
         return root / scaler.scale(torch.ones_like(root.detach()))
 
