@@ -12,7 +12,7 @@ from hookcb.core.batch import parts
 from hookcb.core.call_hook import CallHook, Observer
 from hookcb.core.torch_private import RUN_BACKWARD, is_batched_gradient
 
-SCALED = "hookcb_scaled"  # in the metadata of a node: the tensor that a GradScaler has scaled, and the scaler
+SCALED = "hookcb_scaled"  # in the metadata of a node: the loss that a GradScaler has scaled, and the scaler
 MAX_SINCE = 16  # nodes that are looked at for what a loop has done to a loss after it was scaled
 
 
@@ -121,7 +121,7 @@ class LossFinder:
         for (_, to), (_, of) in zip(parts(scaled), parts(outputs), strict=False):
             if isinstance(to, Tensor) and to is not of and to.grad_fn is not None:
                 metadata: Any = to.grad_fn.metadata
-                metadata[SCALED] = of, scaler
+                metadata[SCALED] = of if of.numel() == 1 else None, scaler  # nothing large is kept
                 self._has_scaled = True
 
     def _unscaled(self, root: Any) -> tuple[Any, GradScaler | None]:
@@ -131,7 +131,8 @@ class LossFinder:
         for node in graph.walk([root.grad_fn], at_most=MAX_SINCE, nearest_first=True):
             if (scaled := node.metadata.get(SCALED)) is not None:
                 of, scaler = scaled
-                return (of if node is root.grad_fn else _divided(root, scaler)), scaler
+                is_whole = node is root.grad_fn and of is not None
+                return (of if is_whole else _divided(root, scaler)), scaler
         return root, None
 
     def _observe_backward(
