@@ -103,7 +103,7 @@ class Origins(DispatchMode):
         kwargs = kwargs or {}
         if not self.is_on or os.getpid() != self._process or self.failure is not None:
             return func(*args, **kwargs)
-        name = operator_schema(func).name.partition("::")[2]
+        space, _, name = operator_schema(func).name.partition("::")
         written, given = _written(func, args, kwargs), None
         try:
             if written:
@@ -115,7 +115,13 @@ class Origins(DispatchMode):
         output = func(*args, **kwargs)
         try:
             if not name.startswith(("empty", "new_empty")):
-                self._note(name, (output, written), (args, kwargs), given, is_known=bool(written))
+                values = list(_values((output, written)))
+                is_awaited = space == "_c10d_functional" and name != "wait_tensor"
+                if is_awaited and (given := self._given((args, kwargs))) is not None:
+                    bad = values  # what other processes send is not there yet
+                else:
+                    bad = [x for x in values if not kinds(x).clean]
+                self._note(name, values, bad, (args, kwargs), given, is_known=bool(written) or is_awaited)
         except Exception as error:
             self.failure = error
         return output
@@ -125,13 +131,12 @@ class Origins(DispatchMode):
         bad = [x for x in _values(item) if not kinds(x).clean]
         return (kinds(bad), next(filter(None, map(self._known, bad)), None)) if bad else None
 
-    def _note(self, name: str, output: Any, item: Any, given: Any, is_known: bool) -> None:
-        values = list(_values(output))
-        bad = []
+    def _note(
+        self, name: str, values: list[Tensor], bad: list[Tensor], item: Any, given: Any, is_known: bool
+    ) -> None:
         for x in values:
-            if not kinds(x).clean:
-                bad.append(x)
-            elif x.numel() * x.element_size() >= x.untyped_storage().nbytes():
+            is_whole = x.numel() * x.element_size() >= x.untyped_storage().nbytes()
+            if is_whole and all(x is not y for y in bad):
                 self._of.pop(storage_id(x.untyped_storage()), None)
         if not bad:
             return
