@@ -98,19 +98,25 @@ def test_of_an_accumulated_loss_it_is_the_share_that_goes_back():
     assert w.recorder.losses == losses
 
 
+def train_scaled(model, opt, scaler, share=1):
+    losses = []
+    for x, y in BATCHES:
+        loss = F.mse_loss(model(x), y)
+        losses.append(loss.item())
+        (scaler.scale(loss) if share == 1 else scaler.scale(loss) / share).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+    return losses
+
+
 @pytest.mark.parametrize("given", [True, False])
 def test_a_scaled_loss_is_recorded_as_it_was_before(given):
-    model, losses = make_model(), []
+    model = make_model()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13, growth_interval=1)
     with watch(model, opt, Recorder, scaler=scaler if given else None) as w:
-        for x, y in BATCHES:
-            loss = F.mse_loss(model(x), y)
-            losses.append(loss.item())
-            scaler.scale(loss).backward()
-            scaler.step(opt)
-            scaler.update()
-            opt.zero_grad()
+        losses = train_scaled(model, opt, scaler)
     assert w.recorder.losses == losses
     assert w.facts.n_losses_unfound == 0
     assert w.scaler is scaler
@@ -178,23 +184,13 @@ def test_what_is_no_single_real_number_is_no_loss(backward):
 
 
 def test_a_scaler_that_was_in_use_before_the_watch_is_known_by_its_next_loss():
-    model, losses = make_model(), []
+    model = make_model()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13)
 
-    def train():
-        for x, y in BATCHES:
-            loss = F.mse_loss(model(x), y)
-            losses.append(loss.item())
-            scaler.scale(loss).backward()
-            scaler.step(opt)
-            scaler.update()
-            opt.zero_grad()
-
-    train()
-    losses.clear()
+    train_scaled(model, opt, scaler)
     with watch(model, opt, Recorder) as w:
-        train()
+        losses = train_scaled(model, opt, scaler)
     assert w.recorder.losses == losses
     assert w.facts.n_losses_unfound == 0
     assert w.scaler is scaler
@@ -205,11 +201,7 @@ def test_gradients_of_a_share_of_a_scaled_loss_are_read_unscaled():
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13)
     with watch(model, opt, GradientHealth) as w:
-        for x, y in BATCHES:
-            (scaler.scale(F.mse_loss(model(x), y)) / 4).backward()
-            scaler.step(opt)
-            scaler.update()
-            opt.zero_grad()
+        train_scaled(model, opt, scaler, share=4)
     assert 0 < max(w.gradient_health.step_series("total_norm")) < 100
 
 
@@ -226,19 +218,13 @@ def own_kind_of_scaler():
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_scaler_of_a_class_of_its_own_is_known_wherever_it_was_made(when):
-    model, losses = make_model(), []
+    model = make_model()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     kind = own_kind_of_scaler() if when == "before" else None
     with watch(model, opt, Recorder) as w:
         kind = kind or own_kind_of_scaler()
         scaler = kind("cpu", init_scale=2.0**13)
-        for x, y in BATCHES:
-            loss = F.mse_loss(model(x), y)
-            losses.append(loss.item())
-            scaler.scale(loss).backward()
-            scaler.step(opt)
-            scaler.update()
-            opt.zero_grad()
+        losses = train_scaled(model, opt, scaler)
     assert w.recorder.losses == losses
     assert w.scaler is scaler
     assert not hasattr(kind.scale, "call_hooks")
