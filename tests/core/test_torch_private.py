@@ -636,6 +636,15 @@ def test_run_backward(monkeypatch):
     assert [[id(y) for y in given[4]] for given in called] == [[id(x)], [id(x)]]
 
 
+def test_is_batched_gradient():
+    seen, x = [], torch.ones(2, requires_grad=True)
+    y = 2 * x
+    y.register_hook(lambda grad: seen.append(torch_private.is_batched_gradient(grad)))
+    torch.autograd.grad(y, x, torch.eye(2), retain_graph=True, is_grads_batched=True)
+    torch.autograd.grad(y, x, torch.ones(2))
+    assert seen == [True, False]
+
+
 def test_after_backward():
     order, x = [], torch.ones(2, requires_grad=True)
     x.register_post_accumulate_grad_hook(lambda x: order.append("gradient"))
