@@ -115,13 +115,9 @@ class Origins(DispatchMode):
         output = func(*args, **kwargs)
         try:
             if not name.startswith(("empty", "new_empty")):
-                values = list(_values((output, written)))
-                is_awaited = space == "_c10d_functional" and name != "wait_tensor"
-                if is_awaited and (given := self._given((args, kwargs))) is not None:
-                    bad = values  # what other processes send is not there yet
-                else:
-                    bad = [x for x in values if not kinds(x).clean]
-                self._note(name, values, bad, (args, kwargs), given, is_known=bool(written) or is_awaited)
+                is_sent = space == "_c10d_functional" and name != "wait_tensor"
+                given = given or self._sent((args, kwargs)) if is_sent else given
+                self._note(name, (output, written), (args, kwargs), given, bool(written), is_sent)
         except Exception as error:
             self.failure = error
         return output
@@ -131,17 +127,22 @@ class Origins(DispatchMode):
         bad = [x for x in _values(item) if not kinds(x).clean]
         return (kinds(bad), next(filter(None, map(self._known, bad)), None)) if bad else None
 
-    def _note(
-        self, name: str, values: list[Tensor], bad: list[Tensor], item: Any, given: Any, is_known: bool
-    ) -> None:
-        for x in values:
-            is_whole = x.numel() * x.element_size() >= x.untyped_storage().nbytes()
-            if is_whole and all(x is not y for y in bad):
+    def _sent(self, item: Any) -> tuple[Kinds, Made | None] | None:
+        """`_given` of a collective; of a result that is not there yet only the origin may be known."""
+        origin = next(filter(None, map(self._known, _values(item))), None)
+        return self._given(item) or (None if origin is None else (FINITE, origin))
+
+    def _note(self, name: str, output: Any, item: Any, given: Any, is_known: bool, is_sent: bool) -> None:
+        bad = []
+        for x in _values(output):
+            if given is not None if is_sent else not kinds(x).clean:  # what is sent to us is not there yet
+                bad.append(x)
+            elif x.numel() * x.element_size() >= x.untyped_storage().nbytes():
                 self._of.pop(storage_id(x.untyped_storage()), None)
         if not bad:
             return
         self._n += 1
-        made = self._made(name, kinds(bad), given if is_known else self._given(item), item)
+        made = self._made(name, kinds(bad), given if is_known or is_sent else self._given(item), item)
         for x in bad:
             self._of[storage_id(x.untyped_storage())] = made
 
