@@ -11,7 +11,7 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -45,7 +45,7 @@ from hookcb.gradients.hand_steps import StepByHand
 from hookcb.hooks.modules import has_params, without_wrappers
 from hookcb.hooks.optimizer_steps import StepHook
 from hookcb.loops.learner import Learner
-from hookcb.loops.loss_finder import Backward, LossFinder
+from hookcb.loops.loss_finder import Backward, LossFinder, is_real_scalar
 from hookcb.loops.lr_find import LRFinder
 from hookcb.loops.preflight import NAME as PREFLIGHT
 from hookcb.report.collect import collect, with_series
@@ -427,7 +427,7 @@ class ModelTracker:
         the loss of one network depends on the parameters of the other too.
         """
         loss = backward.losses[0]
-        is_loss = len(backward.losses) == 1 and isinstance(loss, Tensor) and loss.numel() == 1
+        is_loss = len(backward.losses) == 1 and is_real_scalar(loss)
         if self._n_fits or not is_loss or not backward.trains(self._open_params()):
             return
         self.n_losses_of_none += not self._open

@@ -11,7 +11,7 @@ from weakref import WeakMethod, WeakSet
 import torch
 
 from hookcb.core.threads import in_each_fork, locked
-from hookcb.core.torch_private import is_dynamo_imported, script_instead, skip_frames, untraced
+from hookcb.core.torch_private import as_it_is, script_instead, skip_frames
 
 Observer = Generator[None, Any, None]
 MISSING = object()  # instead of an attribute that a class inherits, and of the result of a call that raises
@@ -145,21 +145,21 @@ def _observed(wrapper: _Wrapper, real: Callable[..., Any]) -> Callable[..., Any]
         due = [x for x in wrapper.hooks if x.is_due(here)]
         if not due:
             return real(*args, **kwargs)
-        begin, end = (_begin_untraced, _end_untraced) if is_dynamo_imported() else (_begin, _end)
         begun: list[tuple[CallHook, Observer]] = []
         try:
-            begin(begun, due, args, kwargs)
+            _begin(begun, due, args, kwargs)
             result = real(*args, **kwargs)
-            end(begun, result)
+            _end(begun, result)
         finally:
             if begun:
-                end(begun, MISSING)
+                _end(begun, MISSING)
         return result
 
     skip_frames(call)  # else torch.compile would compile it, where it is called outside of a graph
     return call
 
 
+@as_it_is
 def _begin(begun: list[tuple[CallHook, Observer]], due: list[CallHook], args: Any, kwargs: Any) -> None:
     for hook in due:
         hook.inside.add(get_ident())
@@ -167,6 +167,7 @@ def _begin(begun: list[tuple[CallHook, Observer]], due: list[CallHook], args: An
         hook.guarded(next, begun[-1][1])
 
 
+@as_it_is
 def _end(begun: list[tuple[CallHook, Observer]], result: Any) -> None:
     while begun:
         hook, observer = begun.pop()
@@ -178,7 +179,6 @@ def _end(begun: list[tuple[CallHook, Observer]], result: Any) -> None:
             hook.inside.discard(get_ident())
 
 
-_begin_untraced, _end_untraced = untraced(_begin), untraced(_end)
 _left_by_forks: WeakSet[CallHook] = WeakSet()
 
 

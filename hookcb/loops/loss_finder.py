@@ -52,7 +52,7 @@ class Backward(NamedTuple):
 
     def loss(self) -> FoundLoss | None:
         """Its loss, the weighted sum if there are several; None if one is not a real scalar."""
-        if not all(isinstance(x, Tensor) and x.numel() == 1 and not x.is_complex() for x in self.losses):
+        if not all(map(is_real_scalar, self.losses)):
             return None
         if len(self.losses) == 1:
             return FoundLoss(self.losses[0].detach(), self.losses[0].grad_fn)
@@ -147,6 +147,11 @@ class LossFinder:
             yield
         finally:
             self.running = None
+
+
+def is_real_scalar(x: Any) -> bool:
+    """Whether something is a tensor of one real number, as a loss is."""
+    return isinstance(x, Tensor) and x.numel() == 1 and not x.is_complex()
 
 
 def _divided(root: Tensor, scaler: GradScaler) -> Tensor:

@@ -267,8 +267,7 @@ class Watch(ExternalLoop):
             self.scaler = backward.scaler
         if self.loss is not None:
             return
-        trains = backward is not None and backward.trains(self.model.parameters())
-        found = backward.loss() if backward is not None and trains else None
+        found = backward.loss() if backward and backward.trains(self.model.parameters()) else None
         if found is None or self._is_from_others:
             self.facts.n_losses_unfound += 1
             self.facts.n_losses_of_others += self._is_from_others

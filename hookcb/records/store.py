@@ -1,6 +1,6 @@
 """StatStore: numbers of layers, record by record, on their way from the device to the host."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import nan
 from typing import Any, NamedTuple
 
@@ -231,11 +231,6 @@ class Transfer:
         if self._event is not None:
             self._event.synchronize()
         return self._host
-
-
-def numbers_of(values: Iterable[float | Tensor]) -> list[float]:
-    """Converts values to numbers, see `read_numbers`."""
-    return read_numbers(list(values))
 
 
 def read_numbers(values: list[float | Tensor], first: int = 0) -> list[float]:

@@ -17,7 +17,7 @@ from hookcb.diagnosis.fault import EVERY, NOTES, Measurement
 from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run, Series, Skipped
-from hookcb.records.store import numbers_of
+from hookcb.records.store import read_numbers
 from hookcb.records.thinned import Thinned
 
 STATM = Path("/proc/self/statm")  # in pages
@@ -32,7 +32,7 @@ class Curve(Thinned[tuple[int, float | Tensor]]):
 
     def series(self) -> Series:
         """All kept points; waits for the device."""
-        steps, values = [step for step, _ in self.items], numbers_of(value for _, value in self.items)
+        steps, values = [step for step, _ in self.items], read_numbers([value for _, value in self.items])
         self.items = list(zip(steps, values, strict=True))
         return Series(steps, values)
 

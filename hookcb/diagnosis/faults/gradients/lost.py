@@ -17,7 +17,7 @@ from hookcb.diagnosis.rules import median
 from hookcb.diagnosis.run import Run, Skipped
 from hookcb.gradients.samples import sketch_copy
 from hookcb.processes.shards import is_shard
-from hookcb.records.store import numbers_of
+from hookcb.records.store import read_numbers
 
 N_DENSE = 64  # steps in which each batch is looked at; later, inspected ones
 MIN_SEEN, MAX_SHARE = 10, 0.2  # batches, and share of them that may be zero: more of them are meant so
@@ -39,7 +39,7 @@ class _Zeros(Fault):
         self._largest: list[tuple[int, float | Tensor]] = []  # by batch: 0 if all is zero
 
     def _numbers(self) -> dict[int, float]:
-        steps, sizes = [step for step, _ in self._largest], numbers_of(x for _, x in self._largest)
+        steps, sizes = [step for step, _ in self._largest], read_numbers([x for _, x in self._largest])
         self._largest = list(zip(steps, sizes, strict=True))
         found = dict[int, float]()
         for step, x in zip(steps, sizes, strict=True):  # a second step in a batch may have nothing to do

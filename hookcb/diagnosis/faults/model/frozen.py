@@ -8,6 +8,7 @@ from hookcb.diagnosis.fault import EVERYTHING, Fault, Result, Site, fault
 from hookcb.diagnosis.frame import Frame
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Passed, Run, Skipped
+from hookcb.hooks.modules import names_around
 
 
 @fault("param.frozen_between", Site.BACKWARD, needs="gradients activations", exact=True)
@@ -85,8 +86,7 @@ class FrozenModel(Fault):
 def _is_beside(name: str, trained: Collection[str], frozen: Iterable[str]) -> bool:
     """Whether the innermost module that has other layers too has a trained one among them."""
     others = [*trained, *(other for other in frozen if other != name)]
-    while name:
-        name = name.rpartition(".")[0]
-        if inside := [x for x in others if not name or x.startswith(f"{name}.")]:
+    for outer in names_around(name):
+        if inside := [x for x in others if not outer or x.startswith(f"{outer}.")]:
             return any(x in trained for x in inside)
     return False
