@@ -408,7 +408,7 @@ def test_a_page_follows_while_the_run_goes_on(open_page, tmp_path):
     data = healthy()
     data.every = 1.0
     path = Page(data).save(tmp_path / "run.html")
-    page = open_page(path)
+    page = open_page(path, is_live=True)
     data.headline, data.every = "HEALTHY  at the end", None
     Page(data).save(path)
     page.locator("#headline", has_text="end").wait_for(timeout=15_000)
