@@ -10,7 +10,7 @@ from hookcb.core.arguments import hinted
 from hookcb.core.callback import Callback
 from hookcb.core.callback_list import Callbacks, new_callbacks, renamed
 from hookcb.diagnosis.verdict import Verdict
-from hookcb.loops.external import ExternalLoop
+from hookcb.loops.reporter import LoopReporter
 from hookcb.loops.watch import flat
 from hookcb.report.page import Page
 
@@ -34,10 +34,10 @@ class Attached:
     def __init__(self, *more: Callbacks, cbs: Callbacks = ()) -> None:
         super().__init__()
         self.cbs = sorted(new_callbacks(flat(*more, cbs), ()), key=lambda cb: cb.order)
-        self.followed: ExternalLoop | None = None
+        self.followed: LoopReporter | None = None
         self._brought: list[str] = []  # names of callbacks that other callbacks add for one training
         for cb in self.cbs:
-            if hasattr(self, cb.name) or hasattr(ExternalLoop, cb.name):
+            if hasattr(self, cb.name) or hasattr(LoopReporter, cb.name):
                 owner = type(self).__name__
                 raise ValueError(f"{cb!r} would overwrite {owner}.{cb.name}; give it a name: {renamed(cb)}")
             setattr(self, cb.name, cb)
@@ -57,7 +57,7 @@ class Attached:
         """The training that is being followed, or None."""
         return self.followed if self.followed is not None and self.followed.fitting else None
 
-    def follow(self, make: Callable[[list[Callback]], ExternalLoop]) -> None:
+    def follow(self, make: Callable[[list[Callback]], LoopReporter]) -> None:
         """Lets the callbacks follow the loop that `make` creates for them; the one before has ended."""
         self.close()
         for cb in self.cbs:

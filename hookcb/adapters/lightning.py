@@ -14,7 +14,7 @@ from hookcb.gradients.steps import scale_of
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.own import register
 from hookcb.loops.coverage import WatchCoverage
-from hookcb.loops.external import ExternalLoop
+from hookcb.loops.reporter import LoopReporter
 
 try:
     with random_kept():
@@ -143,7 +143,7 @@ def _who_keeps(trainer: Any) -> str | None:
     return "" if kept else None
 
 
-class LightningFit(ExternalLoop):
+class LightningFit(LoopReporter):
     """A fit of Lightning's Trainer, reported by `HookcbCallback`."""
 
     honors_stop = True
@@ -169,7 +169,7 @@ class LightningFit(ExternalLoop):
         return all_ranks()  # the module is not the one that is wrapped
 
     def begin_batch(self, training: bool = True, xb: Any = ()) -> None:
-        """See `ExternalLoop`; the module has not been called in a new batch."""
+        """See `LoopReporter`; the module has not been called in a new batch."""
         self._n_calls, self._has_pred = 0, False
         super().begin_batch(training, xb)
 
@@ -196,7 +196,7 @@ class LightningFit(ExternalLoop):
         self.end_step()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Removes all hooks; see `ExternalLoop`."""
+        """Removes all hooks; see `LoopReporter`."""
         while self._hooks:
             self._hooks.pop().remove()
         super().close(error)

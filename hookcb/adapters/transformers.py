@@ -112,7 +112,7 @@ class TrainerRun(Watch):
         return all_ranks()  # the model is not the one that is wrapped
 
     def report_pred(self, pred: Any) -> None:
-        """See `ExternalLoop`; reports the loss in the output too."""
+        """See `LoopReporter`; reports the loss in the output too."""
         super().report_pred(pred)
         loss = pred.get("loss") if isinstance(pred, Mapping) else None
         if isinstance(loss, Tensor):

@@ -13,7 +13,7 @@ from hookcb.core.console import show_error
 from hookcb.core.torch_private import plain_class
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.hooks.modules import without_wrappers
-from hookcb.loops.external import ExternalLoop
+from hookcb.loops.reporter import LoopReporter
 from hookcb.loops.watcher import Watch
 from hookcb.processes.process_group import n_processes
 from hookcb.report.collect import collect
@@ -62,7 +62,7 @@ class ScriptWatch(Watch):
     _gradient_arrives = _contained(Watch._gradient_arrives)
 
     def close_failed(self) -> bool:
-        """See `ExternalLoop`; hooks stay on until the end, as torch may be iterating over them."""
+        """See `LoopReporter`; hooks stay on until the end, as torch may be iterating over them."""
         return self._error is not None
 
     @property
@@ -80,7 +80,7 @@ class ScriptWatch(Watch):
 
     def tell(self, loss: Tensor) -> None:
         """Reports the loss of the batch, also one without a graph, which `Watch` could not recognize."""
-        ExternalLoop.report_loss(self, loss)
+        LoopReporter.report_loss(self, loss)
 
     def follow(self, loss: Tensor, gives: bool) -> None:
         """Marks the beginning of the backward at this loss, which belongs to another model too.

@@ -157,7 +157,7 @@ class TrainingState:
 
     @property
     def is_external(self) -> bool:
-        """Whether hookcb does not run the loop, and so cannot call its loss function; see `ExternalLoop`."""
+        """Whether hookcb does not run the loop, and so cannot call its loss function; see `LoopReporter`."""
         return not hasattr(self, "get_loss")
 
     if TYPE_CHECKING:  # attributes of a Loop that callbacks use through `self.learn`

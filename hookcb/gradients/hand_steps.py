@@ -1,13 +1,15 @@
-"""Steps that a loop makes itself, without an optimizer: whether weights have moved since a backward."""
+"""Writes of a loop to its weights and gradients, between a backward and a step."""
 
 import math
 from collections.abc import Iterable
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
+from hookcb.core.optim import mark_of
 from hookcb.core.restore import same_bits
 from hookcb.core.torch_private import version_of
 from hookcb.gradients.samples import sketch_copy
@@ -41,6 +43,30 @@ class WeightMark:
             version_of(p) != version if some is None else not _is_same(some, _some(p))
             for p, version, some in self._marks
         )
+
+
+class GradientMark:
+    """A gradient as a backward has left it, to see whether the loop writes to it before its step."""
+
+    def __init__(self) -> None:
+        self._param: ref[nn.Parameter] | None = None
+        self._left: tuple[int, int] | None = None  # None if there is no mark of a gradient
+
+    def note(self, model: nn.Module) -> None:
+        """Notes the gradient of a parameter, the same each time as long as it gets one."""
+        p = self._noted()
+        if p is None or p.grad is None:
+            p = next((p for p in model.parameters() if type(p.grad) is Tensor), None)
+        self._param, self._left = (None, None) if p is None else (ref(p), mark_of(p.grad))
+
+    def has_changed(self) -> bool:
+        """Whether the gradient is still there, and was written to or replaced."""
+        p = self._noted()
+        grad = None if p is None else p.grad
+        return grad is not None and self._left is not None and mark_of(grad) != self._left
+
+    def _noted(self) -> nn.Parameter | None:
+        return None if self._param is None else self._param()
 
 
 def _can_move(p: nn.Parameter) -> bool:

@@ -20,7 +20,7 @@ class Stage(Enum):
 
 
 class Move(StrEnum):
-    """Next action of the loop; each value is the name of the `ExternalLoop` method that reports it."""
+    """Next action of the loop; each value is the name of the `LoopReporter` method that reports it."""
 
     BEGIN_BATCH = auto()
     BEGIN_BACKWARD = auto()

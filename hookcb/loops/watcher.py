@@ -11,7 +11,6 @@ from torch.optim import LBFGS, Optimizer
 from hookcb.core import graph
 from hookcb.core.batch import parts
 from hookcb.core.callback import Callback
-from hookcb.core.optim import mark_of
 from hookcb.core.torch_private import (
     CALL_NAME,
     as_it_is,
@@ -21,7 +20,7 @@ from hookcb.core.torch_private import (
     is_jit_tracing,
 )
 from hookcb.diagnosis.failures import describe_failure
-from hookcb.gradients.hand_steps import StepByHand, WeightMark
+from hookcb.gradients.hand_steps import GradientMark, StepByHand, WeightMark
 from hookcb.hooks.compiled import CompiledTap
 from hookcb.hooks.hook import Hook, detached
 from hookcb.hooks.optimizer_steps import StepHook
@@ -29,9 +28,9 @@ from hookcb.hooks.own import register
 from hookcb.loops.calls import Call, Habits, Now, classify
 from hookcb.loops.checks import check_loss
 from hookcb.loops.coverage import WatchCoverage
-from hookcb.loops.external import ExternalLoop
 from hookcb.loops.loss_finder import Backward, LossFinder, first_parameter_behind
 from hookcb.loops.optimizers import WatchedOptimizers, unwrapped
+from hookcb.loops.reporter import LoopReporter
 from hookcb.loops.stages import AFTER_BACKWARD, BEFORE_BACKWARD, IN_BACKWARD, IN_STEP, Stage
 from hookcb.loops.taps import n_running, stepping_optimizer
 
@@ -41,7 +40,7 @@ class _Step(NamedTuple):
     has_closure: bool = False
 
 
-class Watch(ExternalLoop):
+class Watch(LoopReporter):
     """Follows a training loop by hooks on the model and its optimizers; see `watch`, which creates it."""
 
     def __init__(
@@ -68,8 +67,7 @@ class Watch(ExternalLoop):
         self._is_from_others = False  # whether this batch was computed from parameters of other optimizers
         self._mark: WeightMark | None = None  # the weights after the backward, until they are stepped
         self._by_hand: StepByHand | None = None  # set once weights have moved without an optimizer
-        # a parameter whose gradient a backward has left as the mark says, until the step
-        self._left_gradient: tuple[ref[nn.Parameter], tuple[int, int] | None] | None = None
+        self._left_gradient = GradientMark()
         self._hooks: list[Any] = []
         self._part_hooks: list[Hook] = []  # until the model itself is called
         self._root_hooks: list[Any] = []  # on what a backward is called on, where no call is seen
@@ -229,7 +227,7 @@ class Watch(ExternalLoop):
     # ---- reports
 
     def begin_batch(self, training: bool = True, xb: Any = ()) -> None:
-        """See `ExternalLoop`; no optimizer has stepped in a new batch."""
+        """See `LoopReporter`; no optimizer has stepped in a new batch."""
         self.end_batch()
         self._stepped.clear()
         self._habits.looks_aside = False
@@ -239,7 +237,7 @@ class Watch(ExternalLoop):
         self._is_from_others = False
 
     def begin_backward(self) -> None:
-        """See `ExternalLoop`; looks for a loss that was not reported."""
+        """See `LoopReporter`; looks for a loss that was not reported."""
         if self.stage in BEFORE_BACKWARD:
             self._look_for_loss()
         super().begin_backward()
@@ -277,31 +275,18 @@ class Watch(ExternalLoop):
             self._set_loss(found.value, found.node)
 
     def end_backward(self) -> None:
-        """See `ExternalLoop`; a loop without an optimizer may make its own step from now on."""
+        """See `LoopReporter`; a loop without an optimizer may make its own step from now on."""
         is_first = self.stage in IN_BACKWARD
         super().end_backward()
-        self._mark_gradient()
+        if (model := self._model()) is not None:
+            self._left_gradient.note(model)
         if is_first and not self._has_stepped and not self.facts.has_other_optimizer:
             self._mark = WeightMark(self.model)
             if self._by_hand is not None:
                 super().begin_step(self._by_hand)
 
-    def _mark_gradient(self) -> None:
-        """Notes how a backward leaves one gradient, to see whether the loop changes it before its step."""
-        model, p = self._model(), self._left_gradient and self._left_gradient[0]()
-        if model is not None and (p is None or p.grad is None):
-            p = next((p for p in model.parameters() if type(p.grad) is Tensor), None)
-        self._left_gradient = None if p is None else (ref(p), mark_of(p.grad))
-
-    def _note_clipping(self) -> None:
-        """Counts a step whose gradients the loop has written to since the backward, as a GradScaler does."""
-        p, mark = (self._left_gradient[0](), self._left_gradient[1]) if self._left_gradient else (None, None)
-        is_scaled = self.scaler is not None and self.scaler.is_enabled()
-        if mark is not None and p is not None and p.grad is not None and not is_scaled:
-            self.facts.n_clipped += mark_of(p.grad) != mark
-
     def end_batch(self) -> None:
-        """See `ExternalLoop`; if weights have moved since the backward, the loop has made its own step."""
+        """See `LoopReporter`; if weights have moved since the backward, the loop has made its own step."""
         mark, self._mark = self._mark, None
         if mark is not None and not self._has_stepped and self._model() is not None:
             self._end_step_by_hand(mark.has_moved())
@@ -318,7 +303,7 @@ class Watch(ExternalLoop):
             self.emit("after_cancel_step")  # the next batch adds to its gradients
 
     def report_loss(self, loss: Tensor) -> Tensor:
-        """See `ExternalLoop`; if no call was seen, a batch begins with its loss."""
+        """See `LoopReporter`; if no call was seen, a batch begins with its loss."""
         check_loss(loss)
         if not self.facts.n_calls and not (loss.requires_grad and self.is_waiting):
             self.begin_batch(loss.requires_grad, ())  # only parts of the model are called
@@ -328,7 +313,7 @@ class Watch(ExternalLoop):
         return super().report_loss(loss)
 
     def begin_step(self, opt: Optimizer) -> None:
-        """See `ExternalLoop`; a loop may call it before it clips gradients, to have them read unclipped."""
+        """See `LoopReporter`; a loop may call it before it clips gradients, to have them read unclipped."""
         self.facts.reports_steps |= self._step is None
         self._has_stepped = True
         if self.stage in IN_STEP and self.opt is self._by_hand:
@@ -356,7 +341,8 @@ class Watch(ExternalLoop):
         if not (self.has_batch and (self.training or may_train)):
             self.facts.n_steps_alone += 1
             self._habits.left_in.discard(Stage.GRADIENTS)  # the batch that was left is stepped now
-        self._note_clipping()
+        is_scaled = self.scaler is not None and self.scaler.is_enabled()  # it writes to gradients, too
+        self.facts.n_clipped += not is_scaled and self._left_gradient.has_changed()
         self.begin_step(opt)
         return None
 
@@ -417,7 +403,7 @@ class Watch(ExternalLoop):
     # ---- the end
 
     def close(self, error: BaseException | None = None) -> None:
-        """Removes all hooks; see `ExternalLoop`."""
+        """Removes all hooks; see `LoopReporter`."""
         self._unhook()
         super().close(error)
         self._by_hand = self._step = self._mark = None  # they hold the weights

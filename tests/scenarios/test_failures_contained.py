@@ -342,8 +342,8 @@ def test_the_command_gives_a_verdict_if_all_parts_fail(command, monkeypatch):
 
 # what hooks of a watch call in the forward, the backward and the step of a script
 IN_HOOKS = ["first_parameter_behind", "stepping_optimizer", "WeightMark", "unwrapped"]
-IN_HOOKS += ["WatchedOptimizers.include", "ExternalLoop.report_pred", "ExternalLoop.begin_backward"]
-IN_HOOKS += ["ExternalLoop.end_backward", "ExternalLoop.begin_step", "ExternalLoop.end_step"]
+IN_HOOKS += ["WatchedOptimizers.include", "LoopReporter.report_pred", "LoopReporter.begin_backward"]
+IN_HOOKS += ["LoopReporter.end_backward", "LoopReporter.begin_step", "LoopReporter.end_step"]
 
 
 @pytest.mark.parametrize("place", each(3, IN_HOOKS))

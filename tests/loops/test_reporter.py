@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hookcb import Callback, CancelFitException, GradientHealth, Learner, watch
-from hookcb.loops.external import ExternalLoop
+from hookcb.loops.reporter import LoopReporter
 from hookcb.loops.stages import FIRST, TRANSITIONS, Move, Stage
 
 X, Y = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 2
@@ -140,7 +140,7 @@ def test_a_step_told_ahead_of_clipping_is_read_unclipped(scaled):
 def test_steps_told_by_hand_need_no_end_of_their_own():
     model, noting = net(), Noting()
     one, two = (torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2))
-    followed = ExternalLoop(model, noting)
+    followed = LoopReporter(model, noting)
     followed.begin_batch(True, (X,))
     followed.begin_step(one)
     followed.begin_step(two)
@@ -153,12 +153,12 @@ def test_steps_told_by_hand_need_no_end_of_their_own():
 
 @pytest.mark.parametrize("heeds", [False, True])
 def test_a_stop_that_is_heeded_is_shown_and_not_warned_of(heeds, monkeypatch, capsys):
-    monkeypatch.setattr(ExternalLoop, "honors_stop", heeds)
+    monkeypatch.setattr(LoopReporter, "honors_stop", heeds)
 
     def end(cb):
         raise CancelFitException("enough")
 
-    followed = ExternalLoop(net(), Callback(name="ends", before_batch=end))
+    followed = LoopReporter(net(), Callback(name="ends", before_batch=end))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         followed.begin_batch(True, (X,))
@@ -219,7 +219,7 @@ def test_each_move_has_an_outcome_at_each_stage(stage, move):
     noting = {
         f"{side}_{level}": note(side, x) for level, x in LETTERS.items() for side in ("before", "after")
     }
-    loop = ExternalLoop(model := net(), Callback(name="noting", **noting))
+    loop = LoopReporter(model := net(), Callback(name="noting", **noting))
     for earlier in TO_STAGE[stage]:
         make(loop, earlier)
     assert loop.stage is stage
@@ -254,7 +254,7 @@ def test_the_loss_and_the_epoch_are_data():
 
 
 def test_a_loss_of_several_elements_and_a_step_of_no_optimizer_are_refused():
-    loop = ExternalLoop(nn.Linear(1, 1))
+    loop = LoopReporter(nn.Linear(1, 1))
     with pytest.raises(ValueError, match=r"the loss has shape \(3,\), not one element; reduce it"):
         loop.report_loss(torch.ones(3))
     with pytest.raises(TypeError, match="opt must be the optimizer that makes the step, got 3"):

@@ -1,4 +1,4 @@
-"""ExternalLoop: a loop hookcb does not run, which reports what happens in it."""
+"""LoopReporter: the events of a loop hookcb does not run, according to what is reported of it."""
 
 import os
 from collections import Counter
@@ -44,7 +44,7 @@ from hookcb.report.page import Page
 _numbers = {"together": count(), "alone": count()}
 
 
-class ExternalLoop(NamedLoop):
+class LoopReporter(NamedLoop):
     """Emits the events of a loop hookcb does not run, according to its reports.
 
     Reports may be incomplete: `stages.TRANSITIONS` says which event follows from which report, and
