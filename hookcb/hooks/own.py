@@ -6,9 +6,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hookcb.core.torch_private import skip_frames
+from hookcb.core.torch_private import backward_hooks, forward_hooks, parameters_of, skip_frames, tensor_hooks
 
 
 class OwnHook:
@@ -51,6 +52,13 @@ def register(on: Callable[..., RemovableHandle], hook: Callable[..., Any], **opt
         if flags is not None and handle.id in flags:
             flags[handle.id] = hook
     return handle
+
+
+def n_others(m: nn.Module) -> int:
+    """Number of hooks that are not hookcb's on the calls of a module and on its own parameters."""
+    params = [p for p in parameters_of(m).values() if p is not None]
+    found = (*forward_hooks(m), *backward_hooks(m), *map(tensor_hooks, params))
+    return sum(not _is_own(hook) for hooks in found for hook in hooks.values())
 
 
 @cache

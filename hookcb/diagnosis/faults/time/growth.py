@@ -6,12 +6,15 @@ from itertools import pairwise
 from typing import ClassVar
 from weakref import ReferenceType, ref
 
+from hookcb.core.text import as_layer
 from hookcb.diagnosis.fault import NOTES, Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.curves import Curve, Curves
 from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.rules import median, ratio
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
+from hookcb.hooks.modules import modules_in, named_modules
+from hookcb.hooks.own import n_others
 from hookcb.hooks.params import all_params
 from hookcb.profiling.memory.growth import fit_line
 
@@ -21,6 +24,7 @@ N_BLOCKS, MIN_BLOCK = 6, 10  # parts of the run, and timed batches in each
 N_DENSE = 64  # first batches, of which more are inspected
 MAX_STEADY = 1.1  # growth of inputs, calls and trained parameters that explains nothing
 MAX_JUMP = 0.6  # share of the growth in one part; more is a machine that gets busy
+MIN_COUNTS = 5  # of hooks, each at twice the step of the last, so over 8 batches or more
 MIN_LOOKS, MIN_BATCHES = 9, 30  # at the size of a batch, and timed ones
 N_TRACKED = 60  # batches: the first, and then those of `Run.noting`, as a token takes 20 µs of a small step
 KEY = "hookcb"
@@ -44,6 +48,10 @@ class GrowingBatches(Fault):
     growth, as a machine that gets busy would. Without the first 64 batches, which are inspected more, if 60
     are left.
 
+    Or, exact and without times: the hooks of others than hookcb on the modules and parameters of the model,
+    counted after inspected batches, each at twice the step of the last. In the last five counts there are as
+    many more as batches since, or more.
+
     Source: the limits are choices; a busy machine slows down a training, but not steadily.
     """
 
@@ -55,6 +63,8 @@ class GrowingBatches(Fault):
         super().__init__()
         self._calls, self._n_calls = Curve(), 0  # of the model in each batch, of those that are inspected
         self._trained = Curve()  # likewise, number of parameters
+        self._hooks = list[tuple[int, int]]()  # steps, and numbers of hooks then
+        self._most_hooked = ""  # the module that has the most
 
     def on_batch(self, run: Run) -> None:
         self._n_calls = 0
@@ -65,8 +75,27 @@ class GrowingBatches(Fault):
 
     def on_batch_end(self, run: Run) -> None:
         self._calls.add((run.step, float(self._n_calls)))
+        if not self._hooks or run.step >= 2 * self._hooks[-1][0]:
+            self._count_hooks(run)
+
+    def _count_hooks(self, run: Run) -> None:
+        n_hooks = {m: n for m in modules_in(run.loop.model) if (n := n_others(m))}
+        self._hooks.append((run.step, sum(n_hooks.values())))
+        if self._are_hooks_added():
+            most = max(n_hooks, key=n_hooks.__getitem__)
+            names = {m: name for name, m in named_modules(run.loop.model).items()}
+            self._most_hooked = names.get(most, "")
+
+    def _are_hooks_added(self) -> bool:
+        counts = self._hooks[-MIN_COUNTS:]
+        return len(counts) == MIN_COUNTS and all(
+            n - before >= now - then for (then, before), (now, n) in pairwise(counts)
+        )
 
     def findings(self, run: Run) -> Iterator[Result]:
+        if self._are_hooks_added():
+            yield self._of_hooks()
+            return
         sizes, curves = run.measured(Inputs).sizes.values, run.measured(Curves)
         waits = dict(curves.waits)
         seconds = [x - waits.get(step, 0.0) for step, x in curves.batches]
@@ -100,6 +129,23 @@ class GrowingBatches(Fault):
         is_steady = jump <= MAX_JUMP * (lows[-1] - lows[0])
         grows = 0 < MIN_GROWTH * first <= last and last - first >= MIN_LONGER
         return (first, last) if is_steady and grows else None
+
+    def _of_hooks(self) -> Finding:
+        (first, before), (last, now) = self._hooks[-MIN_COUNTS], self._hooks[-1]
+        where = as_layer(self._most_hooked) or "the model itself"
+        return self.finding(
+            severity="warning",
+            at=self._most_hooked,
+            when=(first, last),
+            value=float(now - before),
+            message=f"The model gets hooks in each step, and keeps them: {now:,} at step {last}, {before:,} "
+            f"at step {first}, most of them on {where}. All are called in every step, so that steps take "
+            "longer and longer.",
+            causes=("register_forward_hook or register_hook in forward, or in the loop",),
+            next_steps=(
+                "Register the hook once, before the training, or call .remove() of the handle it returns",
+            ),
+        )
 
     def _of_batches(
         self, run: Run, sizes: tuple[float, float], seconds: tuple[float, float], value: float

@@ -333,3 +333,72 @@ def test_a_loop_that_walks_through_a_longer_and_longer_list_is_slow(monkeypatch)
             opt.step()
     (found,) = [x for x in w.diagnose().findings if x.code == "time.growing"]
     assert "At inputs of the same size" in found.message
+
+
+def nothing(*seen):
+    """A hook."""
+
+
+def in_each(act, n_step=20):
+    """What is found of steps that take longer in a training that calls `act` with the model in each step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    opt = torch.optim.SGD(model.parameters(), 0.01)
+    with watch(model, opt, Diagnose("ignore", show=False)) as w:
+        for i in range(n_step):
+            act(i, model)
+            loss = F.mse_loss(model(X), Y)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+    return [x for x in w.diagnose().findings if x.code == "time.growing"]
+
+
+@pytest.mark.parametrize(
+    ("add", "layer"),
+    [
+        (lambda i, model: model[1].register_forward_hook(nothing), "1"),
+        (lambda i, model: model[1].weight.register_hook(nothing), "1"),
+        (lambda i, model: model.register_forward_pre_hook(nothing), ""),
+        (lambda i, model: [model[1].register_full_backward_hook(nothing) for _ in range(i)], "1"),
+    ],
+)
+def test_hooks_that_are_added_in_each_step_are_told_without_times(add, layer):
+    (found,) = in_each(add)
+    assert (found.severity, found.layer) == ("warning", layer)
+    assert found.value >= found.last_step - found.step >= 8
+    assert ("the model itself" in found.message) == (layer == "")
+
+
+def test_the_hooks_of_both_steps_are_counted():
+    (found,) = in_each(lambda i, model: model[1].register_forward_hook(nothing))
+    there = {f"{step + 1} at step {step}" for step in (found.step, found.last_step)}
+    assert all(text in found.message for text in there)
+
+
+def added_and_removed():
+    handles = []
+
+    def act(i, model):
+        for handle in handles:
+            handle.remove()
+        handles[:] = [model[0].register_forward_hook(nothing)]
+
+    return act
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        added_and_removed(),
+        lambda i, model: i % 2 or model[0].register_forward_hook(nothing),  # once in an epoch of two batches
+        lambda i, model: i or [model[0].register_forward_hook(nothing) for _ in range(100)],
+        lambda i, model: i > 5 or model[0].register_forward_hook(nothing),
+    ],
+)
+def test_other_hooks_are_no_finding(act):
+    assert in_each(act) == []
+
+
+def test_too_few_steps_tell_nothing_of_hooks():
+    assert in_each(lambda i, model: model[1].register_forward_hook(nothing), n_step=8) == []
