@@ -3,14 +3,15 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 # what is imported is compiled then, which is a small part
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+CONSTRAINTS ?= constraints.txt
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint $(CONSTRAINTS)
 
 # Debian's; another browser: make pages CHROMIUM=/path/to/chrome
 CHROMIUM ?= /usr/bin/chromium
 
 NOTEBOOKS = $(patsubst nbs/%,build/notebooks/%,$(wildcard nbs/*.ipynb))
 
-.PHONY: demo test test-changed test-all interop pages lint notebooks docs release bench gpu host planted real mutants clean $(NOTEBOOKS)
+.PHONY: demo test test-changed test-all test-matrix interop pages lint notebooks docs release bench gpu host planted real mutants clean $(NOTEBOOKS)
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/hookcb demo
@@ -26,6 +27,20 @@ test-changed: $(VENV)/.installed-dev
 # those of `make test` first, then those that take long and rarely break
 test-all: test
 	$(BIN)/python -m pytest -m slow
+
+# the default tests on other versions of Python and torch; each takes gigabytes, and a Python that is not here is left out
+MATRIX ?= 3.12-torch2.6.0 3.12-torch2.11.0 3.13-torch2.15.0
+test-matrix: $(MATRIX:%=matrix-%)
+
+matrix-%: build/matrix/%/constraints.txt
+	@version=python$(firstword $(subst -torch, ,$*)); if command -v $$version; \
+	then $(MAKE) test PYTHON=$$version VENV=$(<D)/.venv CONSTRAINTS=$<; \
+	else echo "$* is left out, as there is no $$version"; fi
+
+.PRECIOUS: build/matrix/%/constraints.txt
+build/matrix/%/constraints.txt:
+	mkdir -p $(@D)
+	echo 'torch==$(lastword $(subst -torch, ,$*))' > $@
 
 # with the packages of others that we follow
 interop: $(VENV)/.installed-dev $(VENV)/.installed-interop
@@ -108,6 +123,6 @@ $(BIN)/python:
 	apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends chromium
 
 # a stamp per extra: installing again only when what is asked for has changed
-$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	$(INSTALL) --editable '.[$*]'
 	touch $@

@@ -5,7 +5,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -27,8 +27,11 @@ def as_rank():
 
 
 def spread(x, shape, *placements):
+    """A tensor of which this rank has its part, made without communication."""
     mesh = init_device_mesh("cpu", shape)
-    return distribute_tensor(x, mesh, placements, src_data_rank=None)
+    sizes, begins = compute_local_shape_and_global_offset(x.shape, mesh, placements)
+    own = x[tuple(slice(begin, begin + n) for begin, n in zip(begins, sizes, strict=True))].contiguous()
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
 @pytest.mark.parametrize("rank", range(4))
