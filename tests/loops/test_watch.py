@@ -963,6 +963,18 @@ def test_gradients_of_a_functional_call_are_those_of_the_models_parameters():
     assert "param.unreachable" not in [finding.code for finding in w.diagnose().findings]
 
 
+def test_a_callback_writes_to_its_own_tensor_inside_a_transform_of_torch_func():
+    model, n_seen = make_model(), torch.zeros(())
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(params):
+        return F.mse_loss(torch.func.functional_call(model, params, (X,)), Y)
+
+    with watch(model, opt, hookcb.Callback(after_pred=lambda cb: n_seen.add_(1))):
+        torch.func.grad(loss)({name: p.detach() for name, p in model.named_parameters()})
+    assert n_seen == 1
+
+
 def test_a_diagnosis_beside_transforms_of_torch_func_is_whole():
     model = make_model()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -178,6 +178,7 @@ def test_a_nan_made_in_the_forward_is_traced_to_the_layer_the_operation_and_the_
     assert report.noticed == "loss is nan"
     assert report.repeated
     assert report.hint
+    assert report.hint in " ".join(str(report).split())
     assert (report.epoch, report.batch) == (0, 0)
     assert report.calls[-1].name == "2"
     assert report.calls[-1].nans > 0
