@@ -536,6 +536,7 @@ def test_cuda_without_a_gpu_is_refused_in_words(cuda):
 def test_activities_go_by_name_or_as_torchs_own(activities, tmp_path):
     profiler = profiled(make_learner(), **ALL, active=1, activities=activities)
     assert exported(profiler, tmp_path).count("aten::linear") == 2
+    assert activities is None or profiler.schedule.activities == (torch.profiler.ProfilerActivity.CPU,)
 
 
 @pytest.mark.parametrize("modules", ["nothing.*", ["0", "9"], nn.Conv2d, lambda m: False])
