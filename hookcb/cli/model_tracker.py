@@ -20,13 +20,13 @@ from hookcb.cli.ignored import without
 from hookcb.cli.limits import EndAtLimit, Limit, LimitReached
 from hookcb.cli.optimizer_names import OptimizerNames, foreign_optimizers
 from hookcb.cli.ownership import (
+    belongs,
     gives_to_loss,
     has_part,
     kept_by_script,
     models_behind,
     owner_at_work,
-    wrapping,
-    wraps_part,
+    shared,
 )
 from hookcb.cli.ranks import Exit
 from hookcb.cli.tracked_model import ScriptWatch, TrackedModel, kind_of, say_sick
@@ -300,7 +300,7 @@ class ModelTracker:
     def _find_model(self, m: nn.Module) -> TrackedModel | None:
         """Finds the model of a module that is called for the first time, and begins to watch a new one."""
         for model in self._open:
-            if model.model is not None and (has_part(model.model, m) or wraps_part(m, model.model)):
+            if model.model is not None and belongs(m, model.model):
                 self._model_of[m] = model
                 return model
         root = owner_at_work(m)
@@ -339,21 +339,18 @@ class ModelTracker:
     def _merged(self, model: TrackedModel, root: nn.Module) -> nn.Module:
         """The module to watch from now on: `root`, or what it has in common with an open model."""
         own, watch = model.model, model.watch
-        if own is None or watch is None or root is own:
+        if own is None or watch is None:
             return root
-        layers = wrapping(own)
-        inside = next((m for m in wrapping(root) if any(m is layer for layer in layers)), None)
+        inside = shared(root, own)
         if inside is own and watch.seen["before_backward"] and without_wrappers(root) is not own:
             return own  # `root` was made around it meanwhile
         if inside is None and not has_part(root, own):
             return root
-        is_anew = inside not in (None, own) and watch.seen["before_batch"] <= N_ANEW
+        # the same parameters in another module, which may be made anew for each step
+        is_tried = inside is not None and watch.seen["before_batch"] <= N_ANEW
         self._close(model)
-        if is_anew:  # its root was made around `inside` for one step
-            is_told = model.verdict is not None and model.verdict.primary is not None
-        else:  # otherwise it was only tried out, and is watched as a part of `root` from now on
-            is_told = model.is_trained
-        if not is_told:
+        is_sick = model.verdict is not None and model.verdict.primary is not None
+        if not model.is_trained or (is_tried and not is_sick):
             self._all.remove(model)
         return root if inside is None or inside is own else inside
 

@@ -1,21 +1,19 @@
 """Runs an unmodified training script, and prints a verdict on each model that it trains."""
 
 import atexit
-import importlib.util
 import json
 import os
-import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from rich.text import Text
 
 from hookcb.cli import INTERRUPTED
+from hookcb.cli.launch import hide_own_frames, launch
 from hookcb.cli.limits import Limit
 from hookcb.cli.model_tracker import ModelTracker
 from hookcb.cli.ranks import own_rank
@@ -27,13 +25,6 @@ from hookcb.processes.process_group import n_processes
 from hookcb.report.page import Page
 
 Shown = list[tuple[str, Verdict, bool]]  # title, verdict, and whether it counts, of each model
-
-OURS = (
-    str(Path(__file__).parent) + os.sep,
-    str(Path(__file__).parents[1] / "diagnosis") + os.sep,
-    str(Path(__file__).parents[1] / "core" / "call_hook.py"),
-    "<frozen runpy>",
-)  # hidden in tracebacks
 
 
 @dataclass(frozen=True)
@@ -268,30 +259,11 @@ def _why_none(tracker: ModelTracker, has_failed: bool) -> str:
     )
 
 
-def is_module_name(text: str) -> bool:
-    """Whether `text` may name a module, such as package.train, and no file."""
-    return all(map(str.isidentifier, text.split("."))) and not text.endswith(".py")
-
-
-def has_module(name: str) -> bool:
-    """Whether a module of that name can be run from this folder; imports the packages around it."""
-    with _with_arguments(name, [], os.getcwd()):
-        try:
-            return importlib.util.find_spec(name) is not None
-        except ModuleNotFoundError:
-            return False
-
-
 def run_watched(path: str, args: list[str], tracker: ModelTracker, is_module: bool) -> tuple[int, bool]:
     """Runs the script to its end; returns the exit code Python would give, and whether the script raised."""
     try:
-        if is_module:
-            with tracker.watching(), _with_arguments(path, args, os.getcwd()):
-                runpy.run_module(path, run_name="__main__", alter_sys=True)
-            return 0, False
-        with tracker.watching(), _as_main(path, args) as main:
-            tracker.exit.keep(main)
-            exec(compile(Path(path).read_bytes(), main["__file__"], "exec"), main)
+        with tracker.watching():
+            launch(path, args, is_module, tracker.exit.keep)
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
             return ended.code or 0, False
@@ -302,56 +274,7 @@ def run_watched(path: str, args: list[str], tracker: ModelTracker, is_module: bo
         if tracker.limit.is_over and isinstance(error, KeyboardInterrupt):
             return 0, False
         safe_console().file.flush()  # what the script has printed comes first
-        _hide_own_frames(error)
+        hide_own_frames(error)
         sys.excepthook(type(error), error, error.__traceback__)
         return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1, True
     return 0, False
-
-
-@contextmanager
-def _as_main(path: str, args: list[str]) -> Iterator[dict[str, Any]]:
-    """Makes the script's module `__main__`, with the arguments and import path that Python would give it."""
-    module = ModuleType("__main__")
-    # absolute since Python 3.9; multiprocessing starts its processes with this path
-    vars(module).update(__file__=os.path.abspath(path), __builtins__=__builtins__)
-    before, sys.modules["__main__"] = sys.modules["__main__"], module
-    try:
-        with _with_arguments(path, args, os.path.dirname(os.path.realpath(path))):
-            yield vars(module)
-    finally:
-        sys.modules["__main__"] = before
-
-
-@contextmanager
-def _with_arguments(path: str, args: list[str], folder: str) -> Iterator[None]:
-    """Gives the script its arguments, and the folder that Python would import from first."""
-    before = sys.argv, sys.path[:]
-    sys.argv, sys.path[0] = [path, *args], folder
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = before
-
-
-def _hide_own_frames(error: BaseException | None) -> None:
-    """Removes hookcb's frames from the tracebacks of an error and its causes."""
-    seen: set[int] = set()
-    waiting = [error]
-    while waiting:
-        if (now := waiting.pop()) is None or id(now) in seen:
-            continue
-        seen.add(id(now))
-        now.__traceback__ = _without_own_frames(now.__traceback__)
-        waiting += [now.__cause__, now.__context__]
-        waiting += now.exceptions if isinstance(now, BaseExceptionGroup) else ()
-
-
-def _without_own_frames(tb: TracebackType | None) -> TracebackType | None:
-    kept = []
-    while tb is not None:
-        if not tb.tb_frame.f_code.co_filename.startswith(OURS):
-            kept.append(tb)
-        tb = tb.tb_next
-    for i, this in enumerate(kept):
-        this.tb_next = kept[i + 1] if i + 1 < len(kept) else None
-    return kept[0] if kept else None
