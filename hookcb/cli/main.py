@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         Exit code: 0, or 1 if the demo cannot run, for example because a package is missing; for `diagnose`
-        see `run_script`, for `demo --ranks` see `run_on_ranks`. An invalid option exits with 2 at once.
+        see `ScriptRun.run`, for `demo --ranks` see `run_on_ranks`. An invalid option exits with 2 at once.
     """
     given = sys.argv[1:] if argv is None else list(argv)
     args = make_parser().parse_args(given, argparse.Namespace(given=given))
@@ -33,13 +33,11 @@ def _diagnose(args: argparse.Namespace) -> int:
         make_parser().error(f"there is no file {args.script!r}{hint}")
     if args.is_module and not has_module(args.script):
         make_parser().error(f"there is no module {args.script!r} to be had from {Path.cwd()}")
-    from hookcb.cli.script import Options, run_script
+    from hookcb.cli.script import ScriptRun
 
     start = len(args.given) - len(args.args)
     start -= args.given[start - 1] == "--"  # argparse drops a leading "--" of the script's arguments
-    limits = args.steps, args.minutes, args.strict, tuple(args.ignore)
-    options = Options(args.html, args.json, args.coverage, args.is_module, *limits, args.trace_nan)
-    return run_script(args.script, args.given[start:], options)
+    return ScriptRun(args.script, args.given[start:], args).run()
 
 
 def _summary(args: argparse.Namespace) -> int:

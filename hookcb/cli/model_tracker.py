@@ -339,7 +339,7 @@ class ModelTracker:
     def _merged(self, model: TrackedModel, root: nn.Module) -> nn.Module:
         """The module to watch from now on: `root`, or what it has in common with an open model."""
         own, watch = model.model, model.watch
-        if own is None or watch is None:
+        if own is None or watch is None or root is own:
             return root
         inside = shared(root, own)
         if inside is own and watch.seen["before_backward"] and without_wrappers(root) is not own:

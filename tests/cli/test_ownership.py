@@ -207,7 +207,7 @@ HARD = {
             average.update_parameters(net)
             average(torch.randn(4, 8))
         """,
-        ["net (Net), trained by SGD"],
+        ["Net, trained by SGD"],
     ),
     "frozen, with an adapter in it": (
         """
