@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -57,6 +57,22 @@ OF_WHOLE_RUNS = ("train.unfinished", "average.slow")  # what says nothing of a s
 UNSEEN = "none of .* was seen in the first batch"  # a warning of callbacks
 
 
+class Result(NamedTuple):
+    """What is told of a model.
+
+    Attributes:
+        title: its class or name, and what has trained it.
+        verdict: the verdict.
+        counts: whether the exit code depends on the verdict.
+        page: what a page shows, if one is wanted.
+    """
+
+    title: str
+    verdict: Verdict
+    counts: bool
+    page: PageData | None = None
+
+
 class ModelTracker:
     """Finds and watches each model that is trained in this thread during `watching`.
 
@@ -92,10 +108,10 @@ class ModelTracker:
         self._n_fits = 0  # fits of a Learner in progress
         self._is_fork = False  # whether the script has forked this process
 
-    def verdicts(self) -> list[tuple[str, Verdict, bool]]:
-        """Heading and verdict of each model that was meant to be trained, and whether the verdict counts."""
-        shown = [m for m in self._all if m.is_part_of_result]
-        return [(m.heading, m.verdict, self._counts(m)) for m in shown if m.verdict is not None]
+    def results(self) -> list[Result]:
+        """What is told of each model that was meant to be trained."""
+        found = [(m, m.verdict) for m in self._all if m.is_part_of_result]
+        return [Result(m.heading, x, self._counts(m), m.page) for m, x in found if x is not None]
 
     def _counts(self, model: TrackedModel) -> bool:
         """Whether a verdict counts; not on a model whose training the script might begin after its limit."""
@@ -112,10 +128,6 @@ class ModelTracker:
                     if m.page is not None:
                         m.page.headline, m.page.verdict = told.headline, with_series(told, m.page)
                     return
-
-    def pages(self) -> list[tuple[str, PageData]]:
-        """Heading and page of each model that has a verdict."""
-        return [(m.heading, m.page) for m in self._all if m.is_part_of_result and m.page is not None]
 
     def _note_optimizers(self) -> None:
         named = {name for m in self._all for name in m.optimizers}

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hookcb.cli.ownership import params_in
+
 METHODS = ("step", "zero_grad"), ("apply_gradients",)  # of an optimizer that is not torch's
 
 
@@ -23,7 +25,7 @@ def foreign_optimizers(model: nn.Module) -> tuple[str, ...]:
 
     They have step() and zero_grad(), or apply_gradients() as those of Keras, and lists of parameters.
     """
-    params = {id(p) for p in model.parameters()}
+    params = params_in(model)
     kinds: dict[type, bool] = {}
     found = []
     for x in gc.get_objects():

@@ -1,5 +1,6 @@
 """Finds the model of a script that a call or a loss belongs to, and the name that the script gives it."""
 
+import gc
 import inspect
 import sys
 from collections.abc import Iterator
@@ -45,6 +46,12 @@ def belongs(m: nn.Module, root: nn.Module) -> bool:
     """Whether `m` is a part of `root`, or made around one that has not all parameters of `root`."""
     part = shared(m, root)
     return part is m or (part is not None and params_in(part) < params_in(root))
+
+
+def modules_alive() -> list[nn.Module]:
+    """All modules of this process, without those that are being made."""
+    found = (x for x in gc.get_objects() if issubclass(type(x), nn.Module))
+    return [m for m in found if "training" in vars(m)]
 
 
 def owner_at_work(m: nn.Module) -> nn.Module | None:

@@ -15,7 +15,7 @@ from rich.text import Text
 from hookcb.cli import INTERRUPTED
 from hookcb.cli.launch import hide_own_frames, launch
 from hookcb.cli.limits import Limit
-from hookcb.cli.model_tracker import ModelTracker
+from hookcb.cli.model_tracker import ModelTracker, Result
 from hookcb.cli.ranks import own_rank
 from hookcb.cli.second_run import SecondRun
 from hookcb.core.console import safe_console, show, show_error
@@ -23,8 +23,6 @@ from hookcb.diagnosis.verdict import Verdict
 from hookcb.processes.hangs import Terminated, hold_farewell, lookout_kept
 from hookcb.processes.process_group import n_processes
 from hookcb.report.page import Page
-
-Shown = list[tuple[str, Verdict, bool]]  # title, verdict, and whether it counts, of each model
 
 
 class ScriptRun:
@@ -100,7 +98,7 @@ class ScriptRun:
         """Prints the verdicts; returns the exit code, which is the same for all processes under torchrun."""
         hold_farewell()
         self._run_again()
-        tracker, shown = self._tracker, self._tracker.verdicts()
+        tracker, shown = self._tracker, self._tracker.results()
         if own_rank():
             return self._tell_alone(shown, code, has_failed)
         for rank, other in tracker.exit.others().items():
@@ -112,7 +110,7 @@ class ScriptRun:
             self._show(shown, has_failed)
         # the last ones are about pages, which this writes
         nothing = [] if shown else [f"no training was seen in {self._path}{self._why_none(has_failed)}"]
-        notes = [*nothing, *tracker.notes, *self._write_pages()]
+        notes = [*nothing, *tracker.notes, *self._write_pages(shown)]
         if self._options.json:
             self._write_json(shown, notes, exit_code)
         else:
@@ -129,39 +127,40 @@ class ScriptRun:
             self._tracker.explain(self._again.explain)
             self._tracker.notes += self._again.notes
 
-    def _tell_alone(self, shown: Shown, code: int, has_failed: bool) -> int:
+    def _tell_alone(self, shown: list[Result], code: int, has_failed: bool) -> int:
         """Prints the verdicts that rank 0 does not have, but no healthy one; returns the exit code of all."""
-        own = [(title, verdict, counts) for title, verdict, counts in shown if _is_own(verdict)]
+        own = [result for result in shown if _is_own(result.verdict)]
         if not self._options.json:
-            self._show([x for x in own if not x[1]], has_failed)
+            self._show([result for result in own if not result.verdict], has_failed)
             safe_console().file.flush()
         own_code = _exit_code(code, own, self._options.strict) if own else code
         return self._tracker.exit.settle(own_code, otherwise=code)
 
-    def _show(self, shown: Shown, has_failed: bool) -> None:
-        for title, verdict, _ in shown:
+    def _show(self, shown: list[Result], has_failed: bool) -> None:
+        for title, verdict, *_ in shown:
             of = f", on rank {own_rank()} of {n_processes()}" if _is_own(verdict) else ""
             until = ", until the script failed" if has_failed else ""
             heading = Text(f"\n{title}{of}{until}", style="bold")
             coverage = [Text("\n".join(verdict.coverage))] if self._options.coverage else []
             show(heading, verdict, *coverage, soft_wrap=True)  # at once, as ranks write to one terminal
 
-    def _write_json(self, shown: Shown, notes: list[str], exit_code: int) -> None:
+    def _write_json(self, shown: list[Result], notes: list[str], exit_code: int) -> None:
         """Writes the verdicts to stdout as JSON."""
         models = [
             {"title": title, "counts": counts, "verdict": verdict.to_dict()}
-            for title, verdict, counts in shown
+            for title, verdict, counts, _ in shown
         ]
         state = {"schema": 1, "exit_code": exit_code, "models": models, "notes": notes}
         state |= {"steps": self._tracker.limit.ended_after, "ignored": list(self._options.ignore)}
         sys.stdout.write(json.dumps(state, ensure_ascii=False, allow_nan=False) + "\n")
 
-    def _write_pages(self) -> Iterator[str]:
+    def _write_pages(self, shown: list[Result]) -> Iterator[str]:
         """Writes the page of each model; a sentence about each."""
         if (html := self._options.html) is None:
             return
         html = html if self._is_at_start() else self._start / html
-        for i, (title, data) in enumerate(self._tracker.pages(), 1):
+        pages = [(title, page) for title, *_, page in shown if page is not None]
+        for i, (title, data) in enumerate(pages, 1):
             file = html if i == 1 else html.with_stem(f"{html.stem}-{i}")
             data.title = title
             try:
@@ -198,11 +197,11 @@ def _is_own(verdict: Verdict) -> bool:
     return n_processes() > 1 and verdict.of_rank == f"rank {own_rank()}"
 
 
-def _exit_code(code: int, shown: Shown, is_strict: bool = False) -> int:
-    counted = [verdict for _, verdict, counts in shown if counts]
+def _exit_code(code: int, shown: list[Result], is_strict: bool = False) -> int:
+    counted = [result.verdict for result in shown if result.counts]
     is_well = bool(counted) and all(counted)
     if is_strict:  # neither is a training that is only slow
-        is_well = is_well and all(f.severity == "info" for _, verdict, _ in shown for f in verdict.findings)
+        is_well = is_well and all(f.severity == "info" for result in shown for f in result.verdict.findings)
     return code or (0 if is_well else 1)
 
 
