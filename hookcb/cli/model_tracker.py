@@ -155,13 +155,9 @@ class ModelTracker:
             stack.callback(listen(EARS, from_start=True))
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", UNSEEN, UserWarning)  # the verdict says what was not observed
-            # not a global hook: torch warns about those on compiled models, and they miss keyword arguments
-            follow = partial(self._follow, stack)
-            follow(nn.Module, "__call__", self._observe_call, nested=False)
-            stack.callback(LossFinder(self._note_failure, self._report_loss, in_forks=True).remove)
-            follow(Optimizer, "add_param_group", self._observe_add_param_group, all_threads=True)
             stack.enter_context(preserve_attribute([Learner], "fit", self._wrap_fit(Learner.fit)))
-            stack.callback(StepHook(self._note_step, after=True, is_last=True).remove)
+            for remove in self._hooks():
+                stack.callback(remove)
             try:
                 yield
             except BaseException as error:
@@ -171,9 +167,16 @@ class ModelTracker:
 
     # ---- calls of torch and hookcb
 
-    def _follow(self, stack: ExitStack, owner: type, name: str, method: Any, **options: Any) -> None:
-        hook = CallHook(owner, name, method, self._note_failure, in_forks=True, **options)
-        stack.callback(hook.remove)
+    def _hooks(self) -> list[Callable[[], None]]:
+        """Hooks torch; what removes each hook."""
+        observe = partial(CallHook, failed=self._note_failure, in_forks=True)
+        # not a global hook: torch warns about those on compiled models, and they miss keyword arguments
+        return [
+            observe(nn.Module, "__call__", self._observe_call, nested=False).remove,
+            observe(Optimizer, "add_param_group", self._observe_add_param_group, all_threads=True).remove,
+            LossFinder(self._note_failure, self._report_loss, in_forks=True).remove,
+            StepHook(self._note_step, after=True, is_last=True).remove,
+        ]
 
     def _observe_call(self, m: nn.Module, /, *args: Any, **kwargs: Any) -> Observer:
         self._guarded(self.limit.note_call, m)
