@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hookcb.cli.ranks import wait_or_kill
 from hookcb.core.console import show_error
 from hookcb.core.randomness import random_state
 from hookcb.diagnosis.measurements.origin import LOOK
@@ -22,7 +23,6 @@ from hookcb.nans.report import hint_for
 
 MARGIN = 100  # steps around the one of the first run that are followed
 WHOLE = 200  # steps of the first run up to which the whole script is followed
-PATIENCE = 20.0  # seconds in which the second run ends after Ctrl-C
 ANOMALY = "Begin the script with torch.autograd.set_detect_anomaly(True), which names the operation"
 SEED = "Seed the script, torch.manual_seed(0), so that a second run repeats the first"
 
@@ -129,11 +129,7 @@ class SecondRun:
         try:
             return f"ended with exit code {process.wait()}"
         except KeyboardInterrupt:  # which it got, too
-            try:
-                process.wait(PATIENCE)
-            except (subprocess.TimeoutExpired, KeyboardInterrupt):
-                process.kill()
-                process.wait()
+            wait_or_kill(process)
             return "was ended by Ctrl-C"
 
 
