@@ -218,28 +218,33 @@ class ModelTracker:
             except TypeError:
                 return real(learn, *args, **kwargs)  # which says what is wrong
             cbs = given.arguments["cbs"] = listed(given.arguments.get("cbs"))
-            attached = [cb for cb in [*learn.cbs, *cbs] if self._observes(cb)]
-            diagnose = attached[0] if attached else None
-            if diagnose is None and not any(isinstance(cb, LRFinder) for cb in cbs):
-                diagnose = self._observer("script_diagnosis")
-                cbs.append(diagnose)
-            is_training = getattr(diagnose, "name", "") != PREFLIGHT and diagnose is not None
-            if self.limit and is_training:
-                cbs.append(EndAtLimit(self.limit))
-            self.begin_anew()
-            for model in [model for model in self._open if model.model is learn.model]:
-                self._close(model)
-            self._n_fits += 1
-            try:
-                result = real(*given.args, **given.kwargs)
-            finally:
-                self._n_fits -= 1
-                self._guarded(self._add_verdict, learn, diagnose)
-            if self.limit.is_over and is_training:
-                self.limit.end()
-            return result
+            with self._following(learn, cbs):
+                return real(*given.args, **given.kwargs)
 
         return fit
+
+    @contextmanager
+    def _following(self, learn: Learner, cbs: list[Any]) -> Iterator[None]:
+        """Follows a fit by callbacks, which it adds to those of the fit."""
+        attached = [cb for cb in [*learn.cbs, *cbs] if self._observes(cb)]
+        diagnose = attached[0] if attached else None
+        if diagnose is None and not any(isinstance(cb, LRFinder) for cb in cbs):
+            diagnose = self._observer("script_diagnosis")
+            cbs.append(diagnose)
+        is_training = getattr(diagnose, "name", "") != PREFLIGHT and diagnose is not None
+        if self.limit and is_training:
+            cbs.append(EndAtLimit(self.limit))
+        self.begin_anew()
+        for model in [model for model in self._open if model.model is learn.model]:
+            self._close(model)
+        self._n_fits += 1
+        try:
+            yield
+        finally:
+            self._n_fits -= 1
+            self._guarded(self._add_verdict, learn, diagnose)
+        if self.limit.is_over and is_training:
+            self.limit.end()
 
     def _add_verdict(self, learn: Learner, diagnose: Any) -> None:
         """Adds the verdict of a fit that has ended, unless the fit was a preflight."""

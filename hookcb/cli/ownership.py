@@ -51,7 +51,7 @@ def belongs(m: nn.Module, root: nn.Module) -> bool:
 def modules_alive() -> list[nn.Module]:
     """All modules of this process, without those that are being made."""
     found = (x for x in gc.get_objects() if issubclass(type(x), nn.Module))
-    return [m for m in found if "training" in vars(m)]
+    return [m for m in found if "_modules" in vars(m)]  # the last that nn.Module sets
 
 
 def owner_at_work(m: nn.Module) -> nn.Module | None:
