@@ -51,7 +51,7 @@ from hookcb.loops.preflight import NAME as PREFLIGHT
 from hookcb.report.collect import collect, with_series
 from hookcb.report.data import PageData
 
-N_ANEW = 2  # batches of a model whose outermost module turns out to be made anew for each step
+N_ANEW = 2  # batches after which a model that turns out to be in another module has a verdict of its own
 MAX_MODELS = 4  # watched at a time, as their memory is held until their verdict
 OF_WHOLE_RUNS = ("train.unfinished", "average.slow")  # what says nothing of a script that a limit has ended
 UNSEEN = "none of .* was seen in the first batch"  # a warning of callbacks
@@ -359,8 +359,10 @@ class ModelTracker:
     def _merged(self, model: TrackedModel, root: nn.Module) -> nn.Module:
         """The module to watch from now on: `root`, or what it has in common with an open model."""
         own, watch = model.model, model.watch
-        if own is None or watch is None or root is own:
+        if own is None or watch is None:
             return root
+        if belongs(root, own):
+            return own
         inside = shared(root, own)
         if inside is own and watch.seen["before_backward"] and without_wrappers(root) is not own:
             return own  # `root` was made around it meanwhile
