@@ -1,6 +1,7 @@
 """The demo: a small network learns handwritten digits, and shows what its layers do."""
 
 from collections import OrderedDict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hookcb.activations.callback import ActivationStats
 from hookcb.cli.faults import Fault, Setup
-from hookcb.core.callback import Callback
+from hookcb.cli.ranks import own_rank
+from hookcb.core.console import show
 from hookcb.core.randomness import random_kept
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.gradients.callback import GradientHealth
@@ -23,6 +25,40 @@ from hookcb.training.amp import MixedPrecision
 from hookcb.training.checkpoint.callback import Checkpoint
 from hookcb.training.distributed import Distributed
 from hookcb.training.metrics import accuracy
+
+PICTURE = "activations.png"
+TRACE = "trace.json"
+FOLDER = "hookcb-demo"
+
+
+def show_training(learn: Learner, fault: Fault | None = None, with_profile: bool = False) -> None:
+    """Shows what the callbacks of `train_digits` have seen; of several ranks, only rank 0 does."""
+    if own_rank():
+        return
+    if fault is not None:
+        show(f"planted fault: {fault.about}", soft_wrap=True, highlight=False)
+        show(learn.diagnose(), soft_wrap=True)
+        return
+    show(learn.activation_stats.report())
+    show(learn.gradient_health.report())
+    show(_picture(learn.activation_stats), highlight=False, markup=False)
+    if with_profile:
+        show(learn.profiler.layers())
+        show(learn.profiler.report())
+        show(f"timeline of the profiled steps: {TRACE}; open it at ui.perfetto.dev", highlight=False)
+    last = learn.recorder.rows[-1]
+    show(
+        f"validation accuracy {last['accuracy']:.1%} after {learn.n_epoch} epochs, on digits never trained on"
+    )
+    verdict = learn.diagnose()
+    show(verdict.headline if verdict else verdict, soft_wrap=True)
+
+
+def _picture(stats: ActivationStats) -> str:
+    if find_spec("matplotlib") is None:
+        return f"{PICTURE} was not drawn, because matplotlib is not installed; pip install 'hookcb[plot]'"
+    stats.color_dim().savefig(PICTURE)
+    return f"histograms of every layer, batch by batch: {PICTURE}"
 
 
 def digits(batch_size: int = 64, seed: int = 0) -> Loaders:
@@ -126,19 +162,21 @@ def train_digits(
         cbs=[Distributed()] if n_processes() > 1 else [],
         device=device,
     )
-    cbs: list[Callback] = [ActivationStats(with_hist=True, include_paramless=True), GradientHealth()]
-    if not resume:  # in a resumed fit the others have the records from its beginning, but Diagnose does not
-        cbs.append(Diagnose(show=False))
-    if fault is None:
-        cbs.append(Checkpoint(folder))
-    if trace is not None:
-        cbs.append(ProfilerCallback(wait=5, warmup=2, active=10, trace=trace))
-    if device and torch.cuda.is_bf16_supported():  # on a CPU it is slower than float32
-        cbs.append(MixedPrecision())
+    cbs = (
+        ActivationStats(with_hist=True, include_paramless=True),
+        GradientHealth(),
+        # in a resumed fit the others have the records from its beginning, but Diagnose does not
+        None if resume else Diagnose(show=False),
+        Checkpoint(folder) if fault is None else None,
+        ProfilerCallback(wait=5, warmup=2, active=10, trace=trace) if trace is not None else None,
+        # on a CPU it is slower than float32
+        MixedPrecision() if device and torch.cuda.is_bf16_supported() else None,
+    )
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads of layers this small wait for each other, on a busy machine for long
     try:
-        learn.fit_one_cycle(epochs, lr_max=setup.lr, cbs=cbs, resume=folder if resume else None)
+        wanted = [cb for cb in cbs if cb is not None]
+        learn.fit_one_cycle(epochs, lr_max=setup.lr, cbs=wanted, resume=folder if resume else None)
     finally:
         torch.set_num_threads(n_threads)
     return learn

@@ -1,11 +1,15 @@
-"""Typical faults, planted into the training of the demo to show what the verdict says about them."""
+"""Typical faults, planted into the training of the demo to show what the verdict says about them.
+
+They are listed without torch, which takes seconds to import.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 @dataclass
@@ -20,8 +24,8 @@ class Setup:
     """
 
     dls: Any
-    model: nn.Sequential
-    opt_func: Callable[..., torch.optim.Optimizer]
+    model: "nn.Sequential"
+    opt_func: "Callable[..., torch.optim.Optimizer]"
     lr: float
 
 
@@ -49,11 +53,15 @@ def _low_rate(setup: Setup) -> None:
 
 
 def _dead_units(setup: Setup) -> None:
+    from torch import nn
+
     first = next(m for m in setup.model if getattr(m, "bias", None) is not None)
     nn.init.constant_(first.bias, -10)  # type: ignore[arg-type]  # a layer that has a bias
 
 
 def _sigmoids(setup: Setup) -> None:
+    from torch import nn
+
     layers: dict[str, nn.Module] = {"flat": nn.Flatten()}
     for i in range(1, 11):
         layers |= {f"hidden{i}": nn.Linear(64, 64), f"act{i}": nn.Sigmoid()}
@@ -63,13 +71,15 @@ def _sigmoids(setup: Setup) -> None:
 
 
 def _softmax(setup: Setup) -> None:
+    from torch import nn
+
     setup.model.add_module("softmax", nn.Softmax(dim=1))
 
 
 def _kept_gradients(setup: Setup) -> None:
     make = setup.opt_func
 
-    def forgetful(params: Iterable[Any], lr: float) -> torch.optim.Optimizer:
+    def forgetful(params: Iterable[Any], lr: float) -> "torch.optim.Optimizer":
         opt = make(params, lr=lr)
         opt.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
         return opt
@@ -80,7 +90,7 @@ def _kept_gradients(setup: Setup) -> None:
 def _head_only(setup: Setup) -> None:
     make = setup.opt_func
 
-    def forgetful(params: Iterable[Any], lr: float) -> torch.optim.Optimizer:
+    def forgetful(params: Iterable[Any], lr: float) -> "torch.optim.Optimizer":
         *_, weight, bias = params
         return make([weight, bias], lr=lr)
 

@@ -11,6 +11,7 @@ from weakref import WeakSet
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
+from hookcb.cli.ownership import modules_alive, params_in
 from hookcb.cli.ranks import own_rank
 from hookcb.core import orders
 from hookcb.core.callback import Callback
@@ -56,7 +57,8 @@ class Limit:
         self._n_all = self._n_since = 0  # all steps, and those since the last that counts
         self._due = steps or 0  # number of steps at which to look whether a larger model is to come
         self._n_skipped: Any = 0  # by a GradScaler, unknown to the optimizer; on its device
-        self._used: WeakSet[Any] = WeakSet(_existing() if self else ())  # models, and optimizers of others
+        there = [*modules_alive(), *_optimizers_alive()] if self else []
+        self._used: WeakSet[Any] = WeakSet(there)  # models, and optimizers of others
         self._stop: AgreedStop | None = None  # once ranks have to agree on the time
         self._n_raised = 0
 
@@ -204,12 +206,10 @@ class EndAtLimit(Callback):
 
 def _is_larger_to_come(size: float, used: WeakSet[Any]) -> bool:
     """Whether an optimizer has more parameters, or a model in train mode that nothing uses yet."""
-    there = _existing()
-    optimizers = [x for x in there if isinstance(x, Optimizer)]
+    optimizers, models = _optimizers_alive(), modules_alive()
     if any(_size(opt) > size for opt in optimizers if opt not in used):
         return True
-    models = [x for x in there if isinstance(x, nn.Module)]
-    taken = {id(p) for m in models if m in used for p in m.parameters()}.union(*map(params_of, optimizers))
+    taken = set().union(*map(params_in, (m for m in models if m in used)), *map(params_of, optimizers))
     return any(
         sum(p.numel() for p in m.parameters() if p.requires_grad and id(p) not in taken) > size
         for m in models
@@ -217,14 +217,10 @@ def _is_larger_to_come(size: float, used: WeakSet[Any]) -> bool:
     )
 
 
-def _existing() -> list[Any]:
-    """All models and optimizers that are alive, without those of hookcb and those that are being made."""
-    return [
-        x
-        for x in gc.get_objects()
-        if (issubclass(type(x), nn.Module) and "training" in vars(x))
-        or (issubclass(type(x), Optimizer) and "param_groups" in vars(x) and not isinstance(x, StepByHand))
-    ]
+def _optimizers_alive() -> list[Optimizer]:
+    """All optimizers of this process, without those of hookcb and those that are being made."""
+    found = (x for x in gc.get_objects() if issubclass(type(x), Optimizer) and not isinstance(x, StepByHand))
+    return [opt for opt in found if "param_groups" in vars(opt)]
 
 
 def _size(opt: Optimizer) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,13 +20,13 @@ from hookcb.cli.ignored import without
 from hookcb.cli.limits import EndAtLimit, Limit, LimitReached
 from hookcb.cli.optimizer_names import OptimizerNames, foreign_optimizers
 from hookcb.cli.ownership import (
+    belongs,
     gives_to_loss,
     has_part,
     kept_by_script,
     models_behind,
     owner_at_work,
-    wrapping,
-    wraps_part,
+    shared,
 )
 from hookcb.cli.ranks import Exit
 from hookcb.cli.tracked_model import ScriptWatch, TrackedModel, kind_of, say_sick
@@ -51,10 +51,26 @@ from hookcb.loops.preflight import NAME as PREFLIGHT
 from hookcb.report.collect import collect, with_series
 from hookcb.report.data import PageData
 
-N_ANEW = 2  # batches of a model whose outermost module turns out to be made anew for each step
+N_ANEW = 2  # batches after which a model that turns out to be in another module has a verdict of its own
 MAX_MODELS = 4  # watched at a time, as their memory is held until their verdict
 OF_WHOLE_RUNS = ("train.unfinished", "average.slow")  # what says nothing of a script that a limit has ended
 UNSEEN = "none of .* was seen in the first batch"  # a warning of callbacks
+
+
+class Result(NamedTuple):
+    """What is told of a model.
+
+    Attributes:
+        title: its class or name, and what has trained it.
+        verdict: the verdict.
+        counts: whether the exit code depends on the verdict.
+        page: what a page shows, if one is wanted.
+    """
+
+    title: str
+    verdict: Verdict
+    counts: bool
+    page: PageData | None = None
 
 
 class ModelTracker:
@@ -92,10 +108,10 @@ class ModelTracker:
         self._n_fits = 0  # fits of a Learner in progress
         self._is_fork = False  # whether the script has forked this process
 
-    def verdicts(self) -> list[tuple[str, Verdict, bool]]:
-        """Heading and verdict of each model that was meant to be trained, and whether the verdict counts."""
-        shown = [m for m in self._all if m.is_part_of_result]
-        return [(m.heading, m.verdict, self._counts(m)) for m in shown if m.verdict is not None]
+    def results(self) -> list[Result]:
+        """What is told of each model that was meant to be trained."""
+        found = [(m, m.verdict) for m in self._all if m.is_part_of_result]
+        return [Result(m.heading, x, self._counts(m), m.page) for m, x in found if x is not None]
 
     def _counts(self, model: TrackedModel) -> bool:
         """Whether a verdict counts; not on a model whose training the script might begin after its limit."""
@@ -112,10 +128,6 @@ class ModelTracker:
                     if m.page is not None:
                         m.page.headline, m.page.verdict = told.headline, with_series(told, m.page)
                     return
-
-    def pages(self) -> list[tuple[str, PageData]]:
-        """Heading and page of each model that has a verdict."""
-        return [(m.heading, m.page) for m in self._all if m.is_part_of_result and m.page is not None]
 
     def _note_optimizers(self) -> None:
         named = {name for m in self._all for name in m.optimizers}
@@ -143,13 +155,9 @@ class ModelTracker:
             stack.callback(listen(EARS, from_start=True))
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", UNSEEN, UserWarning)  # the verdict says what was not observed
-            # not a global hook: torch warns about those on compiled models, and they miss keyword arguments
-            follow = partial(self._follow, stack)
-            follow(nn.Module, "__call__", self._observe_call, nested=False)
-            stack.callback(LossFinder(self._note_failure, self._report_loss, in_forks=True).remove)
-            follow(Optimizer, "add_param_group", self._observe_add_param_group, all_threads=True)
             stack.enter_context(preserve_attribute([Learner], "fit", self._wrap_fit(Learner.fit)))
-            stack.callback(StepHook(self._note_step, after=True, is_last=True).remove)
+            for remove in self._hooks():
+                stack.callback(remove)
             try:
                 yield
             except BaseException as error:
@@ -159,9 +167,16 @@ class ModelTracker:
 
     # ---- calls of torch and hookcb
 
-    def _follow(self, stack: ExitStack, owner: type, name: str, method: Any, **options: Any) -> None:
-        hook = CallHook(owner, name, method, self._note_failure, in_forks=True, **options)
-        stack.callback(hook.remove)
+    def _hooks(self) -> list[Callable[[], None]]:
+        """Hooks torch; what removes each hook."""
+        observe = partial(CallHook, failed=self._note_failure, in_forks=True)
+        # not a global hook: torch warns about those on compiled models, and they miss keyword arguments
+        return [
+            observe(nn.Module, "__call__", self._observe_call, nested=False).remove,
+            observe(Optimizer, "add_param_group", self._observe_add_param_group, all_threads=True).remove,
+            LossFinder(self._note_failure, self._report_loss, in_forks=True).remove,
+            StepHook(self._note_step, after=True, is_last=True).remove,
+        ]
 
     def _observe_call(self, m: nn.Module, /, *args: Any, **kwargs: Any) -> Observer:
         self._guarded(self.limit.note_call, m)
@@ -203,28 +218,33 @@ class ModelTracker:
             except TypeError:
                 return real(learn, *args, **kwargs)  # which says what is wrong
             cbs = given.arguments["cbs"] = listed(given.arguments.get("cbs"))
-            attached = [cb for cb in [*learn.cbs, *cbs] if self._observes(cb)]
-            diagnose = attached[0] if attached else None
-            if diagnose is None and not any(isinstance(cb, LRFinder) for cb in cbs):
-                diagnose = self._observer("script_diagnosis")
-                cbs.append(diagnose)
-            is_training = getattr(diagnose, "name", "") != PREFLIGHT and diagnose is not None
-            if self.limit and is_training:
-                cbs.append(EndAtLimit(self.limit))
-            self.begin_anew()
-            for model in [model for model in self._open if model.model is learn.model]:
-                self._close(model)
-            self._n_fits += 1
-            try:
-                result = real(*given.args, **given.kwargs)
-            finally:
-                self._n_fits -= 1
-                self._guarded(self._add_verdict, learn, diagnose)
-            if self.limit.is_over and is_training:
-                self.limit.end()
-            return result
+            with self._following(learn, cbs):
+                return real(*given.args, **given.kwargs)
 
         return fit
+
+    @contextmanager
+    def _following(self, learn: Learner, cbs: list[Any]) -> Iterator[None]:
+        """Follows a fit by callbacks, which it adds to those of the fit."""
+        attached = [cb for cb in [*learn.cbs, *cbs] if self._observes(cb)]
+        diagnose = attached[0] if attached else None
+        if diagnose is None and not any(isinstance(cb, LRFinder) for cb in cbs):
+            diagnose = self._observer("script_diagnosis")
+            cbs.append(diagnose)
+        is_training = getattr(diagnose, "name", "") != PREFLIGHT and diagnose is not None
+        if self.limit and is_training:
+            cbs.append(EndAtLimit(self.limit))
+        self.begin_anew()
+        for model in [model for model in self._open if model.model is learn.model]:
+            self._close(model)
+        self._n_fits += 1
+        try:
+            yield
+        finally:
+            self._n_fits -= 1
+            self._guarded(self._add_verdict, learn, diagnose)
+        if self.limit.is_over and is_training:
+            self.limit.end()
 
     def _add_verdict(self, learn: Learner, diagnose: Any) -> None:
         """Adds the verdict of a fit that has ended, unless the fit was a preflight."""
@@ -300,7 +320,7 @@ class ModelTracker:
     def _find_model(self, m: nn.Module) -> TrackedModel | None:
         """Finds the model of a module that is called for the first time, and begins to watch a new one."""
         for model in self._open:
-            if model.model is not None and (has_part(model.model, m) or wraps_part(m, model.model)):
+            if model.model is not None and belongs(m, model.model):
                 self._model_of[m] = model
                 return model
         root = owner_at_work(m)
@@ -339,21 +359,20 @@ class ModelTracker:
     def _merged(self, model: TrackedModel, root: nn.Module) -> nn.Module:
         """The module to watch from now on: `root`, or what it has in common with an open model."""
         own, watch = model.model, model.watch
-        if own is None or watch is None or root is own:
+        if own is None or watch is None:
             return root
-        layers = wrapping(own)
-        inside = next((m for m in wrapping(root) if any(m is layer for layer in layers)), None)
+        if belongs(root, own):
+            return own
+        inside = shared(root, own)
         if inside is own and watch.seen["before_backward"] and without_wrappers(root) is not own:
             return own  # `root` was made around it meanwhile
         if inside is None and not has_part(root, own):
             return root
-        is_anew = inside not in (None, own) and watch.seen["before_batch"] <= N_ANEW
+        # the same parameters in another module, which may be made anew for each step
+        is_tried = inside is not None and watch.seen["before_batch"] <= N_ANEW
         self._close(model)
-        if is_anew:  # its root was made around `inside` for one step
-            is_told = model.verdict is not None and model.verdict.primary is not None
-        else:  # otherwise it was only tried out, and is watched as a part of `root` from now on
-            is_told = model.is_trained
-        if not is_told:
+        is_sick = model.verdict is not None and model.verdict.primary is not None
+        if not model.is_trained or (is_tried and not is_sick):
             self._all.remove(model)
         return root if inside is None or inside is own else inside
 

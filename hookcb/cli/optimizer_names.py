@@ -9,13 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hookcb.cli.ownership import params_in
+
 METHODS = ("step", "zero_grad"), ("apply_gradients",)  # of an optimizer that is not torch's
-
-
-def numbered(kind: str, titles: list[str]) -> str:
-    """Title of one more `kind`: the kind itself, or "Adam (2)" if the titles have one already."""
-    n = sum(title.partition(" ")[0] == kind for title in titles)
-    return f"{kind} ({n + 1})" if n else kind
 
 
 def foreign_optimizers(model: nn.Module) -> tuple[str, ...]:
@@ -23,7 +19,7 @@ def foreign_optimizers(model: nn.Module) -> tuple[str, ...]:
 
     They have step() and zero_grad(), or apply_gradients() as those of Keras, and lists of parameters.
     """
-    params = {id(p) for p in model.parameters()}
+    params = params_in(model)
     kinds: dict[type, bool] = {}
     found = []
     for x in gc.get_objects():
@@ -64,13 +60,15 @@ class OptimizerNames:
     def note_group(self, opt: Optimizer) -> None:
         """Records the parameters of the group that was last added to an optimizer."""
         if opt not in self._name_of:
-            self._name_of[opt] = numbered(type(opt).__name__, self.names)
+            kind = type(opt).__name__
+            n = 1 + sum(name.partition(" ")[0] == kind for name in self.names)
+            self._name_of[opt] = kind if n == 1 else f"{kind} ({n})"
             self.names.append(self._name_of[opt])
         for p in opt.param_groups[-1]["params"]:
             self._by_param.setdefault(p, []).append(self._name_of[opt])
 
-    def note_step(self, opt: Optimizer, *seen: Any) -> None:
-        """Records that an optimizer has made a step; a hook for all optimizers."""
+    def note_step(self, opt: Optimizer) -> None:
+        """Records that an optimizer has made a step."""
         if opt in self._name_of:
             self.stepped.add(self._name_of[opt])
 

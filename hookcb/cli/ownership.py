@@ -1,5 +1,6 @@
 """Finds the model of a script that a call or a loss belongs to, and the name that the script gives it."""
 
+import gc
 import inspect
 import sys
 from collections.abc import Iterator
@@ -11,11 +12,16 @@ from torch import Tensor, nn
 
 from hookcb.cli.tracked_model import TrackedModel
 from hookcb.core import graph
-from hookcb.hooks.modules import has_params, without_wrappers
+from hookcb.hooks.modules import without_wrappers
 
 MAX_ITEMS = 100  # of a list or dict of the script, when looking for a model in it
 MAX_VIEWS = 4  # operations between a parameter and the one that uses it
 MAX_NODES = 50_000  # in the graph of a loss, when looking for the models that it depends on
+
+
+def params_in(m: nn.Module) -> set[int]:
+    """Ids of the parameters of a module, by which a model is known, whatever is made around it."""
+    return {id(p) for p in m.parameters()}
 
 
 def has_part(root: nn.Module, m: nn.Module) -> bool:
@@ -23,9 +29,29 @@ def has_part(root: nn.Module, m: nn.Module) -> bool:
     return any(part is m for part in root.modules())
 
 
-def trained_ids(m: nn.Module) -> set[int]:
-    """Ids of the parameters of `m` that are trained, by which a model is known."""
-    return {id(p) for p in m.parameters() if p.requires_grad}
+def layers(root: nn.Module) -> list[nn.Module]:
+    """`root`, the module in it that has all of its parameters, the one in that, and so on."""
+    ids, found = params_in(root), [root]
+    while (inside := next((m for m in found[-1].children() if params_in(m) == ids), None)) is not None:
+        found.append(inside)
+    return found
+
+
+def shared(m: nn.Module, root: nn.Module) -> nn.Module | None:
+    """The part of `root` that `m` is, or is made around without adding parameters; None if there is none."""
+    return next((part for part in layers(m) if has_part(root, part)), None)
+
+
+def belongs(m: nn.Module, root: nn.Module) -> bool:
+    """Whether `m` is a part of `root`, or made around one that has not all parameters of `root`."""
+    part = shared(m, root)
+    return part is m or (part is not None and params_in(part) < params_in(root))
+
+
+def modules_alive() -> list[nn.Module]:
+    """All modules of this process, without those that are being made."""
+    found = (x for x in gc.get_objects() if issubclass(type(x), nn.Module))
+    return [m for m in found if "_modules" in vars(m)]  # the last that nn.Module sets
 
 
 def owner_at_work(m: nn.Module) -> nn.Module | None:
@@ -40,26 +66,8 @@ def owner_at_work(m: nn.Module) -> nn.Module | None:
         if isinstance(owner, nn.Module):
             if code.co_name == "__init__":
                 return None
-            holds = has_part(owner, root) or bool((own := trained_ids(root)) and own <= trained_ids(owner))
-            root = owner if holds else root
+            root = owner if params_in(root) <= params_in(owner) else root
     return root
-
-
-def wrapping(root: nn.Module) -> list[nn.Module]:
-    """`root`, the one module in it that has all of its parameters, the one in that, and so on."""
-    layers = [root]
-    while not [*(m := layers[-1]).parameters(recurse=False)]:
-        inside = [child for child in m.children() if has_params(child)]
-        if len(inside) != 1:
-            break
-        layers += inside
-    return layers
-
-
-def wraps_part(m: nn.Module, root: nn.Module) -> bool:
-    """Whether `m` is made around a part of `root`, not all of it, such as one that an ODE solver is given."""
-    inside = next((part for part in wrapping(m) if has_part(root, part)), None)
-    return inside is not None and all(inside is not layer for layer in wrapping(root))
 
 
 def kept_by_script(root: nn.Module) -> tuple[nn.Module, str]:
@@ -68,12 +76,12 @@ def kept_by_script(root: nn.Module) -> tuple[nn.Module, str]:
     A module that is made anew around the model for each call, as by an ODE solver, is in variables of inner
     functions only. The name is "" if no variable has it, and the first one if several have.
     """
-    layers = wrapping(root)
-    while any(len(list(m.children())) > 1 for m in layers[:-1]):
-        layers.pop()  # what is beside it must be seen too
+    around = layers(root)
+    while any(len(list(m.children())) > 1 for m in around[:-1]):
+        around.pop()  # what is beside it must be seen too
     for frame in reversed(_frames()):
         held = list(_held(_variables(frame)))
-        kept = next((m for m in layers if any(x is m for _, x in held)), None)
+        kept = next((m for m in around if any(x is m for _, x in held)), None)
         if kept is not None:
             kept = root if without_wrappers(root) is kept else kept
             same = (kept, without_wrappers(kept))
@@ -137,8 +145,7 @@ def gives_to_loss(model: TrackedModel, loss: Tensor, models: list[TrackedModel])
     """Whether a loss takes outputs of a model as they are, as targets or features, not through another."""
     if model.model is None or model.watch is None:
         return False
-    own = {id(p) for p in model.model.parameters()}
-    others = {id(p) for other in models if other.model for p in other.model.parameters()} - own
+    others = set().union(*(params_in(m.model) for m in models if m.model)) - params_in(model.model)
     outputs = set(graph.roots(model.watch.pred))
     nodes = graph.walk(
         [loss.grad_fn],

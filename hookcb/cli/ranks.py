@@ -96,22 +96,22 @@ def run_on_ranks(n: int, argv: Sequence[str]) -> int:
         except KeyboardInterrupt:
             return INTERRUPTED
         finally:
-            _end(process)
+            if process.poll() is None:
+                process.terminate()  # torchrun ends its processes
+                wait_or_kill(process)
         if code:
             errors.seek(0)
             show_error(summary(errors.read().splitlines(), n))
     return code
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends torchrun, which ends its processes."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(GRACE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+def wait_or_kill(process: subprocess.Popen[bytes]) -> None:
+    """Waits for a process that was asked to end; kills it if that takes long, or at another Ctrl-C."""
+    try:
+        process.wait(GRACE)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.kill()
+        process.wait()
 
 
 def summary(lines: Sequence[str], n: int) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hookcb.cli.ranks import wait_or_kill
 from hookcb.core.console import show_error
 from hookcb.core.randomness import random_state
 from hookcb.diagnosis.measurements.origin import LOOK
@@ -22,7 +23,6 @@ from hookcb.nans.report import hint_for
 
 MARGIN = 100  # steps around the one of the first run that are followed
 WHOLE = 200  # steps of the first run up to which the whole script is followed
-PATIENCE = 20.0  # seconds in which the second run ends after Ctrl-C
 ANOMALY = "Begin the script with torch.autograd.set_detect_anomaly(True), which names the operation"
 SEED = "Seed the script, torch.manual_seed(0), so that a second run repeats the first"
 
@@ -51,28 +51,6 @@ class Plan:
     def first(self) -> int:
         """Number of the training batch from which on to follow operations; 0 for all of the script."""
         return 0 if self.step <= WHOLE else self.step - MARGIN
-
-
-@dataclass
-class Line:
-    """Origin of the NaN, as plain values; see `hookcb.nans.origins.Made`.
-
-    Attributes:
-        op, line, how, in_backward: as of a `Made`.
-        code: text of the line.
-        noticed: what had the NaN: "loss", "gradient" or "weight".
-        step: number of the training batch.
-        mask: `file:line` of a -inf that it made NaN of, "" if there is none.
-    """
-
-    op: str = ""
-    line: str = ""
-    how: str = ""
-    in_backward: bool = False
-    code: str = ""
-    noticed: str = ""
-    step: int = 0
-    mask: str = ""
 
 
 class SecondRun:
@@ -151,11 +129,7 @@ class SecondRun:
         try:
             return f"ended with exit code {process.wait()}"
         except KeyboardInterrupt:  # which it got, too
-            try:
-                process.wait(PATIENCE)
-            except (subprocess.TimeoutExpired, KeyboardInterrupt):
-                process.kill()
-                process.wait()
+            wait_or_kill(process)
             return "was ended by Ctrl-C"
 
 
@@ -165,31 +139,15 @@ def asks_for_trace(finding: Finding) -> bool:
 
 
 def _with_result(finding: Finding, result: dict[str, Any]) -> Finding:
-    if "line" not in result:
+    if "told" not in result:
         text = f"{finding.message.rstrip('.')}. A second run of the script {result['reason']}."
         steps = (SEED if result["reason"].startswith("had none") else ANOMALY,)
         return replace(finding, message=text, next_steps=steps)
-    found = Line(**result["line"])
-    cause, _, remedy = hint_for(found.op).partition(": ")
+    noticed = finding.message.partition(". ")[0].rstrip(".")  # the first sentence
+    cause, _, remedy = hint_for(result["op"]).partition(": ")
     return replace(
         finding,
-        message=f"{_noticed(finding.message)}. {_told(found)}.",
+        message=f"{noticed}. {result['told']}.",
         causes=(cause,) if cause else finding.causes,
         next_steps=(remedy or LOOK,),
     )
-
-
-def _noticed(message: str) -> str:
-    """The first sentence of a message, which says what was noticed."""
-    return message.partition(". ")[0].rstrip(".")
-
-
-def _told(found: Line) -> str:
-    """The origin as a sentence without its period."""
-    at = f", at {found.line}: {found.code}" if found.line and found.code else ""
-    if found.how == "came":
-        return f"In a second run of the script, it was in a tensor before {found.op} took it{at}"
-    where = f"{found.op}, in the backward of this line" if found.in_backward else found.op
-    mask = f", of the -inf at {found.mask}" if found.mask else ""
-    given = ", whose argument is NaN or infinite" if found.how == "given" else ""
-    return f"A second run of the script shows that it comes from {where}{mask}{given}{at}"

@@ -5,7 +5,7 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,12 +14,7 @@ from hookcb.core.console import show, show_error
 from hookcb.hooks.dry_run import sample_inputs
 from hookcb.hooks.summary import module_summary
 
-
-class Input(NamedTuple):
-    """Shape, with the batch, and name of the dtype of an input."""
-
-    size: tuple[int, ...]
-    dtype: str = "float32"
+Input = tuple[tuple[int, ...], str]  # shape, with the batch, and name of the dtype
 
 
 def summarize(where: str, inputs: Sequence[Input], depth: int | None = None) -> int:
@@ -29,14 +24,14 @@ def summarize(where: str, inputs: Sequence[Input], depth: int | None = None) -> 
         Exit code: 0, or 1 if the model cannot be had or raises.
     """
     try:
-        xb = sample_inputs([x.size for x in inputs], [_dtype(x.dtype) for x in inputs])
+        xb = sample_inputs([size for size, _ in inputs], [_dtype(dtype) for _, dtype in inputs])
         show(module_summary(_find(where), *xb, depth=depth), soft_wrap=True)
     except Exception as error:  # of the user's module or model, too
         notes = [*getattr(error, "__notes__", ())]
         if not inputs and isinstance(error, ValueError):
             notes.append("give the shape of each input with its batch, as --input 8,3,32,32")
         elif inputs:
-            given = " and ".join(f"{','.join(map(str, x.size))}:{x.dtype}" for x in inputs)
+            given = " and ".join(f"{','.join(map(str, size))}:{dtype}" for size, dtype in inputs)
             notes.append(f"the input was {given}; a shape has the batch, and a dtype follows a colon")
         show_error("\n  ".join([f"hookcb summary: {type(error).__name__}: {error}", *notes]))
         return 1

@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from hookcb.cli.limits import Limit
 from hookcb.cli.model_tracker import ModelTracker
 from hookcb.cli.script import run_watched
-from hookcb.cli.second_run import MARGIN, Line, Plan
+from hookcb.cli.second_run import MARGIN, Plan
 from hookcb.cli.tracked_model import TrackedModel, kind_of
 from hookcb.core import orders
 from hookcb.core.callback import Callback
@@ -82,18 +81,25 @@ class Trace:
             return self._end(
                 {"reason": f"had it in a {noticed} that no operation has made{when}"}, "too early"
             )
-        self._end({"line": asdict(_line(made, noticed, step))}, "as the line is known")
+        self._end({"op": made.to_blame.op, "told": _told(made)}, "as the line is known")
 
     def _end(self, result: dict[str, Any], why: str) -> None:
         self.result, self.limit.reached = result, why
         write_result(self.plan, result)
 
 
-def _line(made: Made, noticed: str, step: int) -> Line:
+def _told(made: Made) -> str:
+    """The origin as a sentence without its period."""
     blamed = made.to_blame
     line, code = shown_line(blamed.line)
-    mask = shown_line(made.line)[0] if blamed is not made else ""
-    return Line(blamed.op, line, blamed.how, blamed.in_backward, code, noticed, step, mask)
+    at = f", at {line}: {code}" if line and code else ""
+    if blamed.how == "came":
+        return f"In a second run of the script, it was in a tensor before {blamed.op} took it{at}"
+    where = f"{blamed.op}, in the backward of this line" if blamed.in_backward else blamed.op
+    masked = "" if blamed is made else shown_line(made.line)[0]
+    mask = f", of the -inf at {masked}" if masked else ""
+    given = ", whose argument is NaN or infinite" if blamed.how == "given" else ""
+    return f"A second run of the script shows that it comes from {where}{mask}{given}{at}"
 
 
 def write_result(plan: Plan, result: dict[str, Any]) -> None:

@@ -170,9 +170,7 @@ class TrackedModel:
         is_known = self.verdict is not None and self.verdict.status != "unknown"
         return self.is_trained or bool(self.optimizers) or is_known
 
-    def close(
-        self, error: BaseException | None = None, scoped: Callable[[Verdict], Verdict] = lambda x: x
-    ) -> None:
+    def close(self, error: BaseException | None, scoped: Callable[[Verdict], Verdict]) -> None:
         """Ends the watch, keeps the verdict, as `scoped` returns it, and lets go of the model."""
         watch, self.watch = self.watch, None
         if watch is None:

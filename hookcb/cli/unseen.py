@@ -1,14 +1,13 @@
 """Why no model was seen that an optimizer trains."""
 
-import gc
 import sys
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
+from hookcb.cli.ownership import modules_alive
 from hookcb.core.torch_private import in_backward, plain_class
 from hookcb.hooks.modules import has_compiled
 from hookcb.hooks.optimizer_steps import params_of
@@ -46,7 +45,7 @@ def why_unseen(opt: Optimizer, called: Any) -> str:
     """
     if not (ids := params_of(opt)):
         return ""
-    modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
+    modules = modules_alive()
     outer = {id(child): m for m in modules for child in m.children()}
     holder = next((m for m in modules if not ids.isdisjoint(map(id, m.parameters(recurse=False)))), None)
     if holder is None:

@@ -34,7 +34,7 @@ def test_a_planted_fault_is_taken_for_the_cause(name, model, capsys):
 
 @pytest.mark.parametrize("model", each(2, MODELS))
 def test_the_demo_as_it_is_is_healthy_and_ends_in_saying_so(model, capsys, monkeypatch):
-    monkeypatch.setattr("hookcb.cli.main.find_spec", lambda name: None)  # saves drawing the picture
+    monkeypatch.setattr("hookcb.cli.demo.find_spec", lambda name: None)  # saves drawing the picture
     assert main(["demo", "--model", model, "--epochs", "4"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"HEALTHY +as far as checked: \d+ of \d+ checks ran", last)

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hookcb.cli.ignored import without
 from hookcb.cli.limits import Limit, LimitReached
 from hookcb.cli.main import main
+from hookcb.cli.model_tracker import Result
 from hookcb.cli.script import _exit_code
 from hookcb.diagnosis.verdict import Finding, Verdict
 from tests.cli.test_script import BEGIN, headings, run, wide  # noqa: F401  # two fixtures
@@ -390,8 +391,8 @@ def test_nothing_is_healthy_of_which_only_ignored_findings_were_seen():
 def test_strict_exits_with_1_for_any_warning():
     slow = Verdict("healthy", None, (Finding("time.data_bound", "warning"),), (), ())
     note = Verdict("healthy", None, (Finding("wd.norms", "info"),), (), ())
-    assert [_exit_code(0, [("Net", slow, True)], strict) for strict in (False, True)] == [0, 1]
-    assert _exit_code(0, [("Net", note, True)], is_strict=True) == 0
+    assert [_exit_code(0, [Result("Net", slow, counts=True)], strict) for strict in (False, True)] == [0, 1]
+    assert _exit_code(0, [Result("Net", note, counts=True)], is_strict=True) == 0
 
 
 def test_what_ends_a_script_is_caught_less_and_less_often(capsys):

@@ -26,7 +26,7 @@ def elsewhere(tmp_path, monkeypatch):
 @pytest.fixture
 def without_matplotlib(monkeypatch):
     """Also saves the half second of drawing, where the picture makes no difference."""
-    monkeypatch.setattr("hookcb.cli.main.find_spec", lambda name: None)
+    monkeypatch.setattr("hookcb.cli.demo.find_spec", lambda name: None)
 
 
 @pytest.mark.parametrize(("model", "seed"), [("cnn", "0"), pytest.param("mlp", "1", marks=pytest.mark.slow)])
@@ -221,6 +221,12 @@ def test_commands_that_train_nothing_do_not_wait_for_torch():
         ("explain", "unit.ded"): 2,
         ("tail", "--once", "run.jsonl"): 0,
         ("compare", "a.html", "b.html"): 0,
+        ("completion", "bash"): 0,
+        ("demo", "--list-faults"): 0,
+        ("demo", "--fault", "dead-rel"): 2,
+        ("diagnose", "gone.py"): 2,
+        ("diagnose", "-m", "gone.away"): 2,
+        ("summary", "--input", "8,3"): 2,
     }
     code = WITHOUT_TORCH.format(root=str(ROOT), commands=list(map(list, commands)))
     done = run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

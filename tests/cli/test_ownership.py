@@ -39,6 +39,10 @@ def step(model, opt):
     x = torch.randn(16, 8)
     loss = F.mse_loss(model(x), x.sum(1, keepdim=True))
     opt.zero_grad(); loss.backward(); opt.step()
+
+def fit(model, opt):
+    for _ in range(5):
+        step(model, opt)
 """
 
 
@@ -126,6 +130,193 @@ def test_what_stands_beside_the_model_in_a_module_around_it_is_watched_too(run):
         fit()
         """)
     assert headings(out) == ["Sequential, trained by Adam"]
+
+
+def test_a_model_that_is_wrapped_after_its_first_step_is_one_model(run):
+    _, out = run("""
+        model = Net()
+        opt = torch.optim.SGD(model.parameters(), 1e-2)
+        step(model, opt)
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(6):
+            step(compiled, opt)
+        """)
+    assert headings(out) == ["Net, trained by SGD"]
+    assert "Inspected: 6 batches" in out
+
+
+def test_a_model_without_its_head_is_the_same_model_as_far_as_it_has_its_layers(run):
+    _, out = run("""
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        opt = torch.optim.SGD(model.parameters(), 1e-2)
+        for _ in range(6):
+            step(model, opt)
+            nn.Sequential(Around(model[0]))(torch.randn(4, 8))
+        """)
+    assert headings(out) == ["Sequential, trained by SGD"]
+    assert "Inspected: 6 batches" in out
+
+
+# what a script does with a model `Net`, and the line above each verdict
+HARD = {
+    "moved after its optimizer was made": (
+        """
+        net = Net()
+        opt = torch.optim.SGD(net.parameters(), 1e-2)
+        net = net.double().float().to("cpu")
+        fit(net, opt)
+        """,
+        ["Net, trained by SGD"],
+    ),
+    "made in a function and dropped, twice": (
+        """
+        def run():
+            net = Net()
+            fit(net, torch.optim.SGD(net.parameters(), 1e-2))
+        run()
+        run()
+        """,
+        ["Net, trained by SGD", "Net (2), trained by SGD (2)"],
+    ),
+    "trained twice": (
+        """
+        net = Net()
+        fit(net, torch.optim.SGD(net.parameters(), 1e-2))
+        fit(net, torch.optim.Adam(net.parameters(), 1e-3))
+        """,
+        ["Net, trained by SGD, Adam"],
+    ),
+    "trained by a subclass of Optimizer": (
+        """
+        class Own(torch.optim.Optimizer):
+            @torch.no_grad()
+            def step(self):
+                for p in self.param_groups[0]["params"]:
+                    p.sub_(0.01 * p.grad)
+        net = Net()
+        fit(net, Own(net.parameters(), {}))
+        """,
+        ["Net, trained by Own"],
+    ),
+    "copied, and averaged": (
+        """
+        net = Net()
+        opt, average = torch.optim.SGD(net.parameters(), 1e-2), torch.optim.swa_utils.AveragedModel(net)
+        for _ in range(5):
+            step(net, opt)
+            average.update_parameters(net)
+            average(torch.randn(4, 8))
+        """,
+        ["Net, trained by SGD"],
+    ),
+    "frozen, with an adapter in it": (
+        """
+        class Adapted(Around):
+            def __init__(self, func):
+                super().__init__(func.requires_grad_(False))
+                self.a, self.b = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+            def forward(self, x):
+                return self.func(x) + self.b(self.a(x))
+        net = Net().requires_grad_(False)
+        net.body = Adapted(net.body)
+        fit(net, torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 1e-2))
+        """,
+        ["Net, trained by SGD"],
+    ),
+    "thawed on the way": (
+        """
+        net = Net()
+        net.body.requires_grad_(False)
+        opt = torch.optim.SGD(net.parameters(), 1e-2)
+        fit(net, opt)
+        net.body.requires_grad_(True)
+        fit(net, opt)
+        """,
+        ["Net, trained by SGD"],
+    ),
+    "with tied parameters": (
+        """
+        net = Net()
+        net.extra = nn.Linear(8, 8)
+        net.extra.weight = net.body.weight
+        fit(net, torch.optim.SGD(net.parameters(), 1e-2))
+        """,
+        ["Net, trained by SGD"],
+    ),
+    "beside another one with the same body": (
+        """
+        body = nn.Linear(8, 8)
+        actor, critic = nn.Sequential(body, nn.Linear(8, 1)), nn.Sequential(body, nn.Linear(8, 1))
+        opt = torch.optim.SGD({*actor.parameters(), *critic.parameters()}, 1e-2)
+        fit(lambda x: actor(x) + critic(x), opt)
+        """,
+        ["actor (Sequential), trained by SGD", "critic (Sequential), trained by SGD"],
+    ),
+    "called by functional_call": (
+        """
+        net = Net()
+        call = lambda x: torch.func.functional_call(net, dict(net.named_parameters()), (x,))
+        fit(call, torch.optim.SGD(net.parameters(), 1e-2))
+        """,
+        ["Net, trained by SGD"],
+    ),
+    "in the module that computes the loss": (
+        """
+        class Loss(Around):
+            def forward(self, x):
+                return F.mse_loss(self.func(x), x.sum(1, keepdim=True))
+        net = Net()
+        loss = Loss(net)
+        net(torch.randn(2, 8))
+        opt = torch.optim.SGD(net.parameters(), 1e-2)
+        for _ in range(5):
+            opt.zero_grad(); loss(torch.randn(16, 8)).backward(); opt.step()
+        """,
+        ["Loss, trained by SGD"],
+    ),
+    "trained in a module that holds its optimizer": (
+        """
+        class Owner(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net = Net()
+                self.opt = torch.optim.SGD(self.net.parameters(), 1e-2)
+            def learn(self):
+                fit(self.net, self.opt)
+        Owner().learn()
+        """,
+        ["Net, trained by SGD"],
+    ),
+    "first alone, then as a part of a larger one": (
+        """
+        net = Net()
+        fit(net, torch.optim.SGD(net.parameters(), 1e-2))
+        larger = nn.Sequential(net, nn.Linear(1, 1))
+        fit(larger, torch.optim.Adam(larger.parameters(), 1e-3))
+        """,
+        ["Net, trained by SGD", "Sequential, trained by SGD, Adam"],
+    ),
+    "tried, then given to DistributedDataParallel": (
+        """
+        import os
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+        net = Net()
+        net(torch.randn(2, 8)).sum().backward()
+        ddp = nn.parallel.DistributedDataParallel(net)
+        fit(ddp, torch.optim.SGD(ddp.parameters(), 1e-2))
+        torch.distributed.destroy_process_group()
+        """,
+        ["Net, trained by SGD"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HARD)
+def test_a_model_is_known_by_its_parameters(run, case):
+    lines, expected = HARD[case]
+    _, out = run(lines)
+    assert headings(out) == expected
 
 
 def test_looking_for_a_name_keeps_no_tensor_alive():

@@ -1,18 +1,23 @@
 """`hookcb diagnose --trace-nan script.py` runs a script a second time if it makes a NaN somewhere unknown."""
 
 import json
+import linecache
 import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hookcb.cli.main import main
-from hookcb.cli.second_run import ANOMALY, SEED, Line, SecondRun, _with_result, asks_for_trace
+from hookcb.cli.second_run import ANOMALY, SEED, SecondRun, _with_result, asks_for_trace
+from hookcb.cli.traced_script import _told
 from hookcb.diagnosis.reader import TRACE
 from hookcb.diagnosis.verdict import Finding, Verdict
+from hookcb.nans.nonfinite import Kinds
+from hookcb.nans.origins import Made
 from tests.cli.test_script import BEGIN, HEALTHY, wide  # noqa: F401  # a fixture
 from tests.cli.test_traced_script import lines
 
@@ -143,11 +148,11 @@ def test_a_second_run_that_cannot_start_is_told(monkeypatch):
 
 def test_a_line_whose_finding_is_a_consequence_is_told_below_the_verdict(monkeypatch):
     again = SecondRun("train.py", [], False, False)
-    monkeypatch.setattr(again, "_result", lambda *_: {"line": FOUND})
+    monkeypatch.setattr(again, "_result", lambda *_: FOUND)
     cause = Finding("update.too_large", "error", step=1, message="A step is too large.")
     told = again.explain(verdict_of(cause, finding(consequence_of=cause.code)), "Net")
     assert told.primary is cause
-    assert told.findings[1].message.endswith("at train.py:7: return x.log().")
+    assert told.findings[1].message.endswith("it comes from log, at train.py:7.")
     assert again.notes == [f"nonfinite.first: {told.findings[1].message}"]
 
 
@@ -162,23 +167,29 @@ def verdict_of(*findings):
     return Verdict("sick", findings[0], findings, (), ())
 
 
-FOUND = {"op": "log", "line": "train.py:7", "code": "return x.log()", "how": "made"}
+FOUND = {"op": "log", "told": "A second run of the script shows that it comes from log, at train.py:7"}
+MADE = Made(1, "log", "train.py:1", Kinds(bad=True))
 TOLD = {
-    "A second run of the script shows that it comes from log, at train.py:7: return x.log()": {},
+    "A second run of the script shows that it comes from log, at train.py:1: return x.log()": MADE,
     "A second run of the script shows that it comes from log, whose argument is NaN or infinite, at "
-    "train.py:7: return x.log()": {"how": "given"},
-    "In a second run of the script, it was in a tensor before log took it, at train.py:7: return x.log()": {
-        "how": "came"
-    },
-    "A second run of the script shows that it comes from log": {"line": ""},
-    "A second run of the script shows that it comes from log, of the -inf at train.py:3, at train.py:7: "
-    "return x.log()": {"mask": "train.py:3"},
+    "train.py:1: return x.log()": replace(MADE, how="given"),
+    "In a second run of the script, it was in a tensor before log took it, at train.py:1: return x.log()": (
+        replace(MADE, how="came")
+    ),
+    "A second run of the script shows that it comes from log": replace(MADE, line=""),
+    "A second run of the script shows that it comes from log, of the -inf at train.py:2, at train.py:1: "
+    "return x.log()": replace(MADE, op="masked_fill", line="train.py:2", how="given", then=MADE),
 }
 
 
 @pytest.mark.parametrize("text", TOLD)
-def test_what_was_found_is_told_in_one_sentence(text):
-    told = _with_result(finding(), {"line": FOUND | TOLD[text]})
+def test_what_was_found_is_told_in_one_sentence(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("return x.log()\nx = x.masked_fill(mask, -torch.inf)\n")
+    linecache.checkcache("train.py")
+    made = TOLD[text]
+    assert _told(made) == text
+    told = _with_result(finding(), {"op": made.to_blame.op, "told": text})
     assert told.message == f"The loss is nan at step 3. {text}."
     assert told.causes == ("a logarithm of 0 or less",)
     assert told.next_steps == ("clamp its input, x.clamp(min=1e-8)",)
@@ -186,9 +197,8 @@ def test_what_was_found_is_told_in_one_sentence(text):
 
 
 def test_an_operation_without_a_hint_is_to_be_looked_at():
-    told = _with_result(finding(), {"line": FOUND | {"op": "erfinv"}})
+    told = _with_result(finding(), FOUND | {"op": "erfinv"})
     assert told.next_steps[0].startswith("Print the smallest and largest number")
-    assert Line(**FOUND).op == "log"
 
 
 @pytest.mark.parametrize(

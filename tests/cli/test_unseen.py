@@ -53,6 +53,18 @@ def test_a_forward_that_is_called_directly_is_told(run):
     assert "Adam trains Layer, which is never called itself: its forward() or its weights are used" in out
 
 
+def test_modules_that_are_half_made_or_of_torchscript_are_no_obstacle(run):
+    _, out = run("""
+        import warnings
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        half = nn.Linear.__new__(nn.Linear)
+        script = torch.jit.script(net)
+        train(script.forward, torch.optim.Adam(script.parameters()))
+        """)
+    # both have the parameters
+    assert re.search("Adam trains (Sequential|RecursiveScriptModule), which is never called itself", out)
+
+
 def test_a_model_that_is_called_in_a_compiled_function_is_told(run, monkeypatch):
     monkeypatch.setattr("hookcb.cli.unseen.has_compiled", has_compiled)
     _, out = run(
