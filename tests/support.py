@@ -42,8 +42,10 @@ from tests.hooks import support as zoo
 SLEEP = 1000.0  # seconds by which tests advance a `Clock`; everything else takes microseconds on it
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch._functorch.aot_autograd", "torch.distributed.fsdp", "hookcb", "pytest"]
-)  # DistributedDataParallel imports dynamo, for a second in each process
+    # DistributedDataParallel imports dynamo, for a second in each process, and `hookcb` all that is public
+    ["torch", "torch._dynamo", "torch._functorch.aot_autograd", "torch.distributed.fsdp"]
+    + ["torch.distributed.checkpoint", "hookcb.public", "pytest"]
+)
 ROOT = Path(__file__).parents[1]
 EVENTS = [e.value for e in Event]
 CANCELS = {
