@@ -35,7 +35,9 @@ CHOSEN = {  # instead of those that are quick to check, those that have somethin
     "ReduceLROnPlateau": [{"patience": 0}],
 }
 SLOW = {"Compile", "ProfilerCallback"}
-SIZE = 8  # callbacks in a training: enough for each pair in few of these, and the few that end it are elsewhere
+SIZE = (
+    8  # callbacks in a training: enough for each pair in few of these, and the few that end it are elsewhere
+)
 ENDS = {"MaxTime", "TerminateOnNaN"}  # a fit, long before others in it have done what they do
 HAS_NO_NAN = {"DetectAnomaly"}  # which raises at a NaN
 ALL = [cls for cls in PUBLIC if cls.__name__ not in ("Metrics", "Recorder")]  # these two are attached anyway
