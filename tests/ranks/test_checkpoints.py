@@ -15,9 +15,8 @@ OF_TWO += ["read_ddp_fsdp2", "read_fsdp2_ddp", "read_fsdp2_fsdp2", "go_on_plain_
 OF_TWO += ["chain_ddp"]
 OF_ONE = ["read_plain_plain", "read_ddp_plain", "read_fsdp2_plain", "go_on_ddp_plain", "go_on_fsdp2_plain"]
 OF_ONE += ["chain_plain"]
-OF_FOUR = ["read_plain_ddp", "read_plain_fsdp2", "read_ddp_fsdp2", "read_fsdp2_ddp", "go_on_ddp_fsdp2"]
-OF_FOUR += ["go_on_fsdp2_ddp", "health_on_four", "others_sums_ddp", "others_sums_fsdp2"]
-OF_FOUR += ["chain_fsdp2"]
+OF_FOUR = ["read_ddp_fsdp2", "read_fsdp2_ddp", "go_on_ddp_fsdp2", "go_on_fsdp2_ddp", "health_on_four"]
+OF_FOUR += ["others_sums_ddp", "others_sums_fsdp2", "chain_fsdp2"]
 
 
 @pytest.fixture(scope="module")

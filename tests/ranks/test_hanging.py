@@ -1,6 +1,7 @@
 """Ranks that wait for each other: where each of them is is told, and the verdict is unknown."""
 
 import os
+import re
 import signal
 import time
 
@@ -89,6 +90,7 @@ def test_a_rank_that_has_ended_its_training_is_named(tmp_path):
 def test_the_error_of_the_other_rank_explains_a_lost_connection(by, tmp_path):
     if by == "torchrun":  # which ends rank 0 as rank 1 fails
         first, _ = by_torchrun("hangs_worker.py", tmp_path / "x", "raises", 30, "command")
+        assert re.search(r"^(\[rank1\]: )?ValueError: planted$", first["log"], re.MULTILINE)
     else:
         first, _ = run(tmp_path / "x", "raises", seconds=30)
     text = text_of(first)

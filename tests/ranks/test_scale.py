@@ -41,7 +41,7 @@ def costs(tmp_path_factory, world):
     """What rank 0 of ranks that do not exist sends in 2 epochs of 6 batches, alone and with each callback."""
 
     def make(folder):
-        return launched("fake_worker.py", folder, world, *CALLBACKS[world], world=1)[0]
+        return launched("fake_worker.py", folder, world, *CALLBACKS[world], world=1, timeout=180)[0]
 
     found = shared(tmp_path_factory, f"costs-{world}", make)
     assert "fsdp2" in found, found["log"][-2000:]
