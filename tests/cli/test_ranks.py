@@ -74,7 +74,7 @@ def test_the_demo_on_two_ranks_shows_one_verdict_that_names_the_rank(capfd):
 
 @pytest.mark.slow
 def test_what_ranks_cannot_do_is_said_once(capfd):
-    assert main(["demo", "--ranks", "2", "--resume"]) == 1
+    assert main(["demo", "--ranks", "2", "--resume", "--fault", "nan-input"]) == 1
     shown, errors = capfd.readouterr()
     assert shown == ""
     assert errors.count("hookcb demo: ") == 1
