@@ -1,8 +1,8 @@
-"""A rank that fails, wherever it does, ends all, and the exit code says so; under torchrun, too."""
+"""A rank that fails, wherever it does, ends all, and the exit codes, which torchrun goes by, say so."""
 
 import pytest
 
-from tests.ranks.support import by_torchrun, launched
+from tests.ranks.support import launched
 
 PLACES = {  # of rank 1; what its traceback says, or rank 0 if it has none
     "dataset": ("ddp", "ValueError: planted"),
@@ -25,11 +25,3 @@ def test_a_rank_that_fails_ends_all_with_an_exit_code(place, tmp_path):
     assert first["exit"] == 1 or place == "after_fit"  # when its fit may be over
     assert second["exit"] == int(not place.startswith("exit"))  # it asks for 0
     assert text in first["log"] + second["log"]
-
-
-@pytest.mark.slow
-def test_torchrun_ends_with_an_exit_code_if_a_rank_asks_for_none(tmp_path):
-    mode, text = PLACES["exit"]
-    first, _ = by_torchrun("failing_worker.py", tmp_path / "x", mode, "exit")
-    assert first["exit"] == 1
-    assert text in first["log"]
