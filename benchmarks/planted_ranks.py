@@ -487,7 +487,7 @@ def work(folder: str, jobs: Sequence[tuple[str, str, int]]) -> None:
             result = {"error": f"{type(error).__name__}: {error}"}
         result["seconds"] = round(time.perf_counter() - began, 2)
         results.append(result)
-        Path(folder, f"{distributed.get_rank()}.json").write_text(json.dumps(results))
+        Path(folder, f"rank-{distributed.get_rank()}.json").write_text(json.dumps(results))
     distributed.destroy_process_group()
 
 
@@ -503,7 +503,7 @@ def launch(world: int, jobs: Sequence[tuple[str, str, int]]) -> list[list[dict[s
 
 def found_in(folder: Path, world: int, n: int) -> list[list[dict[str, Any]]]:
     """What ranks have written to a folder of `n` jobs, for each rank."""
-    files = [folder / f"{rank}.json" for rank in range(world)]
+    files = [folder / f"rank-{rank}.json" for rank in range(world)]
     by_rank = [json.loads(file.read_text()) if file.exists() else [] for file in files]
     missing = {"error": "the processes have ended before"}
     return [[one[i] if i < len(one) else missing for one in by_rank] for i in range(n)]

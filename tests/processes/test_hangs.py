@@ -3,6 +3,7 @@
 import threading
 import time
 from concurrent.futures import Future
+from importlib import import_module
 
 import pytest
 import torch
@@ -115,6 +116,7 @@ def test_a_rank_that_goes_on_is_known_to_do_so(told):
 
 @pytest.mark.parametrize("acts", [[steps, validates, evaluates], [compiles]])
 def test_a_rank_that_may_take_long_is_waited_for(acts, told):
+    import_module("torch._dynamo")  # now, as this takes a second in which nothing is compiled
     for act in acts:
         told.begin(act, waits if act is not steps else steps)
     assert told() == []
