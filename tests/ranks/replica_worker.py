@@ -297,7 +297,7 @@ def the_same_dropout():
 
 def epochs(set_epoch=lambda sampler, epoch: None):
     """Four epochs of a DataLoader with a DistributedSampler."""
-    dataset = TensorDataset(*batch(0, 0, 320))
+    dataset = TensorDataset(*batch(0, 0, 160))
     sampler = DistributedSampler(dataset, WORLD, RANK)
     loader = DataLoader(dataset, 8, sampler=sampler)
 
