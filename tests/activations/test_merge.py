@@ -4,8 +4,8 @@ import pytest
 
 from tests.ranks.support import launched, shared
 
-OF_FOUR = ["all_samples", "odd_layers", "fsdp2_and_tensor_parallel"]
-OF_TWO = ["large_outputs", "arguments_that_differ", "own_schedule", "own_hooks", "cancels", "resumed"]
+OF_FOUR = ["all_samples", "large_outputs", "odd_layers", "fsdp2_and_tensor_parallel"]
+OF_TWO = ["arguments_that_differ", "own_schedule", "own_hooks", "cancels", "resumed"]
 OF_TWO += ["fsdp2", "tensor_parallel", "tensor_parallel_dtensors", "sequence_parallel", "summands"]
 OF_TWO += ["collectives", "changed_in_place", "fsdp1", "fsdp1_flat"]
 LAST = "watched"  # on one rank only
@@ -72,12 +72,12 @@ def test_the_validation_is_merged_if_ranks_have_other_numbers_of_batches(four):
 
 
 @pytest.mark.slow
-def test_outputs_of_which_a_sample_is_kept_have_exact_moments(two):
-    mean, std, low, high, size, counted = of_all(two, "large_outputs")
+def test_outputs_of_which_a_sample_is_kept_have_exact_moments(four):
+    mean, std, low, high, size, counted = of_all(four, "large_outputs")
     assert mean < 1e-9
     assert std < 1e-9
     assert (low, high, size) == (0, 0, 0)
-    assert counted == 4096 * len(two)
+    assert counted == 4096 * len(four)
 
 
 @pytest.mark.slow
