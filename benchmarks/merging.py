@@ -41,7 +41,13 @@ GRADIENTS = ("norm", "clipped_norm", "rms", "abs_max", "nonfinite", "zero_rows")
 WEIGHTS = ("weight_norm", "weight_mean", "weight_std", "update_ratio", "drift")
 OFFSET, N_STEPS = 1e6, 3
 CLIP = 1e-3  # far below the norms of these gradients
-VARIANTS = ("clipped", "NaN on a rank")  # of the training in float64
+TRAININGS = (  # the type of numbers, and what is changed
+    (torch.float64, ""),
+    (torch.float32, ""),
+    (torch.bfloat16, ""),
+    (torch.float64, "clipped"),
+    (torch.float64, "NaN on a rank"),
+)
 
 
 class Net(nn.Module):
@@ -293,17 +299,21 @@ def compare(
     return {"off": off, "worst": worst, "sent": sent, "gathers": len(gathers)}
 
 
-def work(folder: Path) -> None:
-    """Compare as one of several ranks; each writes what it found."""
+def work(folder: Path, in_turn: bool) -> None:
+    """Compare as one of several ranks; each writes what it found.
+
+    Args:
+        folder: for what it found.
+        in_turn: whether each way is tried with one of the others of `TRAININGS` beside the first, in turn.
+    """
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     rank, world = distributed.get_rank(), distributed.get_world_size()
-    found = {}
-    for way, (wrap, n_groups) in ways(world).items():
-        for dtype in (torch.float64, torch.float32, torch.bfloat16):
-            found[f"{way}, {str(dtype)[6:]}"] = compare(way, wrap, n_groups, dtype)
-        for variant in VARIANTS:
-            found[f"{way}, {variant}, float64"] = compare(way, wrap, n_groups, torch.float64, variant)
+    found, (first, *others) = {}, TRAININGS
+    for i, (way, (wrap, n_groups)) in enumerate(ways(world).items()):
+        for dtype, variant in [first, *([others[i % len(others)]] if in_turn else others)]:
+            name = ", ".join(filter(None, (way, variant, str(dtype)[6:])))
+            found[name] = compare(way, wrap, n_groups, dtype, variant)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     distributed.destroy_process_group()
 
@@ -332,6 +342,6 @@ def show(console: Console, world: int) -> None:
 
 if __name__ == "__main__":
     if "--work" in sys.argv:
-        work(Path(sys.argv[-1]))
+        work(Path(sys.argv[-1]), "--in-turn" in sys.argv)
     else:
         show(Console(width=220), int(sys.argv[1]) if len(sys.argv) > 1 else 4)

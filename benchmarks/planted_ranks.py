@@ -487,7 +487,7 @@ def work(folder: str, jobs: Sequence[tuple[str, str, int]]) -> None:
             result = {"error": f"{type(error).__name__}: {error}"}
         result["seconds"] = round(time.perf_counter() - began, 2)
         results.append(result)
-        Path(folder, f"{distributed.get_rank()}.json").write_text(json.dumps(results))
+        Path(folder, f"rank-{distributed.get_rank()}.json").write_text(json.dumps(results))
     distributed.destroy_process_group()
 
 
@@ -496,12 +496,17 @@ def launch(world: int, jobs: Sequence[tuple[str, str, int]]) -> list[list[dict[s
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "jobs").write_text(json.dumps(jobs))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        command += [str(world), __file__, "--work", folder]
+        command += [str(world), __file__, folder, "--work"]
         subprocess.run(command, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        files = [Path(folder, f"{rank}.json") for rank in range(world)]
-        by_rank = [json.loads(file.read_text()) if file.exists() else [] for file in files]
-        missing = {"error": "the processes have ended before"}
-        return [[one[i] if i < len(one) else missing for one in by_rank] for i in range(len(jobs))]
+        return found_in(Path(folder), world, len(jobs))
+
+
+def found_in(folder: Path, world: int, n: int) -> list[list[dict[str, Any]]]:
+    """What ranks have written to a folder of `n` jobs, for each rank."""
+    files = [folder / f"rank-{rank}.json" for rank in range(world)]
+    by_rank = [json.loads(file.read_text()) if file.exists() else [] for file in files]
+    missing = {"error": "the processes have ended before"}
+    return [[one[i] if i < len(one) else missing for one in by_rank] for i in range(n)]
 
 
 # ---- the table
@@ -562,10 +567,11 @@ def main() -> int:
     parser.add_argument("--models", nargs="*", default=MODELS)
     parser.add_argument("--only", nargs="*", default=["*"], help="globs on names of cases")
     parser.add_argument("--save", help="write the results to this file, as JSON")
-    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("folder", nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
-        work(args.work, json.loads(Path(args.work, "jobs").read_text()))
+        work(args.folder, json.loads(Path(args.folder, "jobs").read_text()))
         return 0
     chosen = [case for case in CASES if any(fnmatch(case.name, only) for only in args.only)]
     jobs = [

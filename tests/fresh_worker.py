@@ -1,5 +1,6 @@
 """Runs a script in a process started by `tests.support.start`."""
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -10,6 +11,7 @@ import torch
 
 def run(argv, log, environment):
     """Act like `python *argv` in this environment, with its output in the file `log`, and with one thread."""
+    gc.freeze()  # what is imported lives to the end: a million objects that no collection has to look at
     os.environ.clear()  # it is that of the process from which this one was forked
     os.environ.update(environment)
     torch.set_num_threads(1)  # a variable of the environment comes too late

@@ -41,9 +41,10 @@ from tests.hooks import support as zoo
 
 SLEEP = 1000.0  # seconds by which tests advance a `Clock`; everything else takes microseconds on it
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch._functorch.aot_autograd", "torch.distributed.fsdp", "hookcb", "pytest"]
-)  # DistributedDataParallel imports dynamo, for a second in each process
+PRELOADED = ["torch", "torch._dynamo", "torch._functorch.aot_autograd", "torch.distributed.fsdp"]
+PRELOADED += ["torch.distributed.checkpoint", "hookcb.public", "pytest"]
+# DistributedDataParallel imports dynamo, and the first public name all of hookcb: a second in each process
+FORKS.set_forkserver_preload(PRELOADED)
 ROOT = Path(__file__).parents[1]
 EVENTS = [e.value for e in Event]
 CANCELS = {

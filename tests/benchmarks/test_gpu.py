@@ -52,11 +52,14 @@ def test_every_contestant_has_its_figures(gpu, monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_compiled_contestants_train_in_turn(gpu, tmp_path):
+def test_compiled_contestants_train_in_turn_and_the_error_of_a_process_is_its_row(gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "TURNS", 2)
+    monkeypatch.setattr(gpu, "COMPILED", (gpu.PLAIN, gpu.DIAGNOSE, "no such contestant"))
     options = "--device", "cpu", "--only", "compiled", "--seconds", "600"
-    assert gpu.main([*options, "--out", str(tmp_path)]) == 0
+    assert gpu.main([*options, "--out", str(tmp_path)]) == 1
     (rows,) = json.loads((tmp_path / "gpu.json").read_text())["tables"].values()
     assert list(rows) == list(gpu.COMPILED)
+    assert "KeyError: 'no such contestant'" in rows.pop("no such contestant")["error"]
     assert all(row["graphs"] >= 1 and row["s"] > 0 and row["turns"] == gpu.TURNS for row in rows.values())
 
 
@@ -64,14 +67,6 @@ def test_one_that_does_not_compile_in_time_is_killed_with_its_children(gpu):
     compare, rows = sys.modules["compiled"].compare, {"plain": {}}
     compare(rows, "tiny small", "cpu", "eager", lambda: 0.0, turns=2)
     assert rows == {"plain": {"error": "killed: not done in time"}}
-
-
-@pytest.mark.slow
-def test_the_error_of_a_process_is_its_row(gpu):
-    rows = {"plain": {}, "no such contestant": {}}
-    sys.modules["compiled"].compare(rows, "tiny small", "cpu", "eager", lambda: 100.0, turns=1)
-    assert rows["plain"]["turns"] == 1
-    assert "KeyError: 'no such contestant'" in rows["no such contestant"]["error"]
 
 
 def test_an_error_of_one_contestant_is_a_row(gpu, monkeypatch, tmp_path):

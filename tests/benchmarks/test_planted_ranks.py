@@ -1,22 +1,31 @@
 """Faults that are planted on ranks are found, named and come first; controls are healthy."""
 
-import os
-import subprocess
+import json
 import sys
-from pathlib import Path
+from importlib import import_module
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.ranks.support import ROOT, launched
+
+BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.mark.slow
-def test_three_faults_are_found_and_a_control_is_healthy():
+def test_three_faults_are_found_and_a_control_is_healthy(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    planted_ranks = import_module("planted_ranks")
+
+    def launch(world, jobs):  # without torchrun, which takes seconds
+        tmp_path.joinpath("jobs").write_text(json.dumps(jobs))
+        launched(planted_ranks.__file__, tmp_path, "--work", world=world, timeout=90)
+        return planted_ranks.found_in(tmp_path, world, len(jobs))
+
+    monkeypatch.setattr(planted_ranks, "launch", launch)
     cases = ["inputs ×1e4 on a rank", "a rank whose data repeat", "set_epoch is hidden", "nothing planted"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "planted_ranks.py"), "--world", "2", "--seeds", "0"]
-    command += ["--models", "mlp", "--only", *cases]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, timeout=90, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert "faults: 3 trainings, found 3, rank named 3, first 3, with other alarms 0" in done.stdout
-    assert "controls: 1 trainings, with any alarms 0" in done.stdout
+    options = ["--world", "2", "--seeds", "0", "--models", "mlp", "--only", *cases]
+    monkeypatch.setattr(sys, "argv", ["planted_ranks.py", *options])
+    code, shown = planted_ranks.main(), capsys.readouterr().out
+    assert code == 0, shown
+    assert "faults: 3 trainings, found 3, rank named 3, first 3, with other alarms 0" in shown
+    assert "controls: 1 trainings, with any alarms 0" in shown

@@ -8,13 +8,14 @@ import time
 
 import pytest
 
-from hookcb.processes.farewell import Farewell
+from hookcb.processes.farewell import MAX_DELAY, Farewell
 from tests.support import start
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM to handle")
 
 SCRIPT = """
 import ctypes, select, signal, sys, threading, time
+from hookcb.processes import farewell as module
 from hookcb.processes.farewell import Farewell
 
 def say():
@@ -27,6 +28,8 @@ def listen():
         select.select([farewell.bell], [], [], 1)
     farewell.speak(say)
 
+if "hang" in sys.argv:
+    module.MAX_DELAY = 2.0
 if "own" in sys.argv:
     def own(*_):
         print("own"); sys.exit(3)
@@ -87,7 +90,8 @@ def test_what_is_to_be_said_is_said_and_the_process_ends_as_it_would(ended, word
 def test_what_hangs_does_not_keep_the_process(ended):
     code, _, seconds = ended("blocked", "hang")
     assert code == -signal.SIGTERM
-    assert 9 < seconds < 20
+    assert 1.9 < seconds < 10
+    assert MAX_DELAY == 10.0  # without the change of the script
 
 
 @pytest.fixture

@@ -56,8 +56,8 @@ WRAPS = {"ddp": DistributedDataParallel, "fsdp2": fsdp2, "tp": tensor_parallel, 
 def learner(wrap, per_batch=4, dropout=0.0, batch_norm=False):
     torch.manual_seed(0)
     n = 8 if wrap == "tp" else 9  # FSDP2 has parts of other sizes then
-    middle = nn.BatchNorm1d(n) if batch_norm else nn.Dropout(dropout)
-    model = nn.Sequential(nn.Linear(4, n), nn.ReLU(), middle, nn.Linear(n, 3))
+    middle = [*[nn.BatchNorm1d(n)] * batch_norm, nn.Dropout(dropout)]
+    model = nn.Sequential(nn.Linear(4, n), nn.ReLU(), nn.Sequential(*middle), nn.Linear(n, 3))
     model = WRAPS[wrap](model)
     x, y = data(N).tensors
     train = TensorDataset(x, y, torch.arange(N))
@@ -230,10 +230,10 @@ def chain(wrap, *stops):
 
 def resumed(wrap, batch_norm=False, health=False, n=0):
     """A fit ended in the second epoch and resumed, beside one that never ended; dropout differs by rank."""
-    folder, make = (
-        own(f"resumed-{wrap}{'-norm' * batch_norm}{n or ''}"),
-        lambda: learner(wrap, dropout=0.5, batch_norm=batch_norm),
-    )
+    folder = own(f"resumed-{wrap}{n or ''}")
+
+    def make():
+        return learner(wrap, dropout=0.5, batch_norm=batch_norm)
 
     def cbs():
         return [EMA(0.5), *[GradientHealth()] * health, *([GradientAccumulation(n)] if n else [])]
@@ -296,7 +296,7 @@ def same_health(learn, whole):
 def health_on_four():
     """Goes on after the second epoch of `resumed`."""
     file = SHARED.parent / "2" / "resumed-fsdp2" / "epoch-0002"
-    learn = fit(learner("fsdp2"), 3, EMA(0.5), GradientHealth(every=1), resume=file)
+    learn = fit(learner("fsdp2", batch_norm=True), 3, EMA(0.5), GradientHealth(every=1), resume=file)
     return {"n_steps": learn.train_iter, "n_norms": len(learn.gradient_health.step_series("total_norm"))}
 
 
@@ -340,10 +340,8 @@ CASES = {
     "write_ddp": lambda: write("ddp"),
     "write_fsdp2": lambda: write("fsdp2"),
     "write_plain": lambda: write("plain"),
-    "resumed_ddp": lambda: resumed("ddp"),
-    "resumed_fsdp2": lambda: resumed("fsdp2", health=True),
-    "resumed_fsdp2_norm": lambda: resumed("fsdp2", batch_norm=True),
-    "resumed_ddp_norm": lambda: resumed("ddp", batch_norm=True),
+    "resumed_ddp": lambda: resumed("ddp", batch_norm=True),
+    "resumed_fsdp2": lambda: resumed("fsdp2", batch_norm=True, health=True),
     "resumed_tp": lambda: resumed("tp"),
     "resumed_ddp_sums": lambda: resumed("ddp", n=3),
     "resumed_fsdp2_sums": lambda: resumed("fsdp2", n=3),

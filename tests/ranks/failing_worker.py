@@ -1,4 +1,4 @@
-"""One of several ranks under torchrun, of which the last one fails: `failing_worker.py FOLDER MODE PLACE`."""
+"""One of several ranks, of which the last one fails: `failing_worker.py FOLDER MODE PLACE`."""
 
 import sys
 import warnings

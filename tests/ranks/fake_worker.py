@@ -1,4 +1,4 @@
-"""Rank 0 of 1,024 that do not exist: counts what it communicates: `fake_worker.py FOLDER WORLD`."""
+"""Rank 0 of ranks that do not exist: counts what it sends: `fake_worker.py FOLDER WORLD [CALLBACKS]`."""
 
 import json
 import os
@@ -72,17 +72,17 @@ def cost_of(cls, wrap):
 
 
 def main():
-    folder, world = Path(sys.argv[1]), int(sys.argv[2])
+    folder, world, *names = Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
     distributed.init_process_group("fake", rank=0, world_size=world, store=distributed.HashStore())
     exchange.Exchange.are_all_at = lambda self, mark: True
     exchange.Exchange.find_failure = exchange.Exchange.answer_alarm = lambda self: ""
     exchange.Exchange.report_failure = lambda self, text: None
     exchange.Exchange.gather = gather
     os.chdir(folder)
+    counted = [cls for cls in ALL if cls.__name__ not in SLOW and (not names or cls.__name__ in names)]
     facts = {}
     for how, wrap in {"ddp": replicated, "fsdp2": sharded}.items():
-        named = {"none": None} | {cls.__name__: cls for cls in ALL if cls.__name__ not in SLOW}
-        facts[how] = {name: cost_of(cls, wrap) for name, cls in named.items()}
+        facts[how] = {"none": cost_of(None, wrap)} | {cls.__name__: cost_of(cls, wrap) for cls in counted}
     (folder / "0.json").write_text(json.dumps(facts))
 
 

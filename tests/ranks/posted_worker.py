@@ -57,7 +57,7 @@ def training(fault=None, lr=0.1):
     opt = torch.optim.SGD(model.parameters(), lr=lr)
 
     def train(w=None):
-        for i in range(60):
+        for i in range(40):
             x = torch.randn(16, 4, generator=torch.Generator().manual_seed(2 * i + RANK))
             y = (x.sum(1) > 0).long()
             if fault is not None and RANK == 1:

@@ -297,7 +297,7 @@ def the_same_dropout():
 
 def epochs(set_epoch=lambda sampler, epoch: None):
     """Four epochs of a DataLoader with a DistributedSampler."""
-    dataset = TensorDataset(*batch(0, 0, 320))
+    dataset = TensorDataset(*batch(0, 0, 160))
     sampler = DistributedSampler(dataset, WORLD, RANK)
     loader = DataLoader(dataset, 8, sampler=sampler)
 
@@ -334,8 +334,8 @@ class Slow(TensorDataset):
         return super().__getitem__(i)
 
 
-def many(dataset, forward=lambda: None, n=240):
-    """240 batches of a DataLoader, in blocks of 20."""
+def many(dataset, forward=lambda: None, n=160):
+    """Batches of a DataLoader, in blocks of 20."""
     loader = DataLoader(dataset(*batch(0, n=8 * n)), 8)
     samples = iter(loader)
     model = DDP(nn.Sequential(nn.Linear(4, 16), Gate(forward), nn.ReLU(), nn.Linear(16, 2)))
@@ -420,7 +420,7 @@ def wrapped_later():
 
 @case
 def accumulating():
-    return train(DDP(net()), accumulate=4, n=4 * N)
+    return train(DDP(net()), accumulate=4, n=2 * N)
 
 
 @case

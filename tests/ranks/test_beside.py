@@ -22,14 +22,21 @@ CHANGED = {  # what is worth a part of the default run
 }
 HALF = {"bf16", "fp16", "fp16_overflow", "fp16_overflow_in_a_part", "fp16_accumulation"}
 ALL = [case.__name__ for case in beside_worker.CASES]
-PLAIN = [case.__name__ for case in beside_worker.OF_PLAIN_LAYERS]
-# each on one of the two meshes; on hybrid ones, compiling takes long
-COMPILED = ("compiled_aot", "compiled_thawed")
-ON_HYBRID = [name for name in ALL[1::2] if name not in (*PLAIN, *COMPILED)]
-ON_FOUR = [f"hybrid/{name}" if name in ON_HYBRID else f"hsdp/{name}" for name in ALL]
-# those on the hybrid mesh, of tensor parallelism and FSDP2, also with FSDP2 alone; the others with the former
-ON_TWO = [f"ddp/{name}" for name in ALL] + [f"fsdp2/{name}" for name in (*ON_HYBRID, *COMPILED)]
-ON_TWO += [f"tp/{name}" for name in ALL if name not in (*PLAIN, *ON_HYBRID)]
+PLAIN = [case.__name__ for case in beside_worker.OF_PLAIN_LAYERS]  # as tensor parallelism has none
+# what the ranks decide by their losses, clocks and numbers of steps, however they divide the model
+OF_ANY_MODEL = ["plateau", "early", "max_time", "measured", "logged", "one_cycle", "terminate", "bf16"]
+# what is summed, gathered, saved or hooked of the parts of a model: on meshes of two dimensions, too
+ON_FOUR = ["accumulation_and_clip", "clip_norm", "fp16_overflow_in_a_part", "ema", "thawed", "param_groups"]
+ON_FOUR += ["health", "diagnosis", "nan_trace", "two_fits", "resumed", "written_by_one", "after_an_exception"]
+# torch takes half a minute to compile layers of tensor parallelism
+WITHOUT_TP = ["compiled", "compiled_aot", "compiled_thawed", *PLAIN]
+# each on one of the two meshes: that of tensor parallelism and FSDP2, or the hybrid one of FSDP2
+ON_HYBRID = [name for name in ALL[1::2] if name not in WITHOUT_TP]
+ON_FOUR = [f"hybrid/{name}" if name in ON_HYBRID else f"hsdp/{name}" for name in ON_FOUR]
+# the former also with FSDP2 alone, and the latter with tensor parallelism alone
+ON_TWO = [f"ddp/{name}" for name in ALL]
+ON_TWO += [f"fsdp2/{name}" for name in (*ON_HYBRID, *WITHOUT_TP) if name not in OF_ANY_MODEL]
+ON_TWO += [f"tp/{name}" for name in ALL if name not in (*WITHOUT_TP, *ON_HYBRID, *OF_ANY_MODEL)]
 
 
 def names_of(cases):

@@ -1,10 +1,9 @@
-"""A rank that fails, wherever it does, ends all, and the exit code says so; under torchrun, too."""
+"""A rank that fails, wherever it does, ends all, and the exit codes, which torchrun goes by, say so."""
 
 import pytest
 
-from tests.ranks.support import by_torchrun, launched
+from tests.ranks.support import launched
 
-UNDER_TORCHRUN = ["interrupt", "exit"]
 PLACES = {  # of rank 1; what its traceback says, or rank 0 if it has none
     "dataset": ("ddp", "ValueError: planted"),
     "worker": ("fsdp2", "ValueError: Caught ValueError in DataLoader worker process 0"),
@@ -26,12 +25,3 @@ def test_a_rank_that_fails_ends_all_with_an_exit_code(place, tmp_path):
     assert first["exit"] == 1 or place == "after_fit"  # when its fit may be over
     assert second["exit"] == int(not place.startswith("exit"))  # it asks for 0
     assert text in first["log"] + second["log"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", UNDER_TORCHRUN)
-def test_torchrun_ends_with_an_exit_code_if_a_rank_fails(place, tmp_path):
-    mode, text = PLACES[place]
-    first, _ = by_torchrun("failing_worker.py", tmp_path / "x", mode, place)
-    assert first["exit"] == 1
-    assert text in first["log"]

@@ -108,7 +108,7 @@ def test_a_rank_without_hookcb_is_said(ranks):
 @pytest.mark.parametrize("fault", ["None", "scaled", "nan"])
 def test_a_watched_loop_has_the_collectives_that_it_has_alone(ranks, fault):
     for (alone, weights), (watched, same_weights) in each(ranks, f"trace, {fault}"):
-        assert len(alone) > 60
+        assert len(alone) > 40
         assert watched == alone
         assert same_weights == weights
 

@@ -21,6 +21,37 @@ GROWING = {
     "hops of a reduction, ring": lambda n: 2 * (n - 1),
 }
 PLANS = 8_000  # bytes of a rank in a save, by torch
+COUNTED = [
+    "MemoryStats",
+    "TerminateOnNaN",
+    "NanTrace",
+    "ActivationStats",
+    "StepTimer",
+    "Diagnose",
+    "Checkpoint",
+]
+COUNTED += ["GradientHealth"]
+FREE = {"ChannelsLast", "DetectAnomaly", "GradientClip", "HookCallback", "Log"}
+FREE |= {"Progress", "ReduceLROnPlateau", "SamplingCallback", "Schedule"}
+ONCE = ["OneCycle", "WarmupCosine"]
+CALLBACKS = {2: COUNTED, 64: [*COUNTED, *sorted(FREE), *ONCE, "GradientAccumulation"], 1_024: COUNTED}
+
+
+def costs(tmp_path_factory, world):
+    """What rank 0 of ranks that do not exist sends in 2 epochs of 6 batches, alone and with each callback."""
+
+    def make(folder):
+        return launched("fake_worker.py", folder, world, *CALLBACKS[world], world=1, timeout=180)[0]
+
+    found = shared(tmp_path_factory, f"costs-{world}", make)
+    assert "fsdp2" in found, found["log"][-2000:]
+    return found
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """The costs of 64 ranks; the numbers of collectives are those of any."""
+    return costs(tmp_path_factory, 64)
 
 
 def test_the_table_of_the_page_is_right():
@@ -31,13 +62,9 @@ def test_the_table_of_the_page_is_right():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 64, 1_024])
+@pytest.mark.parametrize("world", CALLBACKS)
 def test_counts_are_those_of_the_page(world, tmp_path_factory):
-    def make(folder):
-        return launched("fake_worker.py", folder, world, world=1)[0]
-
-    found = shared(tmp_path_factory, "costs" if world == 1_024 else f"costs-{world}", make)
-    assert "fsdp2" in found, found["log"][-2000:]
+    found = costs(tmp_path_factory, world)
 
     def more(how, name):
         return found[how][name]["bytes"] - found[how]["none"]["bytes"]
@@ -58,3 +85,62 @@ def test_counts_are_those_of_the_page(world, tmp_path_factory):
     assert 0 < more("ddp", "Checkpoint") - checksums - 14 * world < N_EPOCHS * (PLANS * world + 20_000)
     of_looks = N_LOOKS * 8 * 15 * N_PARAMS + 8 * (2 * N_PARAMS + 1)
     assert more("fsdp2", "GradientHealth") - of_looks == 16
+
+
+# ---- collectives
+
+
+def own(cost):
+    """Collectives outside of the model's group, which are those of hookcb."""
+    return [op for op in cost["ops"] if not op.endswith(" 0")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_a_step_costs_a_vote(many, how):
+    ops = own(many[how]["none"])
+    n_votes = sum("float32[10]" in op for op in ops)
+    assert 12 <= n_votes <= 12 + 2 * 7  # in each step, and at the events of each epoch
+    assert len(ops) - n_votes <= 4 + 2 * 8  # before the fit, and in each epoch
+    assert not any("uint8" in op for op in ops)  # no object is sent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_most_callbacks_communicate_nothing(many, how):
+    none, found = many[how]["none"], many[how]
+    assert {name for name in FREE if found[name]["ops"] != none["ops"]} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_a_schedule_over_all_steps_agrees_on_their_number_once(many, how):
+    none = many[how]["none"]
+    for name in ONCE:
+        assert many[how][name]["n"] - none["n"] == 1
+        assert many[how][name]["bytes"] - none["bytes"] == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_a_callback_that_may_cancel_a_batch_costs_one_more_vote_in_each(many, how):
+    none, found = many[how]["none"], many[how]["TerminateOnNaN"]
+    assert found["n"] - none["n"] == 12
+    assert found["bytes"] - none["bytes"] == 12 * GROWING["vote"](64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_activations_cost_two_reductions_a_record_and_a_fit_four_more(many, how):
+    none, found = many[how]["none"], many[how]["ActivationStats"]
+    assert found["n"] - none["n"] == 2 * 12 + 4
+    assert found["bytes"] - none["bytes"] < 12 * 2 * (8 + 2 + 1) * 8 * 2  # of two layers
+
+
+@pytest.mark.slow
+def test_accumulation_reduces_gradients_once_a_group(many):
+    def n_reduced(cost):
+        return sum("float32[58] 0" in op for op in cost["ops"])
+
+    assert n_reduced(many["ddp"]["none"]) == 12
+    assert n_reduced(many["ddp"]["GradientAccumulation"]) == 6

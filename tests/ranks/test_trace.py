@@ -63,7 +63,7 @@ def test_a_callback_that_communicates_when_its_own_rank_says_so_is_caught(tmp_pa
 
 @pytest.mark.slow
 def test_with_callbacks_more_and_sharded_ranks_take_part_in_the_same(tmp_path_factory):
-    traces = check(*traced(tmp_path_factory, "threes,sharded", world=4))
+    traces = check(*traced(tmp_path_factory, "parts,sharded", world=4))
     assert len(together(traces, 1)) >= 20
 
 

@@ -35,6 +35,9 @@ CHOSEN = {  # instead of those that are quick to check, those that have somethin
     "ReduceLROnPlateau": [{"patience": 0}],
 }
 SLOW = {"Compile", "ProfilerCallback"}
+SIZE = (
+    8  # callbacks in a training: enough for each pair in few of these, and the few that end it are elsewhere
+)
 ENDS = {"MaxTime", "TerminateOnNaN"}  # a fit, long before others in it have done what they do
 HAS_NO_NAN = {"DetectAnomaly"}  # which raises at a NaN
 ALL = [cls for cls in PUBLIC if cls.__name__ not in ("Metrics", "Recorder")]  # these two are attached anyway
@@ -192,16 +195,16 @@ def groups_of_callbacks(how):
     slow = [(cls,) for cls in ALL if cls.__name__ in SLOW]
     ending = [cls for cls in ALL if cls.__name__ in ENDS]
     lasting = [cls for cls in ALL if cls.__name__ not in SLOW | ENDS]
-    threes = [tuple(lasting[i : i + 3]) for i in range(0, len(lasting), 3)]
-    if "threes" in how:
-        return [*slow, *((cls,) for cls in ending), *threes]
+    parts = [tuple(lasting[i : i + SIZE]) for i in range(0, len(lasting), SIZE)]
+    if "parts" in how:
+        return [*slow, *((cls,) for cls in ending), *parts]
     if "pairs" in how:
-        each = [(end, *three) for end in ending for three in threes]
+        each = [(end, *part) for end in ending for part in parts]
         return [*groups_with_each_pair(lasting), *each, tuple(ending)]
     return [(cls,) for cls in ending + lasting]
 
 
-def groups_with_each_pair(classes, size=4):
+def groups_with_each_pair(classes, size=SIZE):
     """Few groups of callbacks, such that each two are together in one of them."""
     left, groups = set(itertools.combinations(range(len(classes)), 2)), []
     while left:
@@ -226,7 +229,7 @@ def main():
     for i, classes in enumerate(groups_of_callbacks(how)[first::n_parts]):
         name = "-".join(cls.__name__ for cls in classes)
         began = time.perf_counter()
-        facts[name] = trace_of(classes, i, rank, world, "sharded" in how, 200 if "long" in how else 12, file)
+        facts[name] = trace_of(classes, i, rank, world, "sharded" in how, 60 if "long" in how else 12, file)
         facts[name]["seconds"] = time.perf_counter() - began
         answer(folder, facts)
         if facts[name]["ending"] in ("RankError", "RuntimeError"):

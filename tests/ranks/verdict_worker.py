@@ -73,7 +73,7 @@ def without():
 
 @case
 def inputs_of_one_rank():
-    return judged(make(lambda x, y: (x * 1e4 if RANK == 1 else x, y)), 3)
+    return judged(make(lambda x, y: (x * 1e4 if RANK == 1 else x, y)), 1)
 
 
 @case
@@ -129,19 +129,19 @@ def the_same_batches():
     x = torch.randn(320, 4)
     learn = make()
     learn.dls = type(learn.dls)(DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), 8), None)
-    return judged(learn, 2)
+    return judged(learn, 1)
 
 
 @case
 def replicas_that_diverge():
-    return judged(make(), 2, [MoveOne()])
+    return judged(make(), 1, [MoveOne()])
 
 
 @case
 def a_function_is_called_on_main():
     told = []
     learn = make(lambda x, y: (x * 1e5, y), lr=10.0)
-    judged(learn, 2, on_sick=lambda verdict: told.append(verdict.status), show=False)
+    judged(learn, 1, on_sick=lambda verdict: told.append(verdict.status), show=False)
     return told
 
 
@@ -154,7 +154,7 @@ def sharded():
         return fully_shard(net)
 
     learn = make(wrap=shard)
-    learn.fit(2, cbs=Diagnose(show=False))
+    learn.fit(1, cbs=Diagnose(show=False))
     verdict = learn.diagnosis.verdict
     return {"verdict": verdict.to_json(), "status": verdict.status, "coverage": verdict.coverage}
 
