@@ -394,6 +394,12 @@ def pairs(*lists):
     return [param for param in covering(*lists) if not param.marks]
 
 
+def along(*lists):
+    """Parameters along a diagonal of the product of `lists`: each value occurs, beside changing others."""
+    lists = [list(values) for values in lists]
+    return [tuple(values[i % len(values)] for values in lists) for i in range(max(map(len, lists)))]
+
+
 def each(nth, values):
     """Parameters of which each `nth` is quick to know from; the others are slow."""
     params = []

@@ -28,7 +28,7 @@ from hookcb import (
 )
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.operations import OpProbe
-from tests.support import SaysSo, fit, make_batches, make_learner, make_model
+from tests.support import SaysSo, along, fit, make_batches, make_learner, make_model
 from tests.training.support import TakesDict, TwoInputs, Unsized
 
 NAN = float("nan")
@@ -740,8 +740,7 @@ def trained_in(way, diagnose, values=HEALED, loss_func=None):
     return w.diagnose()
 
 
-@pytest.mark.parametrize("way", ["learner", "watch"])
-@pytest.mark.parametrize("on_sick", ["warn", "function"])
+@pytest.mark.parametrize(("way", "on_sick"), along(["learner", "watch"], ["warn", "function"]))
 def test_an_error_that_was_told_and_is_over_is_in_the_verdict_as_past(way, on_sick):
     told = []
     given = Diagnose("warn" if on_sick == "warn" else told.append, show=False)

@@ -26,7 +26,7 @@ from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series
 from hookcb.diagnosis.verdict import Finding
 from tests.diagnosis.support import measured
-from tests.support import covering
+from tests.support import along
 
 N = 60  # batches
 STAYS = [1.0] * N
@@ -98,7 +98,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.filterwarnings("ignore:(ERROR|WARNING)  ")
-@pytest.mark.parametrize(("times", "name"), covering([100, 1000, 10], OPTIMIZERS, of=1))
+@pytest.mark.parametrize(("times", "name"), along([100, 1000, 10], OPTIMIZERS))
 def test_a_learning_rate_divided_as_advised_trains(times, name):
     make_opt, lr = OPTIMIZERS[name]
     verdict, after = train(make_opt, times * lr)

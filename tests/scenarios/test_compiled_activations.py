@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from hookcb import ActivationStats, Diagnose, Learner, assert_no_hooks, watch
 from tests.activations.support import STATS, Around, Puts, assert_stats, randn, steps
 from tests.hooks import support as zoo
-from tests.support import fit
+from tests.support import along, fit
 
 # at each graph break dynamo looks at .grad of the tensors it goes on with, and silences the warning only
 # where there is none
@@ -284,8 +284,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize(("backend", "name"), along(["eager", "aot_eager"], PARTS))
 def test_what_compiled_code_does_with_layers_is_measured_as_without_compile(name, backend):
     def build():
         torch.manual_seed(0)

@@ -11,7 +11,7 @@ from hookcb.hooks.hook import Hooks, hook_outputs
 from hookcb.testing import assert_no_hooks
 from tests.hooks import support as zoo
 from tests.hooks.support import batches, fit, learner, numbers, three_layers
-from tests.support import covering
+from tests.support import along, each
 
 WAYS = ["torch.compile", "model.compile"]
 WAYS_AND_BACKENDS = [("torch.compile", "eager"), ("model.compile", "aot_eager")]
@@ -49,9 +49,11 @@ def weights(model):
 
 
 @pytest.mark.parametrize(
-    ("how", "called_before", "make_cb"), covering(WAYS_AND_BACKENDS, [False, True], [means, gradients], of=1)
+    ("how", "given"),
+    each(2, along(WAYS_AND_BACKENDS, [(False, means), (True, means), (True, gradients), (False, gradients)])),
 )
-def test_a_compiled_model_is_watched_as_the_same_model_without_compile(how, called_before, make_cb):
+def test_a_compiled_model_is_watched_as_the_same_model_without_compile(how, given):
+    called_before, make_cb = given
     model, plain = three_layers(), three_layers()
     n_valid = 0 if called_before else 2  # in either way it runs in eval mode too
     fit(plain, expected := make_cb(), n_epoch=2, n_valid=n_valid)
@@ -207,9 +209,7 @@ def gradients_by_hand(model, x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "look"), covering(WAYS_AND_BACKENDS, [outputs_by_hand, gradients_by_hand], of=1)
-)
+@pytest.mark.parametrize(("how", "look"), along(WAYS_AND_BACKENDS, [outputs_by_hand, gradients_by_hand]))
 def test_hooks_by_hand_attached_before_the_first_call_see_what_they_see_without_compile(how, look):
     x = torch.randn(4, 4)
     plain, watched = look(three_layers(), x), look(compiled(three_layers(), *how), x)

@@ -10,7 +10,7 @@ from torch import nn
 import hookcb
 from hookcb import ActivationStats, Callback, Diagnose, GradientClip, GradientHealth, Learner, watch
 from hookcb.hooks.dry_run import sample_inputs
-from tests.support import covering
+from tests.support import along
 
 PACKAGE = Path(hookcb.__file__).parent
 FACTORIES = {
@@ -66,7 +66,7 @@ def run(cbs: list[Callback], watched: bool, default: str) -> tuple[list[torch.Te
     return list(net.parameters()), shown
 
 
-@pytest.mark.parametrize(("name", "watched"), covering(CALLBACKS, [False, True], of=1))
+@pytest.mark.parametrize(("name", "watched"), along(CALLBACKS, [False, True]))
 def test_a_default_device_that_is_not_the_models_changes_nothing(name, watched):
     make = list if watched and name in OF_LEARNER else CALLBACKS[name]
     weights, shown = run(make(), watched, "cpu")

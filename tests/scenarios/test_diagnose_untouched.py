@@ -33,7 +33,17 @@ from hookcb import (
 )
 from hookcb.core.torch_private import top_saved_hooks
 from tests.hooks import support as zoo
-from tests.support import CANCELS, SaysSo, changes_in, covering, each, make_batches, make_model, no_collection
+from tests.support import (
+    CANCELS,
+    SaysSo,
+    along,
+    changes_in,
+    each,
+    make_batches,
+    make_model,
+    no_collection,
+    pairs,
+)
 from tests.training.support import Unsized, Wide, momentum
 
 # many of these trainings are sick, on purpose or as tiny models with large steps are
@@ -445,7 +455,7 @@ def fail_at(error, at):
 
 @pytest.mark.parametrize(
     ("at", "where", "how"),
-    covering([1, 3], ["forward", "backward", "loss", "loader", "step", "callback"], ENDS),
+    pairs([1, 3], ["forward", "backward", "loss", "loader", "step", "callback"], ENDS),
 )
 def test_nothing_is_left_on_however_a_fit_ends(how, where, at):
     error = ENDS[how].with_traceback(None)
@@ -490,8 +500,9 @@ def test_nothing_is_left_on_however_a_fit_ends(how, where, at):
         assert learn.diagnose().status in STATUSES
 
 
-@pytest.mark.parametrize("how", ["an error", "Ctrl-C", "exit"])
-@pytest.mark.parametrize("where", ["forward", "backward", "loop"])
+@pytest.mark.parametrize(
+    ("how", "where"), along(["an error", "Ctrl-C", "exit"], ["forward", "backward", "loop"])
+)
 def test_nothing_is_left_on_however_a_watched_loop_ends(how, where):
     error = ENDS[how].with_traceback(None)
     model = FailsIn(error, 3, where)

@@ -20,7 +20,7 @@ from hookcb import (
     Recorder,
     watch,
 )
-from tests.support import covering, same, weights
+from tests.support import along, same, weights
 
 
 class Attends(nn.Module):
@@ -184,7 +184,7 @@ def by_hand(kind, how, cbs, find_opt=False):
     return w, model, torch.get_rng_state()
 
 
-@pytest.mark.parametrize(("kind", "how"), covering(MODELS, [Usual, Rounded, Accumulates], of=1))
+@pytest.mark.parametrize(("kind", "how"), along(MODELS, [Usual, Rounded, Accumulates]))
 def test_records_weights_and_random_numbers_are_those_of_a_learner(kind, how):
     learn, learned, learned_state = by_learner(kind, how, readers())
     w, watched, watched_state = by_hand(kind, how, readers())

@@ -11,7 +11,7 @@ from torch import nn
 from hookcb import Diagnose, Learner
 from hookcb.diagnosis.measurements.dead_units import MIN_EXAMPLES, MIN_LOOKS, DeadUnits
 from hookcb.diagnosis.run import Run
-from tests.support import fit
+from tests.support import along, fit
 
 D, H, N = 6, 10, 64
 
@@ -226,16 +226,14 @@ class Own(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("is_matmul", [True, False])
-@pytest.mark.parametrize("n_dead", [0, 2, 9, 12])
+@pytest.mark.parametrize(("is_matmul", "n_dead"), along([True, False], [0, 2, 9, 12]))
 def test_lists_of_parameters_are_followed_whichever_way_they_are_multiplied(is_matmul, n_dead):
     found = looked(Own(is_matmul, [D, 12, 4], n_dead), loss=lambda out: (out - 1).square().mean())
     assert found["ws.0"].lately == pytest.approx(n_dead / 12)
     assert found["ws.1"].lately == 0
 
 
-@pytest.mark.parametrize("is_matmul", [True, False])
-@pytest.mark.parametrize("n_dead", [0, 2, 5, D])
+@pytest.mark.parametrize(("is_matmul", "n_dead"), along([True, False], [0, 2, 5, D]))
 def test_square_ones_too(is_matmul, n_dead):
     found = looked(Own(is_matmul, [D, D, 4], n_dead), loss=lambda out: (out - 1).square().mean())
     assert found["ws.0"].lately == pytest.approx(n_dead / D)

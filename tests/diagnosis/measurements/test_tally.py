@@ -8,11 +8,12 @@ from torch import nn
 from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.measurements.tally import MAX_ELEMENTS, N_WAITING, Tally, at_path, path_to, saved_labels
 from hookcb.diagnosis.measurements.targets import Targets, entropy_of
-from tests.support import fit
+from tests.support import along, fit
 
 
-@pytest.mark.parametrize("n", [1, N_WAITING, 2 * N_WAITING + 3])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+@pytest.mark.parametrize(
+    ("n", "dtype"), along([1, N_WAITING, 2 * N_WAITING + 3], [torch.int64, torch.int32, torch.uint8])
+)
 def test_all_labels_are_counted(n, dtype):
     torch.manual_seed(0)
     tally, batches = Tally(5), [torch.randint(5, (7, 2)).to(dtype) for _ in range(n)]

@@ -11,7 +11,7 @@ from torch import nn
 from hookcb import Diagnose, Learner, diagnose, watch
 from hookcb.diagnosis.measurements.tokens import MIN_BATCHES, UNKNOWN, Tokens, _targets_like
 from hookcb.diagnosis.run import Run
-from tests.support import covering, each
+from tests.support import along, each, pairs
 
 N, T, V, D = 8, 12, 16, 16
 ORDER = (
@@ -114,7 +114,7 @@ def gaps(verdict):
 
 
 @pytest.mark.parametrize(
-    ("mask", "train", "fused"), covering(["none", "inverted", "late"], LOOPS, [True, False], of=1)
+    ("mask", "train", "fused"), each(2, pairs(["none", "inverted", "late"], LOOPS, [True, False]))
 )
 def test_a_mask_that_shows_the_next_token_is_named(mask, train, fused):
     verdict = train(Gpt(mask, fused), data())
@@ -123,7 +123,7 @@ def test_a_mask_that_shows_the_next_token_is_named(mask, train, fused):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mask", "train"), covering(["causal", "window"], LOOPS, of=1))
+@pytest.mark.parametrize(("mask", "train"), along(["causal", "window"], LOOPS))
 def test_a_mask_that_hides_it_is_fine(train, mask):
     verdict = train(Gpt(mask), data())
     assert seen(verdict) == {}
@@ -201,7 +201,7 @@ def test_an_autoencoder_may_see_all_of_the_text_that_it_decodes():
     assert seen(trained(Encoded(), data(of=same), loss_func)) == {}
 
 
-@pytest.mark.parametrize(("fused", "train"), covering([True, False], LOOPS, of=1))
+@pytest.mark.parametrize(("fused", "train"), along([True, False], LOOPS))
 def test_a_mask_that_hides_all_other_tokens_is_named(train, fused):
     verdict = train(Gpt("self", fused), data())
     assert seen(verdict) == {"mask.blind": "warning"}
@@ -231,9 +231,7 @@ def _selected(p, y):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss_func", "train"),
-    covering(
-        [lambda p, y: cross_entropy(p, y, ignore_index=0), _weighted, _multiplied, _selected], LOOPS, of=1
-    ),
+    along([lambda p, y: cross_entropy(p, y, ignore_index=0), _weighted, _multiplied, _selected], LOOPS),
 )
 def test_padding_that_does_not_count_is_fine_however_it_is_left_out(train, loss_func):
     assert seen(train(Gpt(padding=0), data(of=padded), loss_func)) == {}

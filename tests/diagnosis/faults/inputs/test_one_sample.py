@@ -10,7 +10,7 @@ from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.faults.inputs.one_sample import OneSample
 from hookcb.diagnosis.measurements.collating import shapes_of_one
 from hookcb.diagnosis.run import Run, Skipped
-from tests.support import each, fit
+from tests.support import along, each, fit
 
 N, D = 16, 6
 
@@ -80,8 +80,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", each(3, RIGHT))
-@pytest.mark.parametrize("train", [by_learner, by_watch])
+@pytest.mark.parametrize(("name", "train"), each(3, along(RIGHT, [by_learner, by_watch])))
 def test_what_is_shared_on_purpose_is_right(name, train):
     verdict = train(RIGHT[name])
     assert found(verdict) == []

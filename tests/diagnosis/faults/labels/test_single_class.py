@@ -10,7 +10,7 @@ from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.loss_graph import LossGraph
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.run import Run
-from tests.support import each
+from tests.support import along, each
 
 SCORES = LossGraph("cross-entropy", True, 1.0, applies="softmax", is_raw=True)
 LOGITS = LossGraph("binary cross-entropy", True, 1.0, applies="sigmoid", is_raw=True)
@@ -117,8 +117,7 @@ def of_sorted(verdict):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("train", [by_learner, by_watch])
-@pytest.mark.parametrize("n_epoch", [1, 3])
+@pytest.mark.parametrize(("train", "n_epoch"), along([by_learner, by_watch], [1, 3]))
 def test_sorted_labels_are_found(train, n_epoch):
     assert of_sorted(train(list(DIGITS.split(16)), n_epoch=n_epoch)) == ["warning"]
 
@@ -150,8 +149,7 @@ NOT_SORTED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", each(3, NOT_SORTED))
-@pytest.mark.parametrize("train", [by_learner, by_watch])
+@pytest.mark.parametrize(("name", "train"), each(3, along(NOT_SORTED, [by_learner, by_watch])))
 def test_other_orders_are_not_sorted(name, train):
     assert of_sorted(train(list(NOT_SORTED[name]))) == []
 

@@ -13,6 +13,7 @@ from hookcb.diagnosis.rules import falls_slowly
 from hookcb.diagnosis.run import Passed, Series, Skipped
 from tests.diagnosis.faults.loss.support import NAN, losses, noisy
 from tests.diagnosis.support import only
+from tests.support import pairs
 
 
 @pytest.mark.parametrize(
@@ -40,9 +41,7 @@ def test_a_loss_that_falls_is_not_flat(values):
     assert isinstance(only(FlatLoss, losses(values, guess=2.3)), Passed)
 
 
-@pytest.mark.parametrize("n_classes", [10, 1000])
-@pytest.mark.parametrize("share", [0.01, 0.03])
-@pytest.mark.parametrize("bend", [0.5, 1, 3])
+@pytest.mark.parametrize(("n_classes", "share", "bend"), pairs([10, 1000], [0.01, 0.03], [0.5, 1, 3]))
 def test_a_loss_that_surely_falls_is_not_flat_however_little(n_classes, share, bend):
     """Steadily, faster at first, or faster at last; guessing is where it begins."""
     guess = math.log(n_classes)

@@ -10,7 +10,7 @@ from torch.optim import SGD
 from hookcb.diagnosis.faults.model.checkpoints import KeptWithoutCopy, UntrainedCheckpoint
 from hookcb.diagnosis.run import Run, Skipped
 from tests.diagnosis.faults.support import found_in_loop, from_start, small_net
-from tests.support import each
+from tests.support import along, each
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +24,14 @@ def found(model, code, **options):
 
 
 @pytest.mark.parametrize(
-    "keep", each(2, [lambda x: x, dict, copy.copy, lambda x: {k: v.cpu() for k, v in x.items()}])
+    ("keep", "done"),
+    each(
+        3,
+        along(
+            [lambda x: x, dict, copy.copy, lambda x: {k: v.cpu() for k, v in x.items()}], ["loaded", "saved"]
+        ),
+    ),
 )
-@pytest.mark.parametrize("done", ["loaded", "saved"])
 def test_a_best_state_without_a_copy_is_found(keep, done):
     model, kept = small_net(), {}
 

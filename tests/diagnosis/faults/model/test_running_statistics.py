@@ -12,7 +12,7 @@ from hookcb import Callback, Diagnose, Learner, watch
 from hookcb.diagnosis.faults.model.running_statistics import RunningStatistics
 from hookcb.diagnosis.run import Absent, Run, Skipped
 from tests.diagnosis.faults.support import numbers
-from tests.support import each, fit
+from tests.support import along, each, fit
 
 
 def net(momentum=0.1, norm=nn.BatchNorm1d, **kwargs):
@@ -46,8 +46,7 @@ def watched(model, n=30, each=lambda: None):
     return told(w.diagnose())
 
 
-@pytest.mark.parametrize("n", [3, 30])
-@pytest.mark.parametrize("how", [trained, watched])
+@pytest.mark.parametrize(("n", "how"), along([3, 30], [trained, watched]))
 def test_statistics_that_stay_as_they_began_are_told_in_short_trainings_too(n, how):
     assert how(net(momentum=0.0), n) == [("error", "1")]
 

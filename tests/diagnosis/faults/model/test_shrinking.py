@@ -9,7 +9,7 @@ from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.faults.model.shrinking import MIN_SIGNAL
 from hookcb.diagnosis.run import Run, Skipped
-from tests.support import each, fit
+from tests.support import along, each, fit
 
 CODE = "init.shrinking"
 
@@ -49,8 +49,7 @@ def loss_of(model):
     return float(F.cross_entropy(model(x), y).detach())
 
 
-@pytest.mark.parametrize("train", [trained, watched])
-@pytest.mark.parametrize("act", [nn.ReLU, nn.GELU])
+@pytest.mark.parametrize(("train", "act"), along([trained, watched], [nn.ReLU, nn.GELU]))
 def test_it_is_the_cause_of_small_updates_and_of_a_flat_loss(train, act):
     verdict = train(net(act=act), data()).diagnose()
     assert verdict.primary.code == CODE

@@ -13,7 +13,7 @@ from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
 from tests.diagnosis.faults.support import followed, found_by, plain_weight, small_net, told, trained
 from tests.diagnosis.support import STAYS, evidence, only, weight
-from tests.support import each
+from tests.support import along, each
 
 
 def net():
@@ -152,8 +152,7 @@ def test_a_single_step_is_too_few_to_stay():
 # ---- cleared gradients
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("to_none", "every"), along([True, False], [1, 2]))
 def test_gradients_that_are_cleared_before_each_step_are_named(to_none, every):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))

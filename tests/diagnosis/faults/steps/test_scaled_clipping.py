@@ -11,7 +11,7 @@ from hookcb.diagnosis.faults.steps.small_updates import _why_small
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from tests.diagnosis.faults.support import numbers, plain_weight, small_net
 from tests.diagnosis.support import only, series
-from tests.support import each
+from tests.support import along, each
 
 
 def recorded(norms, scales, before=1e3):
@@ -56,8 +56,9 @@ def test_it_is_a_warning_for_optimizers_that_divide_by_the_size_of_gradients():
     assert watched(by_norm, torch.optim.AdamW).primary.code == "clip.scaled"
 
 
-@pytest.mark.parametrize("clip", each(2, [by_norm, by_value, lambda params: None]))
-@pytest.mark.parametrize("limit", [1.0, 1e-3])
+@pytest.mark.parametrize(
+    ("clip", "limit"), each(3, along([by_norm, by_value, lambda params: None], [1.0, 1e-3]))
+)
 def test_clipping_after_unscaling_is_not(clip, limit):
     def scaled_clip(params):
         params = list(params)
