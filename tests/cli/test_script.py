@@ -4,7 +4,6 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 import textwrap
 from itertools import pairwise
@@ -382,20 +381,6 @@ def test_a_file_that_there_is_not_is_told(capsys):
         main(["diagnose", "nowhere.py"])
     assert ended.value.code == 2
     assert "there is no file 'nowhere.py'" in capsys.readouterr().err
-
-
-def test_the_installed_command_runs_a_script(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(BEGIN + "print('lines of the script')\n" + SICK)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "hookcb", "diagnose", script],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    assert re.match(
-        r"lines of the script\n\nSequential, trained by Adam\nSICK +update.too_large", done.stdout
-    )
 
 
 # ---- what is a model, and whose a loss is
