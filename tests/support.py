@@ -400,6 +400,11 @@ def along(*lists):
     return [tuple(values[i % len(values)] for values in lists) for i in range(max(map(len, lists)))]
 
 
+def first(values):
+    """Parameters of which the first is quick to know from; the others are slow."""
+    return each(len(values), values)
+
+
 def each(nth, values):
     """Parameters of which each `nth` is quick to know from; the others are slow."""
     params = []

@@ -40,6 +40,7 @@ def test_the_demo_as_it_is_is_healthy_and_ends_in_saying_so(model, capsys, monke
     assert re.fullmatch(r"HEALTHY +as far as checked: \d+ of \d+ checks ran", last)
 
 
+@pytest.mark.slow
 def test_a_fault_is_told_with_its_verdict_and_leaves_no_checkpoint(capsys, tmp_path):
     assert main(["demo", "--model", "mlp", "--epochs", "2", "--fault", "dead-relu"]) == 0
     shown = capsys.readouterr().out

@@ -243,6 +243,7 @@ def traced():
     tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_hundreds_of_batches(traced):
     held = []
 

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from hookcb import ActivationStats, Diagnose, Learner, assert_no_hooks, watch
 from tests.activations.support import STATS, Around, Puts, assert_stats, randn, steps
 from tests.hooks import support as zoo
-from tests.support import along, fit
+from tests.support import along, first, fit
 
 # at each graph break dynamo looks at .grad of the tensors it goes on with, and silences the warning only
 # where there is none
@@ -219,6 +219,7 @@ def test_whatever_compiled_layers_put_out_is_measured_in_one_graph():
     assert {"complex", "none"} <= set(stats.left_out)
 
 
+@pytest.mark.slow
 def test_a_recurrent_layer_that_torch_runs_outside_of_graphs_is_measured():
     def build():
         torch.manual_seed(0)
@@ -284,7 +285,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize(("backend", "name"), along(["eager", "aot_eager"], PARTS))
+@pytest.mark.parametrize(("backend", "name"), first(along(["eager", "aot_eager"], PARTS)))
 def test_what_compiled_code_does_with_layers_is_measured_as_without_compile(name, backend):
     def build():
         torch.manual_seed(0)
@@ -319,6 +320,7 @@ def test_inductor_gives_the_values_of_eager():
     assert_lowered_has_the_values_of_eager("inductor")
 
 
+@pytest.mark.slow
 @each_way
 def test_a_diagnosis_compiles_a_graph_once_and_sees_its_outputs(way):
     plain, found = Diagnose(show=False), Diagnose(show=False)
@@ -342,6 +344,7 @@ def test_an_error_while_compiled_code_shows_its_outputs_is_told_and_not_raised(m
     assert "LookupError('not now')" in str(diagnose.verdict.looked)
 
 
+@pytest.mark.slow
 def test_outputs_in_a_cuda_graph_are_not_copied_and_that_is_told(monkeypatch):
     # as if the compiler ran the model on a stream of its own, as mode="reduce-overhead" does on a card
     monkeypatch.setattr(ActivationStats, "_is_in_graph", lambda self, x: True)

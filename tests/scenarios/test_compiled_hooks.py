@@ -11,7 +11,7 @@ from hookcb.hooks.hook import Hooks, hook_outputs
 from hookcb.testing import assert_no_hooks
 from tests.hooks import support as zoo
 from tests.hooks.support import batches, fit, learner, numbers, three_layers
-from tests.support import along, each
+from tests.support import along, each, first
 
 WAYS = ["torch.compile", "model.compile"]
 WAYS_AND_BACKENDS = [("torch.compile", "eager"), ("model.compile", "aot_eager")]
@@ -98,6 +98,7 @@ def test_looking_at_every_second_batch_adds_one_frame_however_long_the_fit_is():
         assert count_frames(way, means(every=2), n_epoch=n_epoch, n_train=n_train, n_valid=0) == plain + 1
 
 
+@pytest.mark.slow
 def test_a_pre_hook_leaves_the_number_of_frames_as_it_is():
     counts = []
     for cbs in ([], [HookCallback(pre=True, hook=lambda m, i: i[0].mean())]):
@@ -117,7 +118,7 @@ def test_a_forward_callback_breaks_no_graph(every):
     assert all(map(torch.equal, weights(model), weights(plain)))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", first(WAYS))
 def test_a_compiled_shared_layer_has_one_result_for_each_call(way):
     model, plain = zoo.make("shared"), zoo.make("shared")
     fit(plain, expected := means(), n_valid=0)
@@ -153,6 +154,7 @@ def test_a_second_fit_sees_a_compiled_model_again():
     assert_no_hooks(model)
 
 
+@pytest.mark.slow
 def test_a_compiled_submodule_is_watched_too():
     for called_before in (False, True):
         model, plain = three_layers(), three_layers()
@@ -166,6 +168,7 @@ def test_a_compiled_submodule_is_watched_too():
         assert numbers(cb.results) == numbers(expected.results)
 
 
+@pytest.mark.slow
 def test_an_in_place_successor_in_a_compiled_model_changes_no_result():
     model, plain = zoo.make("in_place_modules"), zoo.make("in_place_modules")
     for m in (model, plain):

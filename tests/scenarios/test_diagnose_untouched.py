@@ -39,6 +39,7 @@ from tests.support import (
     along,
     changes_in,
     each,
+    first,
     make_batches,
     make_model,
     no_collection,
@@ -264,7 +265,7 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize("name", each(2, TOGETHER))
+@pytest.mark.parametrize("name", first(TOGETHER))
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_what_else_takes_part_in_the_training_goes_on_to_the_bit(name):
     batches = make_batches(7, bs=6)
@@ -278,6 +279,7 @@ def test_what_else_takes_part_in_the_training_goes_on_to_the_bit(name):
     assert_no_hooks(two.model)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_compiled_model_in_a_watched_loop_trains_to_the_bit_as_without():
     states = []
@@ -292,7 +294,7 @@ def test_a_compiled_model_in_a_watched_loop_trains_to_the_bit_as_without():
     assert differing(*states) == []
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", first([False, True]))
 def test_checkpointed_layers_train_to_the_bit_as_without(reentrant):
     def made():
         torch.manual_seed(2)
@@ -302,6 +304,7 @@ def test_checkpointed_layers_train_to_the_bit_as_without(reentrant):
     assert differing(alone, train(made(), make_batches(8), with_watch=True)) == []
 
 
+@pytest.mark.slow
 def test_a_scaler_in_a_watched_loop_is_to_the_bit_as_without():
     def looped(followed):
         model, scaler = make_model(), torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2)
@@ -370,7 +373,7 @@ class Counts(nn.Module):
         return self.b(h)
 
 
-@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("what", first(["loss", "gradient"]))
 def test_looking_for_the_origin_of_a_nan_leaves_the_training_to_the_bit(what):
     """Whatever is done again for it: random numbers, buffers and a count of calls go on as without."""
 
@@ -812,9 +815,9 @@ def test_a_checkpoint_of_a_diagnosed_fit_resumes_to_the_bit(tmp_path):
 
 
 def test_a_checkpoint_without_diagnose_resumes_with_it_and_the_other_way_round(tmp_path):
-    for k, (first, second) in enumerate([([], [Diagnose()]), ([Diagnose()], [])]):
+    for k, (before, after) in enumerate([([], [Diagnose()]), ([Diagnose()], [])]):
         folder = tmp_path / str(k)
-        for n_epoch, cbs in ((1, first), (2, second)):
+        for n_epoch, cbs in ((1, before), (2, after)):
             learn = Learner(make_batches(4), make_model(), F.mse_loss, torch.optim.SGD, lr=0.01)
             # the second fit of the second pair says that the state of Diagnose is not used
             with learn.no_logging(), warnings.catch_warnings():

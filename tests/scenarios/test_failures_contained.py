@@ -158,7 +158,7 @@ def test_the_verdict_comes_if_all_parts_fail(train, monkeypatch):
     assert verdict.status in ("healthy", "unknown")
 
 
-@pytest.mark.parametrize(("train", "event"), along(LOOPS, (*HANDLERS, *ENDS)))
+@pytest.mark.parametrize(("train", "event"), each(3, along(LOOPS, (*HANDLERS, *ENDS))))
 def test_parts_that_fail_at_an_event_cost_what_they_are_for(train, event, monkeypatch):
     places = [(kind, name) for kind, name in PLACES if name == event]
     check_contained(train, poison(monkeypatch, places))

@@ -144,7 +144,7 @@ EVENTS_OF_A_FIT = [
 ]
 
 
-@pytest.mark.parametrize("event", each(2, EVENTS_OF_A_FIT))
+@pytest.mark.parametrize("event", each(3, EVENTS_OF_A_FIT))
 def test_a_summary_in_the_middle_of_a_fit_changes_nothing(event):
     def run(look):
         torch.manual_seed(0)

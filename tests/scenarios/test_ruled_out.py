@@ -100,6 +100,7 @@ def test_a_loss_function_that_is_compiled_too_is_read_from_its_original():
     assert verdict_on(net(nn.Softmax(dim=1)), loss_func).primary.code == "head.activation"
 
 
+@pytest.mark.slow
 def test_a_watch_sees_the_softmax_of_a_compiled_model():
     model = net(nn.Softmax(dim=1))
     compiled, opt = compiled_outside(model), torch.optim.SGD(model.parameters(), lr=0.01)
@@ -246,6 +247,7 @@ def test_layers_in_torchscript_are_not_ruled_out():
 # ---- evidence that is not there
 
 
+@pytest.mark.slow
 def test_graphs_are_not_said_to_be_freed_in_a_run_too_short_to_tell():
     assert "retained graphs" not in verdict_on(net()).ruled_out
     assert "retained graphs" in verdict_on(net(), n=62).ruled_out

@@ -78,6 +78,7 @@ def test_fits_in_another_thread_may_begin_and_end_in_the_middle_of_a_step():
         step(other, other_opt)
 
 
+@pytest.mark.slow
 def test_fits_in_two_threads_train_and_record_as_one_after_the_other():
     def made():  # here, as threads would share the random numbers that weights are made of
         return [make_learner(n_train=4) for _ in range(8)]

@@ -121,6 +121,7 @@ def closing(model, opt, n=60):
         opt.step(closure)
 
 
+@pytest.mark.slow
 def test_a_training_by_closures_is_judged_by_what_was_seen_of_it():
     """LBFGS has no one gradient for a step; layers and losses are there."""
     torch.manual_seed(0)
@@ -138,6 +139,7 @@ def test_a_training_by_closures_is_judged_by_what_was_seen_of_it():
     assert not any(word in fine for word in ("attenuated", "exploding", "update", "dead"))
 
 
+@pytest.mark.slow
 def test_gradients_alone_see_nothing_of_a_training_by_closures():
     torch.manual_seed(0)
     model = net()

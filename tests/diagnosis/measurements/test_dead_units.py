@@ -11,7 +11,7 @@ from torch import nn
 from hookcb import Diagnose, Learner
 from hookcb.diagnosis.measurements.dead_units import MIN_EXAMPLES, MIN_LOOKS, DeadUnits
 from hookcb.diagnosis.run import Run
-from tests.support import along, fit
+from tests.support import along, first, fit
 
 D, H, N = 6, 10, 64
 
@@ -168,7 +168,7 @@ def test_it_takes_eight_looks_and_512_examples(n_examples, n):
     assert (found.n_looked, found.n_examples) == (n, n * n_examples)
 
 
-@pytest.mark.parametrize(("size", "told"), [(4, True), (1, False)])
+@pytest.mark.parametrize(("size", "told"), first([(4, True), (1, False)]))
 def test_of_small_batches_so_many_are_looked_at_that_it_is_known(size, told):
     """Units that are dead from the beginning, in 150 batches: of 4 these are enough examples, of one not."""
     g = torch.Generator().manual_seed(0)
@@ -351,6 +351,7 @@ def test_positions_of_few_images_are_examples():
     assert "unit.dead" not in judged_on(channels(n_dead=0), images(2))[1]
 
 
+@pytest.mark.slow
 def test_a_share_that_healthy_layers_come_near_to_needs_more_than_a_few_images():
     assert "unit.dead" not in judged_on(channels(n_dead=11), images(2))[1]
     assert judged_on(channels(n_dead=11), images(32))[1]["unit.dead"] == "warning"

@@ -78,6 +78,7 @@ def test_a_line_of_a_plain_loop_is_named(clock):
     assert share > 0.9
 
 
+@pytest.mark.slow
 def test_a_line_that_is_slow_now_and_then_is_named_by_its_mean(clock):
     w = plain(lambda step: step % 20 == 19 and clock.sleep(), n=200)
     assert any("own(step)" in place for place in places(w))
@@ -106,6 +107,7 @@ def test_a_loss_function_that_takes_most_of_the_time_is_named(clock):
     assert list(places(learn)) == ["the loss function"]
 
 
+@pytest.mark.slow
 def test_a_training_without_other_work_has_no_place(clock):
     learn = make_learner(40, 0, lr=0.01)
     fit(learn, 1, cbs=quiet())
@@ -113,6 +115,7 @@ def test_a_training_without_other_work_has_no_place(clock):
     assert places(plain(lambda step: None)) == {}
 
 
+@pytest.mark.slow
 def test_weights_are_bit_identical_while_lines_are_sampled():
     def weights(*cbs):
         model = make_model()
@@ -142,6 +145,7 @@ def test_a_loop_that_dies_while_lines_are_sampled_leaves_nothing():
         plain(own)
 
 
+@pytest.mark.slow
 def test_the_start_of_a_loader_is_told_apart_from_its_fetches(clock):
     class Slow(DataLoader):
         def __iter__(self):
@@ -213,6 +217,7 @@ def test_what_wraps_a_loader_is_named_by_its_line(clock):
     assert share > 0.5
 
 
+@pytest.mark.slow
 def test_a_validation_that_waits_for_its_loader_is_named(clock):
     class Slow(list):
         def __getitem__(self, i):

@@ -8,7 +8,7 @@ from torch import nn
 from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.measurements.tally import MAX_ELEMENTS, N_WAITING, Tally, at_path, path_to, saved_labels
 from hookcb.diagnosis.measurements.targets import Targets, entropy_of
-from tests.support import along, fit
+from tests.support import along, first, fit
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_training_counts_each_batch_of_sorted_labels():
     assert (seen.targets.counts, seen.targets.n_counted) == (expected, 200)
 
 
-@pytest.mark.parametrize("is_reported", [True, False])
+@pytest.mark.parametrize("is_reported", first([True, False]))
 def test_a_plain_loop_counts_each_batch_whose_loss_it_reports_and_else_some(is_reported):
     batches, model, seen = data(200), nn.Linear(4, 3), Seen("ignore", show=False)
     opt = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -132,6 +132,7 @@ def test_sorted_labels_of_two_classes_are_found():
     assert of_sorted(by_watch(list(BITS.split(16)), n_out=1, loss_func=bits_loss)) == ["warning"]
 
 
+@pytest.mark.slow
 def test_classes_in_turn_are_found():
     assert of_sorted(by_learner([torch.full((16,), i % 10) for i in range(40)])) == ["warning"]
 
@@ -154,10 +155,12 @@ def test_other_orders_are_not_sorted(name, train):
     assert of_sorted(train(list(NOT_SORTED[name]))) == []
 
 
+@pytest.mark.slow
 def test_batches_that_alternate_are_on_purpose():
     assert of_sorted(by_learner([torch.full((16,), i % 2) for i in range(40)], n_out=2)) == []
 
 
+@pytest.mark.slow
 def test_one_class_after_the_other_is_a_note():
     batches = [y for own in EACH for y in own.split(16)]
     assert of_sorted(by_learner(batches, n_epoch=1)) == ["info"]

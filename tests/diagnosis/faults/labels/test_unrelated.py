@@ -142,6 +142,7 @@ def test_labels_that_are_learned_in_any_order_alike_are_told_of_a_loss_that_hard
     assert "permuted labels" in found.message
 
 
+@pytest.mark.slow
 def test_labels_that_are_learned_faster_than_in_other_orders_follow_from_inputs():
     assert seen_slow(clusters(shuffled=False)) == []
     assert seen_slow(clusters(shuffled=False), FLAT) == []

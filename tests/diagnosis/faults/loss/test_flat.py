@@ -13,7 +13,7 @@ from hookcb.diagnosis.rules import falls_slowly
 from hookcb.diagnosis.run import Passed, Series, Skipped
 from tests.diagnosis.faults.loss.support import NAN, losses, noisy
 from tests.diagnosis.support import only
-from tests.support import pairs
+from tests.support import first, pairs
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_short_run_or_a_warm_up_is_not_called_flat():
     assert isinstance(only(FlatLoss, losses([2.3] * 60, lr=rising)), Skipped)
 
 
-@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("sign", first([1, -1]))
 def test_a_loss_that_an_optimizer_maximizes_is_not_judged(sign):
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
@@ -132,7 +132,7 @@ def opposed(game, n=150):
     return [x.severity for x in found.findings if x.code == "loss.flat"], " ".join(found.coverage)
 
 
-@pytest.mark.parametrize("game", ["alone", "frozen"])
+@pytest.mark.parametrize("game", first(["alone", "frozen"]))
 def test_a_loss_that_stays_without_an_opponent_is_told(game):
     assert opposed(game)[0] == ["warning"]
 
@@ -152,6 +152,7 @@ def test_a_loss_that_stays_in_a_game_is_not_told(game, why):
     assert why in coverage
 
 
+@pytest.mark.slow
 def test_guessing_targets_that_are_all_the_same_is_no_limit():
     model = nn.Linear(4, 1)
     opt = torch.optim.SGD(model.parameters(), lr=1e-9)
