@@ -3,6 +3,7 @@
 import io
 import sys
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -243,18 +244,23 @@ def test_tables_stay_aligned_in_ascii():
 # ---- what is printed by the user
 
 
+@cache
 def reports():
+    """All that a fit can show."""
     learn = sick_fit(ActivationStats(), GradientHealth(activations=True), StepTimer(), MemoryStats(every=1))
-    yield learn.activation_stats.report()
-    yield learn.gradient_health.report()
-    yield learn.gradient_health.output_stats.report()
-    yield learn.gradient_health.report(verdict=learn.diagnosis.verdict)
-    yield learn.gradient_health.flow()
-    yield learn.step_timer.report()
-    yield learn.memory_stats.report()
-    yield learn.diagnosis.verdict
-    yield learn.diagnosis.verdict.findings[0]
-    yield module_summary(learn.model, torch.ones(2, 2))
+    health, verdict = learn.gradient_health, learn.diagnosis.verdict
+    return [
+        learn.activation_stats.report(),
+        health.report(),
+        health.output_stats.report(),
+        health.report(verdict=verdict),
+        health.flow(),
+        learn.step_timer.report(),
+        learn.memory_stats.report(),
+        verdict,
+        verdict.findings[0],
+        module_summary(learn.model, torch.ones(2, 2)),
+    ]
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
@@ -267,7 +273,6 @@ def test_whatever_we_give_can_be_printed(encoding, monkeypatch):
         assert len(written(out)) > 40
 
 
-@pytest.mark.slow
 def test_print_shows_a_table_in_the_width_of_the_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     for report in reports():
