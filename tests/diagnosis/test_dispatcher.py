@@ -113,8 +113,8 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def work_of_a_batch(n_layers, *cbs, at=520):
-    """Calls of torch's operators and hookcb's modules in a batch, after those whose steps are checked."""
+def work_of_a_batch(n_layers, *cbs, at=40):
+    """Calls of torch's operators and hookcb's modules in a batch; as late as if 500 had been left out."""
     operators, calls = Operators(), Counter()
 
     def count(frame, event, arg):
@@ -123,7 +123,9 @@ def work_of_a_batch(n_layers, *cbs, at=520):
             calls[module] += 1
 
     def begin(cb):
-        if cb.train_iter == at:
+        if cb.train_iter == at - 2 and cbs:
+            cbs[0]._dispatcher.run.n_steps += 500
+        elif cb.train_iter == at:
             operators.__enter__()
             sys.setprofile(count)
         elif cb.train_iter == at + 1:
