@@ -284,6 +284,7 @@ def test_time_begins_with_the_first_step_of_the_largest_model(monkeypatch):
     assert limit.reached == "after 1 minute and 3 steps"
 
 
+@pytest.mark.slow
 def test_a_model_that_was_not_trained_yet_does_not_count(ended):
     """As an actor whose steps begin once the critic has made some hundreds."""
     code, out, _ = ended("--steps 20", f"late, opt = make()\nlate(W.T)\ntrain(*make(), n={FOREVER})")

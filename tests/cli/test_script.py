@@ -209,6 +209,7 @@ def test_weights_that_are_moved_by_hand_are_a_training(run, write):
     assert "the loop updates its weights without a torch.optim.Optimizer" in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_another_copy_is_noticed(run):
     code, out, _ = run("net, opt = make()\ntrain(make()[0], opt)")
     assert code == 1
@@ -290,6 +291,7 @@ def test_a_model_that_is_only_used_is_no_fault(run, use):
     assert "Sequential" in titles(out)
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_something_else_is_named_and_no_fault(run):
     code, out, _ = run(
         HEALTHY + "alpha = torch.zeros(1, requires_grad=True)\nfree = torch.optim.SGD([alpha], 0.1)\n"
@@ -487,6 +489,7 @@ def test_a_model_that_is_trained_in_eval_mode_is_seen(run):
     assert "SICK mode.mismatch in layer 1" in out
 
 
+@pytest.mark.slow
 def test_a_model_with_keyword_arguments_only_is_seen_from_its_first_batch(run):
     code, out, _ = run(
         """

@@ -94,6 +94,7 @@ def test_a_script_without_nan_or_whose_line_is_known_runs_once(script, tmp_path,
     assert ("return super().forward(x).log()" in " ".join(shown.out.split())) is (script == IN_THE_MODEL)
 
 
+@pytest.mark.slow
 def test_what_is_ignored_is_not_looked_for(tmp_path, monkeypatch):
     path = tmp_path / "script.py"
     path.write_text(BEGIN + lines())

@@ -186,6 +186,7 @@ def test_a_loop_that_moves_weights_itself_ends_too(trace):
     assert result["line"]["op"] == "log"
 
 
+@pytest.mark.slow
 def test_the_models_of_other_classes_do_not_count(trace):
     other = "other = nn.Bilinear(2, 2, 2)\nx = torch.ones(1, 2)\n(other(x, x) / 0).mean().backward()"
     script = lines(at=-1, root=SAFE) + other

@@ -96,7 +96,7 @@ def test_a_model_that_is_no_module_is_told(run):
 
 
 @pytest.mark.parametrize(
-    ("given", "held"), [("net.parameters()", 4), ('[{"params": []}, {"params": []}]', 0)]
+    ("given", "held"), first([("net.parameters()", 4), ('[{"params": []}, {"params": []}]', 0)])
 )
 def test_a_model_of_which_nothing_is_trained_has_a_verdict(run, given, held):
     code, out = run(f"net.requires_grad_(False)\ntrain(net, torch.optim.AdamW({given}))")
@@ -214,6 +214,7 @@ def test_layers_that_are_no_submodules_are_told(run):
     assert "no call of a layer was seen, as none is a submodule" in out
 
 
+@pytest.mark.slow
 def test_layers_and_the_optimizer_of_keras_have_their_names(run):
     """Keras keeps parameters in a dictionary by path, and its optimizers have variables and no step()."""
     _, out = run(

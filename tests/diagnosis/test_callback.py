@@ -312,6 +312,7 @@ def test_show_prints_the_verdict_once_and_no_logging_does_not(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_a_watch_prints_the_verdict_where_it_shows(capsys):
     batches = [(x, 3 * x[:, :1]) for x, _ in make_batches(9)]
     watched(make_model(), batches, Diagnose(), lr=1e-4)
@@ -514,6 +515,7 @@ def test_a_validation_whose_loss_is_nan_is_not_the_trainings_fault():
     assert "nonfinite.first" not in [f.code for f in learn.diagnose().findings]
 
 
+@pytest.mark.slow
 def test_lr_find_leaves_an_attached_one_alone():
     learn = synth_learner(30, cbs=Diagnose())
     fit(learn, 2)
@@ -590,6 +592,7 @@ def test_a_watch_that_is_told_no_loss_has_a_verdict():
     assert "loss" in " ".join(line for line in w.diagnose().coverage if "not checked" in line)
 
 
+@pytest.mark.slow
 @anyhow
 def test_a_watch_can_be_asked_within_the_loop():
     model = make_model()
@@ -773,6 +776,7 @@ def test_a_second_fit_keeps_nothing_that_was_told_in_the_first():
     assert "loss.diverging" not in [f.code for f in diagnose.verdict.findings]
 
 
+@pytest.mark.slow
 def test_what_was_told_is_in_the_verdict_of_a_fit_that_ends_by_an_error():
     n, given = iter(range(99)), losses_of(HEALED)
 
@@ -787,6 +791,7 @@ def test_what_was_told_is_in_the_verdict_of_a_fit_that_ends_by_an_error():
     assert "loss.diverging" in [f.code for f in diagnose.verdict.findings]
 
 
+@pytest.mark.slow
 def test_what_was_told_is_in_the_verdict_if_no_other_can_be_made(monkeypatch):
     def breaks(verdict):
         monkeypatch.setattr("hookcb.diagnosis.callback.judge", None)

@@ -25,7 +25,7 @@ from hookcb import (
 )
 from tests.activations.support import Around, Puts, assert_stats, printed, randn
 from tests.hooks import support as zoo
-from tests.support import along, each, everything, fit, notice_waits, unsettle
+from tests.support import along, each, everything, first, fit, notice_waits, unsettle
 
 OPTIONS = {
     "default": {},
@@ -211,7 +211,7 @@ def test_no_storage_of_an_output_outlives_its_batch(options):
         assert_stats(stats.stats[-1]["odd[0]"], torch.arange(50.0))
 
 
-@pytest.mark.parametrize("options", [OPTIONS["default"], OPTIONS["all"]], ids=["default", "all"])
+@pytest.mark.parametrize("options", first([OPTIONS["default"], OPTIONS["all"]]), ids=["default", "all"])
 def test_neither_model_nor_learner_nor_outputs_live_on_with_the_statistics(options):
     refs = []
     model = Lstm()

@@ -814,6 +814,7 @@ def test_a_checkpoint_of_a_diagnosed_fit_resumes_to_the_bit(tmp_path):
     assert resumed.diagnose().status in ("healthy", "suspect")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_diagnose_resumes_with_it_and_the_other_way_round(tmp_path):
     for k, (before, after) in enumerate([([], [Diagnose()]), ([Diagnose()], [])]):
         folder = tmp_path / str(k)

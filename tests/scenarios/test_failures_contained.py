@@ -271,6 +271,7 @@ def test_a_fault_that_cannot_be_judged_costs_its_own_code_and_those_that_ask_for
         assert TEXT in told.reason
 
 
+@pytest.mark.slow
 def test_faults_that_cannot_be_judged_end_no_training(monkeypatch):
     for fault in FAULTS.values():
         monkeypatch.setattr(fault, "findings", raises)

@@ -79,6 +79,7 @@ def test_a_forked_process_may_watch_a_model_of_its_own():
     assert forked(act) == "2"
 
 
+@pytest.mark.slow
 def test_no_lock_of_another_thread_is_waited_for_in_a_forked_process():
     model, opt, step = make_step()
     with watch(model, opt, Diagnose(show=False)) as w:

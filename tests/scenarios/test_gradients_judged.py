@@ -170,6 +170,7 @@ def test_a_training_that_diverges_is_seen(lr):
     assert {"nonfinite.first", "update.too_large"} <= {code for code, _ in findings(learn)}
 
 
+@pytest.mark.slow
 def test_an_unrolled_network_that_explodes_is_seen():
     class Rnn(nn.Module):
         def __init__(self):

@@ -46,7 +46,7 @@ from tests.gradients.support import (
     tokens,
 )
 from tests.hooks import support as zoo
-from tests.support import along, everything, fit, same, weights
+from tests.support import along, everything, first, fit, same, weights
 from tests.training.support import equal
 
 MODELS = {"mlp": (mlp, lambda: batches(5), F.mse_loss)}
@@ -85,12 +85,12 @@ def test_a_training_is_to_the_bit_what_it_is_without(name, options):
     assert len(health.stats) > 1
 
 
-@pytest.mark.parametrize("others", [
+@pytest.mark.parametrize("others", first([
     lambda: [GradientClip(0.1), GradientAccumulation(2)],
     lambda: [MixedPrecision("fp16", init_scale=2.0**20), EMA(0.9)],
     lambda: [MixedPrecision(), GradientClip(value=0.01)],
-])  # fmt: skip
-@pytest.mark.parametrize("opt", [partial(adam, fused=True), partial(torch.optim.SGD, momentum=0.9)])
+]))  # fmt: skip
+@pytest.mark.parametrize("opt", first([partial(adam, fused=True), partial(torch.optim.SGD, momentum=0.9)]))
 def test_beside_other_callbacks_a_training_is_to_the_bit_what_it_is_without(others, opt):
     plain = trained("mlp", *others(), opt=opt)
     health, stats = GradientHealth(activations=True), ActivationStats()

@@ -205,6 +205,7 @@ def test_an_autograd_function_of_ones_own_hides_what_gives_the_loss():
     assert reason == "OwnSoftmax, a custom autograd function, hides what the loss is computed from"
 
 
+@pytest.mark.slow
 def test_a_checkpointed_region_hides_it_only_if_it_is_reentrant():
     verdict = verdict_on(Recomputed(use_reentrant=True))
     assert HEAD not in verdict.ruled_out
@@ -272,6 +273,7 @@ def test_without_an_optimizer_a_preflight_rules_out_nothing_about_one():
         assert not_checked(verdict, code) == "no optimizer was given"
 
 
+@pytest.mark.slow
 def test_a_preflight_does_not_say_that_nobody_waits_for_data():
     model = net()
     opt = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -290,6 +290,7 @@ class Attention(nn.Module):
         return self.head(self.inner(x, x, x)[0].mean(1))
 
 
+@pytest.mark.slow
 def test_a_verdict_does_not_rest_on_calls_of_another_thread():
     def run(*cbs):
         torch.manual_seed(0)
@@ -377,6 +378,7 @@ def test_a_watch_of_the_module_that_replicas_are_made_of_says_that_it_saw_no_cal
     assert "2 calls or steps in other threads, ignored" in w.coverage.notes
 
 
+@pytest.mark.slow
 def test_a_data_parallel_on_one_device_is_the_model_inside():
     plain, parallel = make_model(), nn.DataParallel(make_model())
     found = []

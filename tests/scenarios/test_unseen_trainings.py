@@ -96,6 +96,7 @@ def test_the_optimizer_of_another_model_is_told():
     assert "was not called" in w.diagnose().reason
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_never_steps_is_told():
     """The model is called and gets gradients, and an optimizer that was not given trains it."""
     torch.manual_seed(0)

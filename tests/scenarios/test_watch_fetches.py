@@ -109,6 +109,7 @@ def test_a_slow_loader_is_told_by_its_share_of_the_time(clock, sleeps, told):
     assert data_bound(w) == told
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ERROR  time.data_bound:UserWarning")
 def test_the_fetches_of_a_generator_are_timed_as_a_line_of_the_loop(clock):
     def generate():

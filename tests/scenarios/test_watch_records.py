@@ -203,12 +203,14 @@ def test_records_weights_and_random_numbers_are_those_of_a_learner(kind, how):
     assert next(iter(w.memory_stats.layers())).kept > 0
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_is_found_gives_the_same_records():
     given, found = (by_hand("mlp", Usual, readers()[:5], find_opt)[0] for find_opt in (False, True))
     for name in ("activation_stats", "some", "gradient_health", "outputs"):
         assert is_alike(getattr(given, name).state_dict(), getattr(found, name).state_dict()), name
 
 
+@pytest.mark.slow
 def test_records_of_two_nested_watches_are_alike():
     model = copy.deepcopy(model_for("cnn"))
     opt = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -357,12 +357,14 @@ def test_a_share_that_healthy_layers_come_near_to_needs_more_than_a_few_images()
     assert judged_on(channels(n_dead=11), images(32))[1]["unit.dead"] == "warning"
 
 
+@pytest.mark.slow
 def test_maps_of_one_place_have_no_more_examples_than_images():
     dead, found = judged_on(channels(kernel=8), images(2))
     assert dead["0.weight"].n_places == 1
     assert "unit.dead" not in found
 
 
+@pytest.mark.slow
 def test_tokens_are_examples_of_a_linear_layer():
     class Tokens(nn.Module):
         def __init__(self):

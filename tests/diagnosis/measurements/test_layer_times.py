@@ -191,6 +191,7 @@ def test_hooks_of_the_user_that_hookcb_calls_are_too(clock):
     assert round(seconds / 1000) == 1
 
 
+@pytest.mark.slow
 def test_hooks_of_hookcb_are_not_told_as_the_users(clock):
     learn = make_learner(80, cbs=[Diagnose(), ActivationStats()])
     fit(learn)
@@ -251,6 +252,7 @@ def test_a_model_that_computes_nothing_itself_may_take_some_milliseconds(clock, 
     assert [note.startswith("The model itself takes 100%") for note in notes] == [True] * is_slow
 
 
+@pytest.mark.slow
 def test_an_error_in_a_hook_does_not_reach_the_forward_and_costs_the_times_of_layers(monkeypatch):
     def broken(self, m, args):
         raise RuntimeError("no clock")

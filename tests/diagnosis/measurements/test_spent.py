@@ -84,6 +84,7 @@ def test_a_line_that_is_slow_now_and_then_is_named_by_its_mean(clock):
     assert any("own(step)" in place for place in places(w))
 
 
+@pytest.mark.slow
 def test_a_line_that_makes_a_whole_step_is_not_named(clock):
     model = make_model()
     opt = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -93,6 +94,7 @@ def test_a_line_that_makes_a_whole_step_is_not_named(clock):
     assert places(w) == {}
 
 
+@pytest.mark.slow
 def test_a_validation_is_told_apart(clock):
     assert list(places(plain(lambda step: None, n_valid=2, clock=clock))) == ["validation"]
 
@@ -134,6 +136,7 @@ def test_weights_are_bit_identical_while_lines_are_sampled():
     assert weights(quiet()) == expected
 
 
+@pytest.mark.slow
 def test_a_loop_that_dies_while_lines_are_sampled_leaves_nothing():
     def own(step):
         time.sleep(2e-3)
@@ -188,6 +191,7 @@ def test_long_waits_that_come_again_are_no_machine(clock, n, is_found):
     assert bool(places(learn)) is is_found
 
 
+@pytest.mark.slow
 def test_an_iterator_that_begins_elsewhere_is_no_start_of_a_loader(clock):
     class Slow:
         def __iter__(self):
@@ -198,6 +202,7 @@ def test_an_iterator_that_begins_elsewhere_is_no_start_of_a_loader(clock):
     assert place.endswith(", own(step)")
 
 
+@pytest.mark.slow
 def test_what_wraps_a_loader_is_named_by_its_line(clock):
     def prepared(loader):
         for batch in loader:

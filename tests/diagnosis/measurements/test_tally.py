@@ -71,6 +71,7 @@ def data(n, is_sorted=True):
     return [(torch.randn(8, 4), x) for x in y]
 
 
+@pytest.mark.slow
 def test_a_training_counts_each_batch_of_sorted_labels():
     batches = data(200)
     expected = torch.bincount(torch.cat([y for _, y in batches]), minlength=3).tolist()

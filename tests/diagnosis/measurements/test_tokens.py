@@ -130,6 +130,7 @@ def test_a_mask_that_hides_it_is_fine(train, mask):
     assert "masks that show the next token" in verdict.ruled_out
 
 
+@pytest.mark.slow
 def test_a_prefix_may_be_visible_if_it_is_not_a_target():
     def ignored(w):
         return w[:, :-1], w[:, 1:].masked_fill(torch.arange(T) < 4, -100)
@@ -146,6 +147,7 @@ def test_a_loss_that_shifts_its_targets_itself_is_understood():
     assert seen(trained(Gpt("none"), data(of=same), shifted)) == {"mask.future": "error"}
 
 
+@pytest.mark.slow
 def test_masked_tokens_may_be_predicted_from_both_sides():
     def masked(w):
         x = w[:, :-1]
@@ -167,10 +169,12 @@ def test_a_token_autoencoder_gets_a_note():
     assert seen(trained(Gpt("none"), data(120, of=same))) == {"label.copies_input": "info"}
 
 
+@pytest.mark.slow
 def test_a_model_that_shifts_its_input_itself_is_fine():
     assert seen(trained(Gpt(shift=True), data(of=same))) == {}
 
 
+@pytest.mark.slow
 def test_a_recurrent_model_has_no_masks_to_check():
     class Lstm(nn.Module):
         def __init__(self):

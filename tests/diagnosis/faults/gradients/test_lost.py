@@ -114,6 +114,7 @@ class Skips(nn.Module):
         return self.head(x + self.block(x).relu() if torch.rand(()) > 0.1 else x)
 
 
+@pytest.mark.slow
 def test_a_block_that_is_left_out_is_not_looked_at():
     assert found(model=Skips()) == {}
 

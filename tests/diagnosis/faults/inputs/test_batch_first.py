@@ -88,12 +88,14 @@ def test_with_batch_first_or_steps_first_all_is_well(make):
 
 @pytest.mark.parametrize(
     ("shape", "targets"),
-    [
-        ((T, N, D), (T, N)),  # a target for each step
-        ((T, N, D), (T * N,)),
-        ((T, 1, D), (T,)),  # a single long sequence
-        ((T, T, D), (T, T)),
-    ],
+    first(
+        [
+            ((T, N, D), (T, N)),  # a target for each step
+            ((T, N, D), (T * N,)),
+            ((T, 1, D), (T,)),  # a single long sequence
+            ((T, T, D), (T, T)),
+        ]
+    ),
 )
 def test_a_target_for_each_step_does_not_tell_samples_from_steps(shape, targets):
     assert not found(train(Net(nn.GRU(D, D), all_steps=True), shape, targets))

@@ -168,6 +168,7 @@ def test_a_collate_function_that_makes_one_condition_for_all_is_right(condition)
     assert collated(condition) == []
 
 
+@pytest.mark.slow
 def test_what_all_samples_have_in_common_may_be_collated_once():
     assert collated(row(0), Conditions(lambda i: torch.linspace(0, 1, D))) == []
 

@@ -98,6 +98,7 @@ def test_a_model_that_returns_its_loss_need_not_return_its_scores(return_scores)
     assert severity_of("mask.future", verdict) == "error"
 
 
+@pytest.mark.slow
 def test_targets_that_do_not_count_are_read_from_the_graph_of_the_loss_too():
     batches = [(w[:, :-1], w[:, :-1].masked_fill(torch.arange(T) < 3, -1)) for w in sentences(20)]
     assert severity_of(COPIES, verdict_on(ReturnsLoss(), batches)) == "warning"

@@ -283,6 +283,7 @@ def test_weights_that_are_saved_after_the_best_validation_are_kept():
     assert loop(save=True)[0].diagnose().status == "healthy"
 
 
+@pytest.mark.slow
 def test_records_alone_show_it_too():
     x, y = data()
     learn = Learner((batches(x[:100], y[:100]), batches(x[100:], y[100:])), net(), F.cross_entropy, lr=5e-3)

@@ -48,6 +48,7 @@ def found(contents, model=None, opt=None):
     return found_in_loop(model, opt, CODE, end=end)
 
 
+@pytest.mark.slow
 def test_the_optimizers_state_without_a_part_of_its_weights_is_found():
     ((severity, message),) = found(lambda m, opt: [{"body": m.body.state_dict(), "opt": opt.state_dict()}])
     assert severity == "warning"
@@ -133,12 +134,14 @@ def found_safe(safe, save):
     return found_in_loop(model, opt, CODE, end=lambda: save(model, opt, save_file))
 
 
+@pytest.mark.slow
 def test_a_head_that_safetensors_saves_alone_is_found(safe):
     ((severity, message),) = found_safe(safe, lambda m, opt, save: save(m.head.state_dict(), "a"))
     assert severity == "warning"
     assert "All that was saved of the model is head.weight, head.bias." in message
 
 
+@pytest.mark.slow
 def test_weights_that_safetensors_saves_are_in_a_file(safe):
     def save(m, opt, save_file):
         save_file({name: x.clone() for name, x in m.state_dict().items()}, "a")
@@ -157,6 +160,7 @@ def test_safetensors_is_as_it_was_afterwards(safe):
     assert [getattr(safe, name) for name in names] == real
 
 
+@pytest.mark.slow
 def test_a_head_alone_is_not_told_if_safetensors_cannot_be_heard(monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", ModuleType("safetensors"))
     monkeypatch.setitem(sys.modules, "safetensors.torch", ModuleType("safetensors.torch"))

@@ -83,6 +83,7 @@ def test_nothing_is_said_if_the_model_learns():
     assert learn.diagnose().status == "healthy"
 
 
+@pytest.mark.slow
 def test_sigmoids_are_left_to_the_gradients():
     verdict = trained(net(8, nn.Sigmoid), data()).diagnose()
     assert CODE not in {x.code for x in verdict.findings}

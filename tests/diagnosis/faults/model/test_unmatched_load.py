@@ -125,6 +125,7 @@ def test_half_of_both_sides_is_a_note():
     assert [severity for severity, _ in found(model)] == ["info"]
 
 
+@pytest.mark.slow
 def test_a_learner_hears_loads_within_its_fit():
     class Loads(Callback):
         def before_epoch(self):
@@ -140,6 +141,7 @@ def test_a_run_without_records_is_skipped():
     assert [type(x) for x in UnmatchedLoad().findings(Run())] == [Skipped]
 
 
+@pytest.mark.slow
 def test_the_command_hears_a_load_before_the_training(tmp_path, capsys):
     script = tmp_path / "script.py"
     script.write_text(

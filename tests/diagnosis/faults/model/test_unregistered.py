@@ -119,6 +119,7 @@ def test_layers_in_a_plain_container_are_named(layers, first):
     assert "parameters that the model does not have" not in verdict.ruled_out
 
 
+@pytest.mark.slow
 def test_layers_that_no_attribute_has_are_told_by_their_shapes():
     hidden = nn.Linear(D, D, bias=False)
 
@@ -159,6 +160,7 @@ def test_a_learner_finds_a_late_layer_too():
     assert learn.diagnose().primary.code == "param.not_in_optimizer"
 
 
+@pytest.mark.slow
 def test_a_late_layer_that_is_added_to_the_optimizer_is_healthy():
     model = Late()
     opt = torch.optim.Adam(model.parameters(), lr=1e-2)

@@ -102,6 +102,7 @@ def test_gradients_that_nothing_clips_are_not_said_to_be_clipped(change):
     assert only(ConstantClipping().findings, found).text == "clipping (0% of steps, median ×1)"
 
 
+@pytest.mark.slow
 def test_clipping_each_gradient_does_no_harm_if_steps_stay_as_large():
     """The loss falls by less than a fifth in these batches, and no gradient is cut to a hundredth."""
     found, norms = followed(clip(0.1), loss_of=lambda pred, y: 9 + F.mse_loss(pred, y))

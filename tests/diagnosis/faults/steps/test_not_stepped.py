@@ -291,6 +291,7 @@ def test_optimizers_that_take_turns_are_no_steps_without_effect():
     assert "param.not_stepped" not in [f.code for f in w.diagnose().findings]
 
 
+@pytest.mark.slow
 def test_rows_of_an_embedding_that_are_not_in_a_batch_do_not_count():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(4000, 16), nn.Flatten(), nn.Linear(32, 1))

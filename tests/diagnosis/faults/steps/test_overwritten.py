@@ -315,6 +315,7 @@ def test_nothing_is_said_of_a_run_without_steps():
     assert [type(x) for x in Overwritten().findings(Run())] == [Skipped]
 
 
+@pytest.mark.slow
 def test_the_command_finds_it(tmp_path, capsys):
     script = tmp_path / "train.py"
     script.write_text(

@@ -162,6 +162,7 @@ def by_command(tmp_path, capsys):
     return by_command
 
 
+@pytest.mark.slow
 def test_the_command_names_the_states_that_make_a_step_fail(by_command):
     out = by_command("model.half()")
     assert "SICK  param.converted" in out

@@ -88,6 +88,7 @@ def test_a_file_that_another_program_has_written_is_silent(file):
     assert found(file, again=False) == []
 
 
+@pytest.mark.slow
 def test_weights_that_are_put_back_at_the_end_are_silent(file):
     model = small_net()
     opt = SGD(model.parameters(), lr=0.05, momentum=0.9)

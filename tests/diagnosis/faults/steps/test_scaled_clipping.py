@@ -52,6 +52,7 @@ def test_clipping_before_unscaling_is_told_first(clip):
     assert verdict.primary.limit == pytest.approx(0.5 if clip is by_norm else 1.0, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_it_is_a_warning_for_optimizers_that_divide_by_the_size_of_gradients():
     assert watched(by_norm, torch.optim.AdamW).primary.code == "clip.scaled"
 
@@ -108,6 +109,7 @@ def test_a_higher_rate_is_not_advised_where_maxima_are_shared_and_scaled(a, b, s
     assert any("Multiply" in step for step in _why_small(run, 1e-7)[1]) is not is_clipped
 
 
+@pytest.mark.slow
 def test_hooks_that_clamp_to_the_scaled_limit_are_right():
     assert not [x for x in hooked(0.1 * 2.0**16).findings if x.code == "clip.scaled"]
 

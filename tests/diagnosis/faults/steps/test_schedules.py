@@ -153,6 +153,7 @@ def test_schedules_of_a_learner_are_heard_and_nothing_is_kept():
     assert told(fitted([Schedule(lambda opt: CosineAnnealingLR(opt, N_EPOCHS))]).diagnose()) == ["warning"]
 
 
+@pytest.mark.slow
 def test_without_a_scheduler_nothing_is_ruled_out():
     assert told(fitted().diagnose()) == []
     assert [type(x) for x in WrongSchedule().findings(Run())] == [Skipped]
