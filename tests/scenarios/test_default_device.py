@@ -47,7 +47,7 @@ OF_LEARNER = {"clipping"}
 
 def run(cbs: list[Callback], watched: bool, default: str) -> tuple[list[torch.Tensor], list[str]]:
     """Weights after a training, and what was recorded."""
-    net, before = model(), torch.get_default_device()
+    net = model()
     torch.set_default_device(default)
     try:
         if watched:
@@ -64,7 +64,7 @@ def run(cbs: list[Callback], watched: bool, default: str) -> tuple[list[torch.Te
         shown = [str(cb.state_dict()) for cb in cbs]
         shown += [str(cb.hist(0)) for cb in cbs if isinstance(cb, ActivationStats) and cb.with_hist]
     finally:
-        torch.set_default_device(before)
+        torch.set_default_device(None)  # a device would leave a mode on, through which functions are called
     return list(net.parameters()), shown
 
 
