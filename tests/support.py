@@ -395,6 +395,17 @@ def pairs(*lists):
     return [param for param in covering(*lists) if not param.marks]
 
 
+def along(*lists):
+    """Parameters along a diagonal of the product of `lists`: each value occurs, beside changing others."""
+    lists = [list(values) for values in lists]
+    return [tuple(values[i % len(values)] for values in lists) for i in range(max(map(len, lists)))]
+
+
+def first(values):
+    """Parameters of which the first is quick to know from; the others are slow."""
+    return each(len(values), values)
+
+
 def each(nth, values):
     """Parameters of which each `nth` is quick to know from; the others are slow."""
     params = []

@@ -43,24 +43,27 @@ class Dispatcher:
         for kind in parts_for(kinds):
             run.parts[kind] = kind()
         self._parts = list(run.parts.values())
+        self._handlers = [
+            (event, part, handle)
+            for event in HANDLERS
+            for part in self._parts
+            if (handle := getattr(part, event, None)) is not None
+        ]
         self._arrange()
 
     def _arrange(self) -> None:
         """Lists the handlers of each event: in idle batches, those of `Run.noting`, and inspected ones."""
         self._parts = [part for part in self._parts if not part.done]
-        n = self.run.n_steps
-        found = [
-            (event, part, handle, part.cadences.get(event, part.cadence))
-            for event in HANDLERS
-            for part in self._parts
-            if (handle := getattr(part, event, None)) is not None
-        ]
+        self._handlers = [called for called in self._handlers if not called[1].done]
+        n, self._changes_at = self.run.n_steps, math.inf
         self._calls: tuple[Calls, ...] = tuple({event: () for event in HANDLERS} for _ in range(3))
-        for event, part, handle, cadence in found:
+        for event, part, handle in self._handlers:
+            cadence = part.cadences.get(event, part.cadence)
+            if cadence > n:
+                self._changes_at = min(self._changes_at, cadence)
             first = 0 if cadence > n or event in RARE else 1 if cadence == NOTES else 2
             for calls in self._calls[first:]:
                 calls[event] += ((part, handle),)
-        self._changes_at = min((cadence for *_, cadence in found if cadence > n), default=math.inf)
         self._is_outdated = False
 
     def begin(self) -> None:
@@ -142,7 +145,7 @@ class Dispatcher:
 
     def close(self) -> None:
         """Removes all hooks, and keeps plain numbers only."""
-        parts, self._parts = list(self.run.parts.values()), []
+        parts, self._parts, self._handlers = list(self.run.parts.values()), [], []
         if not self.is_closed:
             self.is_closed = True
             for part in parts:

@@ -7,7 +7,7 @@ import pytest
 from hookcb.cli.demo import train_digits
 from hookcb.cli.faults import FAULTS, find_fault
 from hookcb.cli.main import main
-from tests.support import covering, each
+from tests.support import along, each
 
 MODELS = ("mlp", "cnn")
 
@@ -24,7 +24,7 @@ def test_there_are_eight_faults():
 
 
 @pytest.mark.filterwarnings("ignore:ERROR:UserWarning")  # at once, beside the verdict
-@pytest.mark.parametrize(("name", "model"), covering(FAULTS, MODELS, of=1))
+@pytest.mark.parametrize(("name", "model"), along(FAULTS, MODELS))
 def test_a_planted_fault_is_taken_for_the_cause(name, model, capsys):
     learn = train_digits(model, epochs=2, fault=find_fault(name))
     verdict = learn.diagnose()
@@ -40,6 +40,7 @@ def test_the_demo_as_it_is_is_healthy_and_ends_in_saying_so(model, capsys, monke
     assert re.fullmatch(r"HEALTHY +as far as checked: \d+ of \d+ checks ran", last)
 
 
+@pytest.mark.slow
 def test_a_fault_is_told_with_its_verdict_and_leaves_no_checkpoint(capsys, tmp_path):
     assert main(["demo", "--model", "mlp", "--epochs", "2", "--fault", "dead-relu"]) == 0
     shown = capsys.readouterr().out

@@ -41,12 +41,14 @@ def test_the_demo_reads_digits_shows_every_layer_and_draws_it(model, seed, capsy
     assert Path("activations.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_without_matplotlib_the_demo_says_how_to_get_the_picture(capsys, without_matplotlib):
     assert main(["demo", "--epochs", "1"]) == 0
     assert "pip install 'hookcb[plot]'" in " ".join(capsys.readouterr().out.split())
     assert not Path("activations.png").exists()
 
 
+@pytest.mark.slow
 def test_the_demo_trains_for_as_many_epochs_as_asked(capsys, without_matplotlib):
     main(["demo", "--epochs", "2"])
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[:4]]
@@ -63,6 +65,7 @@ def test_the_demo_shows_the_time_of_each_layer_and_writes_its_timeline(capsys, w
     assert json.loads(Path("trace.json").read_text("utf-8"))["traceEvents"]
 
 
+@pytest.mark.slow
 def test_the_demo_goes_on_where_it_was_stopped(capsys, without_matplotlib):
     def stop(cb):
         if (cb.epoch, cb.iter) == (1, 5):
@@ -87,6 +90,7 @@ def test_a_demo_with_nothing_to_resume_says_so(capsys):
     assert "hookcb demo: there is no hookcb-demo" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_numbers(capsys, without_matplotlib):
     ends = []
     for _ in range(2):

@@ -10,6 +10,7 @@ from torch import nn
 
 from hookcb.cli.main import main
 from hookcb.cli.ownership import kept_by_script
+from tests.support import first
 
 BEGIN = """
 import torch
@@ -99,12 +100,14 @@ def test_a_module_that_turns_out_to_be_made_anew_gives_way_to_what_it_is_made_ar
 
 @pytest.mark.parametrize(
     ("made", "names"),
-    [
-        ("first, second = Net(), Net(); other = second", ["first", "second"]),
-        ("agent = Agent(); agent.a, agent.b = first, second = Net(), Net()", ["agent.a", "agent.b"]),
-        ("nets = [Net(), Net()]; first, second = nets", ["nets[0]", "nets[1]"]),
-        ("first, second = map(torch.nn.DataParallel, (Net(), Net()))", ["first", "second"]),
-    ],
+    first(
+        [
+            ("first, second = Net(), Net(); other = second", ["first", "second"]),
+            ("agent = Agent(); agent.a, agent.b = first, second = Net(), Net()", ["agent.a", "agent.b"]),
+            ("nets = [Net(), Net()]; first, second = nets", ["nets[0]", "nets[1]"]),
+            ("first, second = map(torch.nn.DataParallel, (Net(), Net()))", ["first", "second"]),
+        ]
+    ),
 )
 def test_models_of_one_class_have_the_first_name_that_the_script_gives_them(run, made, names):
     _, out = run(f"""

@@ -20,26 +20,13 @@ from hookcb.nans.nonfinite import Kinds
 from hookcb.nans.origins import Made
 from tests.cli.test_script import BEGIN, HEALTHY, wide  # noqa: F401  # a fixture
 from tests.cli.test_traced_script import lines
+from tests.support import first
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def diagnose(tmp_path, monkeypatch):
-    """Runs the command on a script in a process of its own; gives its exit code, output and errors."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-
-    def diagnose(script, *options, args=(), **kwargs):
-        path = tmp_path / "script.py"
-        path.write_text(BEGIN + textwrap.dedent(script))
-        command = [sys.executable, "-m", "hookcb", "diagnose", "--trace-nan", *options, str(path), *args]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, **kwargs)
-        return done.returncode, " ".join(done.stdout.split()), done.stderr
-
-    return diagnose
-
-
-def test_the_line_is_in_the_verdict_and_what_the_script_writes_comes_twice(diagnose, tmp_path):
+def test_the_line_is_in_the_verdict_and_what_the_script_writes_comes_twice(tmp_path, monkeypatch):
+    """The command is as it is installed, in a process of its own, in which warnings are errors."""
     script = f"""
     import os
     print("begins in", os.path.basename(os.getcwd()), os.environ.get("ADDED"), torch.rand(1).item())
@@ -51,56 +38,46 @@ def test_the_line_is_in_the_verdict_and_what_the_script_writes_comes_twice(diagn
     torch.seed()
     {textwrap.indent(lines(), "    ").strip()}
     """
+    path = tmp_path / "script.py"
+    path.write_text(BEGIN + textwrap.dedent(script))
     (tmp_path / "stdin.txt").write_text("answer\nnot read\n")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    command = [sys.executable, "-W", "error", "-m", "hookcb", "diagnose", "--trace-nan", str(path)]
     with open(tmp_path / "stdin.txt") as stdin:
-        code, out, err = diagnose(script, stdin=stdin)
-    assert code == 1
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, stdin=stdin)
+    out = " ".join(done.stdout.split())
+    assert done.returncode == 1
+    assert out.startswith("begins in ")
     begins = [text.partition(" read")[0] for text in out.split("begins in ")[1:]]
     assert len(begins) == 2
     assert len(set(begins)) == 1
     assert out.count("read answer") == 2
     assert (tmp_path / "log.txt").read_text() == "xx"
+    assert "Linear, trained by Adam SICK nonfinite.first" in out
     assert "A gradient is not finite at step 7. A second run of the script shows that it comes from" in out
     assert "SqrtBackward0, in the backward of this line, at " in out
     assert "loss = square.sqrt().mean()" in out
     assert "Next: add a small number under the root." in out
     assert "--trace-nan" not in out
-    assert "runs a second time now" in err
+    assert "runs a second time now" in done.stderr
 
 
-@pytest.fixture
-def diagnose_here(tmp_path, capfd, monkeypatch):
-    """As `diagnose`, with the first run in this process."""
+def test_a_second_run_that_has_none_is_told_with_what_to_do(tmp_path, capfd, monkeypatch):
+    """As JSON, beside which nothing else is in stdout."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
-
-    def diagnose_here(script, *options):
-        path = tmp_path / "script.py"
-        path.write_text(BEGIN + script)
-        code = main(["diagnose", "--trace-nan", *options, str(path)])
-        shown = capfd.readouterr()
-        return code, " ".join(shown.out.split()), shown.err
-
-    return diagnose_here
-
-
-def test_as_json_stdout_has_nothing_else(diagnose_here):
-    code, out, err = diagnose_here(lines() + "print('of the script')\n", "--json")
-    assert code == 1
+    script = lines().replace("if i == 7:", 'if i == 7 and not __import__("os").path.exists("ran"):')
+    end = "\n__import__('pathlib').Path('ran').touch()\nprint('of the script')"
+    (tmp_path / "script.py").write_text(BEGIN + script + end)
+    assert main(["diagnose", "--trace-nan", "--json", "script.py"]) == 1
+    out, err = capfd.readouterr()
     (model,) = json.loads(out)["models"]
     primary = model["verdict"]["primary"]
     assert primary["code"] == "nonfinite.first"
     assert primary == model["verdict"]["findings"][0]
-    assert "loss = square.sqrt().mean()" in primary["message"]
-    assert "of the script" in err
-
-
-def test_a_second_run_that_has_none_is_told_with_what_to_do(diagnose_here):
-    script = lines().replace("if i == 7:", 'if i == 7 and not __import__("os").path.exists("ran"):')
-    code, out, _ = diagnose_here(script + "\n__import__('pathlib').Path('ran').touch()")
-    assert code == 1
-    assert "A second run of the script had none in 20 batches." in out
-    assert "Next: Seed the script, torch.manual_seed(0)" in out
+    assert "A second run of the script had none in 20 batches." in primary["message"]
+    assert primary["next_steps"][0].startswith("Seed the script, torch.manual_seed(0)")
+    assert err.count("of the script") >= 2
 
 
 IN_THE_MODEL = """
@@ -111,7 +88,7 @@ train(*[(net := Net(16, 3)), torch.optim.SGD(net.parameters(), 0.1)])
 """
 
 
-@pytest.mark.parametrize("script", [HEALTHY, "raise SystemExit(3)", IN_THE_MODEL])
+@pytest.mark.parametrize("script", first([HEALTHY, "raise SystemExit(3)", IN_THE_MODEL]))
 def test_a_script_without_nan_or_whose_line_is_known_runs_once(script, tmp_path, capsys, monkeypatch):
     path = tmp_path / "script.py"
     path.write_text(BEGIN + script)
@@ -122,6 +99,7 @@ def test_a_script_without_nan_or_whose_line_is_known_runs_once(script, tmp_path,
     assert ("return super().forward(x).log()" in " ".join(shown.out.split())) is (script == IN_THE_MODEL)
 
 
+@pytest.mark.slow
 def test_what_is_ignored_is_not_looked_for(tmp_path, monkeypatch):
     path = tmp_path / "script.py"
     path.write_text(BEGIN + lines())

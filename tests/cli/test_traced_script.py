@@ -11,6 +11,7 @@ from hookcb.cli.second_run import MARGIN, WHOLE, Plan
 from hookcb.cli.traced_script import run_traced
 from hookcb.core.randomness import random_state, set_random_state
 from tests.cli.test_script import BEGIN
+from tests.support import first
 
 SAFE = "(square + 1e-8).sqrt()"
 DISTANCES = """
@@ -64,7 +65,7 @@ def test_a_root_between_output_and_loss_is_named_and_ends_the_script(trace):
     assert "not ended" not in out
 
 
-@pytest.mark.parametrize(("at", "is_found"), [(WHOLE + 30, True), (20, False)])
+@pytest.mark.parametrize(("at", "is_found"), first([(WHOLE + 30, True), (20, False)]))
 def test_of_a_long_run_only_the_steps_before_it_are_followed(trace, at, is_found):
     result, _ = trace(lines(n=at + 5, at=at), step=WHOLE + 30)
     if is_found:
@@ -73,6 +74,7 @@ def test_of_a_long_run_only_the_steps_before_it_are_followed(trace, at, is_found
         assert result["reason"].startswith("had none in")
 
 
+@pytest.mark.slow
 def test_a_run_without_it_ends_soon_after_and_says_so(trace):
     result, out = trace(lines(n=10**6, at=-1, root=SAFE))
     assert result["reason"] == f"had none in {7 + MARGIN + 2} batches"
@@ -135,6 +137,7 @@ def test_a_step_of_the_optimizer_is_named(trace):
     assert result["told"].endswith(": opt.step()")
 
 
+@pytest.mark.slow
 def test_overflows_that_a_scaler_skips_are_left_alone_and_others_are_not(trace):
     script = """
     net = nn.Linear(16, 3)
@@ -183,6 +186,7 @@ def test_a_loop_that_moves_weights_itself_ends_too(trace):
     assert result["op"] == "log"
 
 
+@pytest.mark.slow
 def test_the_models_of_other_classes_do_not_count(trace):
     other = "other = nn.Bilinear(2, 2, 2)\nx = torch.ones(1, 2)\n(other(x, x) / 0).mean().backward()"
     script = lines(at=-1, root=SAFE) + other

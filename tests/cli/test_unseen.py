@@ -8,6 +8,7 @@ import pytest
 
 from hookcb.cli.main import main
 from hookcb.hooks.modules import has_compiled
+from tests.support import first
 
 BEGIN = """
 import torch
@@ -107,7 +108,7 @@ def test_a_model_that_is_no_module_is_told(run):
 
 
 @pytest.mark.parametrize(
-    ("given", "held"), [("net.parameters()", 4), ('[{"params": []}, {"params": []}]', 0)]
+    ("given", "held"), first([("net.parameters()", 4), ('[{"params": []}, {"params": []}]', 0)])
 )
 def test_a_model_of_which_nothing_is_trained_has_a_verdict(run, given, held):
     code, out = run(f"net.requires_grad_(False)\ntrain(net, torch.optim.AdamW({given}))")
@@ -127,6 +128,7 @@ def test_a_frozen_model_beside_one_that_is_trained_has_no_verdict(run):
     assert "Linear," not in out
 
 
+@pytest.mark.slow
 def test_models_that_take_turns_keep_their_place_before_copies_that_are_only_called(run):
     """As the targets of SAC, if they are computed with gradients on."""
     _, out = run("""
@@ -144,6 +146,7 @@ def test_models_that_take_turns_keep_their_place_before_copies_that_are_only_cal
     assert out.count("Inspected: 5 batches") == 3
 
 
+@pytest.mark.slow
 def test_more_models_in_turns_than_are_watched_are_told(run):
     _, out = run("""
         nets = [nn.Linear(8, 1) for _ in range(5)]
@@ -169,7 +172,9 @@ for _ in range(8):
 """
 
 
-@pytest.mark.parametrize("critic_of", ["lambda x: critic(x)", "lambda x: critic[2](critic[1](critic[0](x)))"])
+@pytest.mark.parametrize(
+    "critic_of", first(["lambda x: critic(x)", "lambda x: critic[2](critic[1](critic[0](x)))"])
+)
 def test_checks_of_a_loss_that_is_that_of_another_player_too_do_not_apply(run, critic_of):
     """As for the actor of DDPG, and that of TD3, which calls parts of the critic."""
     _, out = run(PLAYERS.format(critic_of=critic_of), "--coverage")
@@ -221,6 +226,7 @@ def test_layers_that_are_no_submodules_are_told(run):
     assert "no call of a layer was seen, as none is a submodule" in out
 
 
+@pytest.mark.slow
 def test_layers_and_the_optimizer_of_keras_have_their_names(run):
     """Keras keeps parameters in a dictionary by path, and its optimizers have variables and no step()."""
     _, out = run(
@@ -262,6 +268,7 @@ def test_layers_and_the_optimizer_of_keras_have_their_names(run):
     assert "outputs of no layer, 4 parameters" in out
 
 
+@pytest.mark.slow
 def test_a_network_that_gives_targets_is_not_said_to_be_trained_wrongly(run):
     """A target network, computed with gradients and copied now and then; no optimizer has it."""
     code, out = run("""
@@ -280,6 +287,7 @@ def test_a_network_that_gives_targets_is_not_said_to_be_trained_wrongly(run):
     assert code == 0
 
 
+@pytest.mark.slow
 def test_a_loss_behind_a_detach_is_no_backward_that_is_missing(run):
     """As the loss of a generator, computed from its detached output by another network."""
     _, out = run("""

@@ -103,14 +103,15 @@ OF_FASTAI = [  # what others see of its callback.hook, but for options by keywor
 ]
 
 
-@pytest.mark.parametrize("signature", OF_FASTAI)
-def test_a_name_of_callback_hook_has_its_signature_and_perhaps_more_behind_it(signature):
-    name, _, params = signature.removesuffix(")").partition("(")
-    ours = inspect.signature(getattr(hookcb, name)).parameters.values()
-    told = [
-        str(param.replace(annotation=param.empty)) for param in ours if param.kind <= param.VAR_POSITIONAL
-    ]
-    assert f"{', '.join(told)}, ".startswith(f"{params}, ")
+def test_a_name_of_callback_hook_has_its_signature_and_perhaps_more_behind_it():
+    other = []
+    for signature in OF_FASTAI:
+        name, _, params = signature.removesuffix(")").partition("(")
+        ours = inspect.signature(getattr(hookcb, name)).parameters.values()
+        told = [str(x.replace(annotation=x.empty)) for x in ours if x.kind <= x.VAR_POSITIONAL]
+        if not f"{', '.join(told)}, ".startswith(f"{params}, "):
+            other.append((signature, told))
+    assert other == []
 
 
 # ---- what they do
@@ -229,22 +230,22 @@ def test_hooks_that_leave_the_list_leave_their_modules():
 # ---- names that are not here
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_a_name_of_others_says_ours(name):
-    with pytest.raises(ImportError, match=f"hookcb has no {name}; it has ") as told:
-        exec(f"from hookcb import {name}", {})
-    assert PUBLIC[name] in str(told.value)
-    with pytest.raises(AttributeError, match="; hookcb has "):
-        getattr(hookcb, name)
-    assert not hasattr(hookcb, name)
+def test_a_name_of_others_says_ours():
+    for name, ours in PUBLIC.items():
+        with pytest.raises(ImportError, match=f"hookcb has no {name}; it has ") as told:
+            exec(f"from hookcb import {name}", {})
+        assert ours in str(told.value)
+        with pytest.raises(AttributeError, match="; hookcb has "):
+            getattr(hookcb, name)
+        assert not hasattr(hookcb, name)
 
 
-@pytest.mark.parametrize("name", OF_LEARNER)
-def test_an_attribute_of_others_says_ours(name):
+def test_an_attribute_of_others_says_ours():
     learn = make_learner()
-    with pytest.raises(AttributeError, match="; hookcb has "):
-        getattr(learn, name)
-    assert not hasattr(learn, name)
+    for name in OF_LEARNER:
+        with pytest.raises(AttributeError, match="; hookcb has "):
+            getattr(learn, name)
+        assert not hasattr(learn, name)
 
 
 def test_what_the_sentences_name_is_there():

@@ -25,6 +25,7 @@ from tests.support import (
     X,
     Y,
     Z,
+    along,
     events,
     fit,
     make_batches,
@@ -203,8 +204,10 @@ def loaders():
     }
 
 
-@pytest.mark.parametrize("kind", [k for k, v in loaders().items() if v is not None])
-@pytest.mark.parametrize("form", ["alone", "pair", "attributes"])
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    along([k for k, v in loaders().items() if v is not None], ["alone", "pair", "attributes"]),
+)
 def test_every_kind_of_loader_trains_alike(kind, form):
     dl = loaders()[kind]
     dls = {"alone": dl, "pair": (dl, None), "attributes": types.SimpleNamespace(train=dl, valid=dl)}[form]

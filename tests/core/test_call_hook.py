@@ -516,6 +516,7 @@ def training():
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile itself
 def test_a_compiled_step_has_the_graphs_and_breaks_it_would_have_and_is_observed(observed, fresh_dynamo):
     def untraceable(*args, **kwargs):

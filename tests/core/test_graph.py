@@ -1,5 +1,6 @@
 """Vocabulary of autograd graphs."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -109,6 +110,7 @@ def test_a_limit_on_nodes_holds():
     assert found is x
 
 
+@pytest.mark.slow
 def test_a_long_graph_takes_no_recursion():
     y = x = leaf(1)
     for _ in range(20_000):

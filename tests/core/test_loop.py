@@ -33,13 +33,14 @@ from tests.support import (
     EVENTS,
     VALID,
     SaysSo,
-    covering,
+    along,
     events,
     fit,
     make_batches,
     make_learner,
     make_model,
     modes,
+    pairs,
     primary_plan,
     same,
     spy,
@@ -153,15 +154,14 @@ RAISED = [*CANCELS.values(), ValueError, KeyboardInterrupt]
 
 
 def moments():
-    """Each event with every second error, at its first or at its fourth occurrence; the others are slow."""
+    """Each event with each error, at its first or at its fourth occurrence; every second one is slow."""
     for which, event in enumerate(EVENTS):
         hand = HandLoop(2, make_batches(2), make_batches(2), make_model(), primary_plan(event))
         hand.fit()
         occurrences = [nth for nth in (0, 3) if nth < hand.counts[event]]
-        for k, (raised, nth) in enumerate(itertools.product(RAISED, occurrences)):
-            k_raised = k // len(occurrences)
-            is_slow = nth != occurrences[k_raised // 2 % len(occurrences)] or (which + k_raised) % 2
-            yield pytest.param(event, nth, raised, marks=pytest.mark.slow if is_slow else ())
+        for k, raised in enumerate(RAISED):
+            marks = pytest.mark.slow if (which + k) % 2 else ()
+            yield pytest.param(event, occurrences[k // 2 % len(occurrences)], raised, marks=marks)
 
 
 @pytest.mark.parametrize(("event", "nth", "raised"), list(moments()))
@@ -420,8 +420,12 @@ def test_gradients_are_there_in_after_step_and_gone_in_after_batch():
     assert seen == [True, True, True, True]
 
 
-@pytest.mark.parametrize("raised", [StopIteration, GeneratorExit, SystemExit, AttributeError])
-@pytest.mark.parametrize("event", ["before_fit", "after_loss", "after_fit"])
+@pytest.mark.parametrize(
+    ("raised", "event"),
+    along(
+        [StopIteration, GeneratorExit, SystemExit, AttributeError], ["before_fit", "after_loss", "after_fit"]
+    ),
+)
 def test_an_exception_python_itself_uses_goes_on_as_it_was(raised, event):
     log, error = [], raised("why")
     learn = make_learner(cbs=[ActivationStats(), spy(log, "a", {(event, 0): error})])
@@ -522,8 +526,9 @@ def test_a_callback_added_in_after_fit_is_finished_too():
     assert count_hooks(model) == 0
 
 
-@pytest.mark.parametrize("event", [e for e in EVENTS if "cancel" not in e and e != "after_fit"])
-@pytest.mark.parametrize("order", [-10, 10])
+@pytest.mark.parametrize(
+    ("event", "order"), along([e for e in EVENTS if "cancel" not in e and e != "after_fit"], [-10, 10])
+)
 def test_a_callback_removed_in_a_fit_gets_after_fit_at_once_and_nothing_more(event, order):
     log = []
     victim = spy(log, "a", order=order)
@@ -697,7 +702,7 @@ def without(kind, cbs):
     return learn
 
 
-@pytest.mark.parametrize(("event", "kind"), covering(MOMENTS, OURS, of=1))
+@pytest.mark.parametrize(("event", "kind"), along(MOMENTS, OURS))
 def test_ours_can_be_added_at_any_event_of_a_fit_and_removed_at_any(kind, event):
     cb = OURS[kind]()
     calls = itertools.count()
@@ -718,7 +723,7 @@ def test_ours_can_be_added_at_any_event_of_a_fit_and_removed_at_any(kind, event)
     assert count_hooks(learn.model) == 0
 
 
-@pytest.mark.parametrize(("event", "kind"), covering(MOMENTS, OURS, of=1))
+@pytest.mark.parametrize(("event", "kind"), along(MOMENTS, OURS))
 def test_ours_can_be_switched_on_and_off_at_any_event_of_a_fit(kind, event):
     cb = OURS[kind]()
     cb.run = False
@@ -737,9 +742,9 @@ def test_ours_can_be_switched_on_and_off_at_any_event_of_a_fit(kind, event):
         assert len(cb.stats) == 2
 
 
-@pytest.mark.parametrize("switch", ["run_train", "run_valid"])
-@pytest.mark.parametrize("kind", OURS)
-@pytest.mark.parametrize("event", ["before_batch", "after_loss"])
+@pytest.mark.parametrize(
+    ("switch", "kind", "event"), pairs(["run_train", "run_valid"], OURS, ["before_batch", "after_loss"])
+)
 def test_ours_can_have_their_phases_switched_in_the_middle_of_batches(kind, event, switch):
     cb = OURS[kind]()
     flips = itertools.cycle([True, False, False])
@@ -755,7 +760,7 @@ NESTED += [(e, "valid") for e in (*VALID, "after_epoch", "after_fit")]
 
 
 @pytest.mark.parametrize(
-    ("place", "act"), covering(NESTED, [("validate", -1), ("get_preds", 99), ("failing", 99)], of=1)
+    ("place", "act"), along(NESTED, [("validate", -1), ("get_preds", 99), ("failing", 99)])
 )
 def test_validating_inside_a_fit_leaves_the_loop_and_its_records_as_they_were(place, act):
     (event, phase), (what, order) = place, act

@@ -16,7 +16,7 @@ from hookcb.activations.stats import LAYER_STATS, layer_stats
 from hookcb.core import precision
 from hookcb.gradients import samples as grad_samples
 from hookcb.gradients import stats as grad_stats
-from tests.support import fit
+from tests.support import along, first, fit
 
 DEVICE = torch.device("meta")
 
@@ -99,8 +99,7 @@ def test_the_device_of_these_tests_lacks_float64(no_float64):
             make()
 
 
-@pytest.mark.parametrize("n", [1, 7, 1_000, 70_000])
-@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e4])
+@pytest.mark.parametrize(("n", "scale"), along([1, 7, 1_000, 70_000], [1.0, 1e-3, 1e4]))
 def test_statistics_on_such_a_device_are_those_of_the_cpu(no_float64, n, scale):
     x = torch.randn(n, generator=torch.Generator().manual_seed(0)) * scale
     assert layer_stats(OnDevice(x)).cpu().tolist() == pytest.approx(
@@ -127,7 +126,7 @@ def trained(on, sample="auto"):
     return {row[:-1]: row.value for row in (*stats.table(), *health.table())}
 
 
-@pytest.mark.parametrize("sample", ["auto", 1_000])
+@pytest.mark.parametrize("sample", first(["auto", 1_000]))
 def test_a_training_on_such_a_device_is_recorded_as_on_the_cpu(no_float64, sample):
     with _disable_current_modes():
         expected = trained(lambda x: x, sample)
@@ -138,8 +137,7 @@ def reading(stats, layer, stat):
     return stats.series(layer, stat)[-1]
 
 
-@pytest.mark.parametrize("n", [64, 70_000])
-@pytest.mark.parametrize("size", [1e60, 1e200, -1e300])
+@pytest.mark.parametrize(("n", "size"), along([64, 70_000], [1e60, 1e200, -1e300]))
 def test_activations_beyond_float32_are_kept_as_float64(n, size):
     x = size * (1 + torch.arange(n, dtype=torch.float64) / n)[None]
     model = nn.Sequential(nn.Identity(), nn.Linear(n, 1).double())
@@ -153,8 +151,7 @@ def test_activations_beyond_float32_are_kept_as_float64(n, size):
     assert stats.hist("0").expm1().sum().round().item() == min(n, 4_096 if n > 8_192 else n)
 
 
-@pytest.mark.parametrize("n", [5, 3_000])
-@pytest.mark.parametrize("size", [1e60, 1e200, 1e-200])
+@pytest.mark.parametrize(("n", "size"), along([5, 3_000], [1e60, 1e200, 1e-200]))
 def test_gradients_beyond_float32_are_kept_as_float64(n, size):
     model = nn.Linear(n, 1, bias=False).double()
     x = torch.full((1, n), size, dtype=torch.float64)
@@ -174,8 +171,9 @@ def test_float32_models_are_recorded_in_float32():
     assert {store.series(name).dtype for store in stores for name in store.names} == {torch.float32}
 
 
-@pytest.mark.parametrize("size", [1e-40, 1e-30, 1.0, 1e30])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("size", "dtype"), along([1e-40, 1e-30, 1.0, 1e30], [torch.float32, torch.bfloat16, torch.float64])
+)
 def test_wide_norms_have_room_for_any_squares(size, dtype):
     x = (torch.arange(1, 7).view(2, 3) * size).to(dtype)
     assert precision.wide_norm(x, 1).tolist() == pytest.approx(

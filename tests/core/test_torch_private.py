@@ -80,7 +80,7 @@ def uses(path, names):
         else:
             parts = []
         found += [(at.lineno, part) for path_of, at in parts for part in path_of if is_private(part)]
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in ("self", "cls"):
             own.add(node.attr)
         elif isinstance(node, ast.ClassDef):
             own |= {getattr(member, "name", "") for member in node.body}

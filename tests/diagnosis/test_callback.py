@@ -28,7 +28,7 @@ from hookcb import (
 )
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.operations import OpProbe
-from tests.support import SaysSo, fit, make_batches, make_learner, make_model
+from tests.support import SaysSo, along, first, fit, make_batches, make_learner, make_model
 from tests.training.support import TakesDict, TwoInputs, Unsized
 
 NAN = float("nan")
@@ -95,7 +95,7 @@ def test_a_name_that_the_learner_uses_itself_is_refused_before_the_fit():
 
 
 @anyhow
-@pytest.mark.parametrize("budget", [0, 0.0, 1, 0.5, 1e-9])
+@pytest.mark.parametrize("budget", first([0, 0.0, 1, 0.5, 1e-9]))
 def test_any_share_is_a_budget(budget):
     learn = fit(synth_learner(30), 2, cbs=Diagnose(budget=budget))
     assert learn.diagnose().status == "healthy"
@@ -140,6 +140,7 @@ def test_callbacks_that_record_are_enough_for_a_verdict(cbs):
     assert str(verdict)
 
 
+@pytest.mark.slow
 def test_gradient_health_alone_sees_dead_units():
     learn = make_learner(140, lr=0.001, model=nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1)))
     nn.init.constant_(learn.model[0].bias, -50.0)
@@ -160,6 +161,7 @@ def test_diagnose_is_a_pure_question():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 @anyhow
 def test_diagnose_can_be_asked_in_the_middle_of_a_fit():
     asked = []
@@ -234,6 +236,7 @@ def test_a_probe_that_entered_last_exits_first():
 # ---- one fit after another
 
 
+@pytest.mark.slow
 def test_a_second_fit_forgets_the_first():
     diagnose = Diagnose()
     with pytest.warns(UserWarning, match="ERROR"):
@@ -270,8 +273,8 @@ def test_attached_to_a_learner_it_sees_fit_after_fit():
 
 
 @anyhow
-@pytest.mark.parametrize("copied", [copy.deepcopy, repickled])
-@pytest.mark.parametrize("fitted", [False, True])
+@pytest.mark.parametrize("copied", first([copy.deepcopy, repickled]))
+@pytest.mark.parametrize("fitted", first([False, True]))
 def test_it_can_be_copied_and_pickled_before_and_after_a_fit(copied, fitted):
     diagnose = Diagnose("stop", budget=0.1, show=False)
     if fitted:
@@ -284,7 +287,7 @@ def test_it_can_be_copied_and_pickled_before_and_after_a_fit(copied, fitted):
 
 
 @anyhow
-@pytest.mark.parametrize("copied", [copy.deepcopy, repickled])
+@pytest.mark.parametrize("copied", first([copy.deepcopy, repickled]))
 def test_a_learner_can_be_copied_and_pickled_after_a_fit(copied):
     learn = fit(make_learner(8, cbs=Diagnose()))
     twin = copied(learn)
@@ -309,6 +312,7 @@ def test_show_prints_the_verdict_once_and_no_logging_does_not(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_a_watch_prints_the_verdict_where_it_shows(capsys):
     batches = [(x, 3 * x[:, :1]) for x, _ in make_batches(9)]
     watched(make_model(), batches, Diagnose(), lr=1e-4)
@@ -327,7 +331,7 @@ def test_what_a_fit_raises_is_not_covered_up_by_the_verdict(capsys):
     assert "Traceback" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("on_sick", ["warn", "stop"])
+@pytest.mark.parametrize("on_sick", first(["warn", "stop"]))
 def test_a_sick_training_is_warned_of_once(on_sick):
     learn = sick_learner(60)
     with warnings.catch_warnings(record=True) as caught:
@@ -346,6 +350,7 @@ def test_stop_ends_the_fit_soon_after_the_loss_is_nan():
     assert learn.diagnose().status == "sick"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_ignore_says_nothing_before_the_verdict_at_the_end():
     learn = fit(sick_learner(60), 2, cbs=Diagnose("ignore", show=False))
@@ -365,7 +370,7 @@ def test_a_function_is_called_once_in_a_fit_with_the_verdict_instead_of_a_warnin
     assert len(told) == 2
 
 
-@pytest.mark.parametrize(("on_sick", "n"), [("ignore", 1), (lambda verdict: None, 2)])
+@pytest.mark.parametrize(("on_sick", "n"), first([("ignore", 1), (lambda verdict: None, 2)]))
 def test_after_its_reaction_it_judges_no_more_until_the_end(on_sick, n, monkeypatch):
     judged = []
     monkeypatch.setattr(
@@ -510,6 +515,7 @@ def test_a_validation_whose_loss_is_nan_is_not_the_trainings_fault():
     assert "nonfinite.first" not in [f.code for f in learn.diagnose().findings]
 
 
+@pytest.mark.slow
 def test_lr_find_leaves_an_attached_one_alone():
     learn = synth_learner(30, cbs=Diagnose())
     fit(learn, 2)
@@ -523,6 +529,7 @@ def test_lr_find_leaves_an_attached_one_alone():
     assert_no_hooks(learn.model)
 
 
+@pytest.mark.slow
 @anyhow
 def test_a_resumed_fit_is_diagnosed_and_warns_of_nothing(tmp_path):
     for n_epoch in (1, 2):
@@ -585,6 +592,7 @@ def test_a_watch_that_is_told_no_loss_has_a_verdict():
     assert "loss" in " ".join(line for line in w.diagnose().coverage if "not checked" in line)
 
 
+@pytest.mark.slow
 @anyhow
 def test_a_watch_can_be_asked_within_the_loop():
     model = make_model()
@@ -740,8 +748,7 @@ def trained_in(way, diagnose, values=HEALED, loss_func=None):
     return w.diagnose()
 
 
-@pytest.mark.parametrize("way", ["learner", "watch"])
-@pytest.mark.parametrize("on_sick", ["warn", "function"])
+@pytest.mark.parametrize(("way", "on_sick"), first(along(["learner", "watch"], ["warn", "function"])))
 def test_an_error_that_was_told_and_is_over_is_in_the_verdict_as_past(way, on_sick):
     told = []
     given = Diagnose("warn" if on_sick == "warn" else told.append, show=False)
@@ -760,6 +767,7 @@ def test_what_nobody_was_told_is_not_kept():
     assert "loss.diverging" not in [f.code for f in trained_in("learner", Diagnose("ignore")).findings]
 
 
+@pytest.mark.slow
 def test_a_second_fit_keeps_nothing_that_was_told_in_the_first():
     learn = Learner(make_batches(61), make_model(), losses_of(HEALED), torch.optim.SGD, lr=0.01)
     fit(learn, cbs=(diagnose := Diagnose(lambda verdict: None, show=False)))
@@ -768,6 +776,7 @@ def test_a_second_fit_keeps_nothing_that_was_told_in_the_first():
     assert "loss.diverging" not in [f.code for f in diagnose.verdict.findings]
 
 
+@pytest.mark.slow
 def test_what_was_told_is_in_the_verdict_of_a_fit_that_ends_by_an_error():
     n, given = iter(range(99)), losses_of(HEALED)
 
@@ -782,6 +791,7 @@ def test_what_was_told_is_in_the_verdict_of_a_fit_that_ends_by_an_error():
     assert "loss.diverging" in [f.code for f in diagnose.verdict.findings]
 
 
+@pytest.mark.slow
 def test_what_was_told_is_in_the_verdict_if_no_other_can_be_made(monkeypatch):
     def breaks(verdict):
         monkeypatch.setattr("hookcb.diagnosis.callback.judge", None)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from hookcb import ActivationStats, Callback, Diagnose, GradientHealth, Learner, assert_no_hooks
 from hookcb.diagnosis.preflight import first_batch, preserve_loader, why_not_readable
-from tests.support import fit
+from tests.support import first, fit
 
 torch.manual_seed(0)
 X = torch.randn(96, 8)
@@ -91,6 +91,7 @@ def test_the_counts_are_in_the_headline_of_a_sick_one_too():
     assert verdict.to_dict()["n_checks"] == verdict.n_checks
 
 
+@pytest.mark.slow
 def test_a_model_trained_to_a_small_loss_raises_no_alarm_of_its_beginning():
     """Judged anew it would begin far above guessing, or with closed gates, or with saturated units."""
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
@@ -220,7 +221,7 @@ def test_nothing_of_model_loss_optimizer_modes_or_random_numbers_is_changed():
     assert_no_hooks(learn.model)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", first([0, 1]))
 def test_a_training_that_goes_on_is_to_the_bit_what_it_is_without(workers):
     def run(looks):
         torch.manual_seed(3)

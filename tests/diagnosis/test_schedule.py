@@ -132,6 +132,7 @@ def test_the_verdict_is_the_same_whatever_the_clock_says(monkeypatch, accumulate
     assert any(f["code"] == "unit.dead" for f in found[0][0]["findings"])
 
 
+@pytest.mark.slow
 def test_the_verdict_says_by_which_rule_later_batches_were_looked_at():
     learn = make_learner(30, 0, lr=0.01)
     verdict = fit(learn, 1, cbs=Diagnose(show=False, budget=0.5)).diagnose()

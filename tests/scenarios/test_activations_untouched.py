@@ -25,7 +25,7 @@ from hookcb import (
 )
 from tests.activations.support import Around, Puts, assert_stats, printed, randn
 from tests.hooks import support as zoo
-from tests.support import covering, each, everything, fit, notice_waits, unsettle
+from tests.support import along, each, everything, first, fit, notice_waits, unsettle
 
 OPTIONS = {
     "default": {},
@@ -171,7 +171,7 @@ TRANSFORMS = [vmapped, with_inner_grad, with_jacobian, with_vmapped_grad, with_f
 TRANSFORMS += [with_functional_call, with_double_backward]
 
 
-@pytest.mark.parametrize(("forward", "options"), covering(TRANSFORMS, OPTIONS.values(), of=1))
+@pytest.mark.parametrize(("forward", "options"), along(TRANSFORMS, OPTIONS.values()))
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func.jvp
 def test_a_layer_inside_a_transform_of_torch_func_raises_nothing(forward, options):
     def run(*cbs):
@@ -211,7 +211,7 @@ def test_no_storage_of_an_output_outlives_its_batch(options):
         assert_stats(stats.stats[-1]["odd[0]"], torch.arange(50.0))
 
 
-@pytest.mark.parametrize("options", [OPTIONS["default"], OPTIONS["all"]], ids=["default", "all"])
+@pytest.mark.parametrize("options", first([OPTIONS["default"], OPTIONS["all"]]), ids=["default", "all"])
 def test_neither_model_nor_learner_nor_outputs_live_on_with_the_statistics(options):
     refs = []
     model = Lstm()
@@ -243,6 +243,7 @@ def traced():
     tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_hundreds_of_batches(traced):
     held = []
 

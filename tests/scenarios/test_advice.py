@@ -26,7 +26,7 @@ from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series
 from hookcb.diagnosis.verdict import Finding
 from tests.diagnosis.support import measured
-from tests.support import covering
+from tests.support import along, first
 
 N = 60  # batches
 STAYS = [1.0] * N
@@ -98,7 +98,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.filterwarnings("ignore:(ERROR|WARNING)  ")
-@pytest.mark.parametrize(("times", "name"), covering([100, 1000, 10], OPTIMIZERS, of=1))
+@pytest.mark.parametrize(("times", "name"), along([100, 1000, 10], OPTIMIZERS))
 def test_a_learning_rate_divided_as_advised_trains(times, name):
     make_opt, lr = OPTIMIZERS[name]
     verdict, after = train(make_opt, times * lr)
@@ -129,7 +129,7 @@ class Bert(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:(ERROR|WARNING)  ")
-@pytest.mark.parametrize("lr", [1.0, 20.0])
+@pytest.mark.parametrize("lr", first([1.0, 20.0]))
 def test_a_rate_that_destroys_a_transformer_is_not_laid_to_its_initialization(lr):
     torch.manual_seed(0)
     tokens = torch.randint(20, (12, 16, 8))

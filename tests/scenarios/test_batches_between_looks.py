@@ -9,7 +9,7 @@ from torch import nn
 from hookcb import Callback, CancelFitException, Diagnose, GradientAccumulation, Learner, watch
 from hookcb.diagnosis.fault import findings_of
 from hookcb.diagnosis.measurements.curves import Curves
-from tests.support import each
+from tests.support import first
 
 N = 200
 
@@ -37,7 +37,7 @@ def at(step, event, act):
     return Acting(name="acting", **{event: lambda cb: act(cb.learn) if cb.learn.train_iter == step else None})
 
 
-@pytest.mark.parametrize("epochs", [1, 4])
+@pytest.mark.parametrize("epochs", first([1, 4]))
 def test_each_batch_is_known(epochs):
     def scale(cb):
         cb.learn.opt.param_groups[0]["lr"] = 0.05 / (1 + cb.learn.train_iter)
@@ -53,7 +53,7 @@ def test_each_batch_is_known(epochs):
     assert all(x > 0 for x in curves.batches.values)
 
 
-@pytest.mark.parametrize("event", each(3, ["before_batch", "after_loss", "before_step", "after_batch"]))
+@pytest.mark.parametrize("event", first(["before_batch", "after_loss", "before_step", "after_batch"]))
 def test_a_fit_that_ends_is_known_up_to_the_batch_before(event):
     def end(learn):
         raise CancelFitException
@@ -63,12 +63,13 @@ def test_a_fit_that_ends_is_known_up_to_the_batch_before(event):
     assert evidence.measured(Curves).waits.steps[:139] == list(range(1, 140))
 
 
+@pytest.mark.slow
 def test_steps_of_accumulated_batches_are_counted():
     evidence = evidence_of(GradientAccumulation(4))
     assert (evidence.n_batches, evidence.n_steps) == (N, N // 4)
 
 
-@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("what", first(["loss", "gradient"]))
 def test_a_number_that_is_not_finite_is_found_in_its_batch(what):
     def loss(learn):
         learn.loss = learn.loss * math.nan
@@ -81,6 +82,7 @@ def test_a_number_that_is_not_finite_is_found_in_its_batch(what):
     assert [x.step for x in findings_of("nonfinite.first", evidence)] == [130]
 
 
+@pytest.mark.slow
 def test_it_stops_the_fit_in_the_batch_whose_loss_is_not_finite():
     def spoil(learn):
         learn.loss = learn.loss * math.nan
@@ -91,7 +93,7 @@ def test_it_stops_the_fit_in_the_batch_whose_loss_is_not_finite():
     assert learn.train_iter in (130, 131)
 
 
-@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("what", first(["loss", "gradient"]))
 def test_a_number_that_is_not_finite_is_found_in_its_batch_of_a_watched_loop(what):
     learn = make_learner()
     opt = torch.optim.SGD(learn.model.parameters(), lr=0.05)
@@ -108,6 +110,7 @@ def test_a_number_that_is_not_finite_is_found_in_its_batch_of_a_watched_loop(wha
     assert [x.step for x in findings_of("nonfinite.first", evidence)] == [151]
 
 
+@pytest.mark.slow
 def test_another_optimizer_is_noticed():
     def swap(learn):
         learn.opt = torch.optim.SGD(learn.model.parameters(), 0.01)
@@ -116,12 +119,14 @@ def test_another_optimizer_is_noticed():
     assert [series.steps for series in losses.values()] == [list(range(130)), list(range(130, N))]
 
 
+@pytest.mark.slow
 def test_layers_that_change_their_mode_are_noticed():
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
     to_eval = at(131, "before_batch", lambda learn: learn.model.eval())
     assert [x.step for x in findings_of("mode.mismatch", evidence_of(to_eval, model=model))] == [131]
 
 
+@pytest.mark.slow
 def test_a_verdict_on_the_way_knows_all_batches_so_far():
     seen = []
     evidence_of(at(131, "before_batch", lambda learn: seen.append(learn.diagnosis.evidence())))

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from hookcb import ActivationStats, Diagnose, Learner, assert_no_hooks, watch
 from tests.activations.support import STATS, Around, Puts, assert_stats, randn, steps
 from tests.hooks import support as zoo
-from tests.support import fit
+from tests.support import along, first, fit
 
 # at each graph break dynamo looks at .grad of the tensors it goes on with, and silences the warning only
 # where there is none
@@ -108,6 +108,7 @@ def test_validation_is_recorded_from_one_graph_more():
         assert [one["mean"] for one in a] == pytest.approx([one["mean"] for one in b], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_every_third_batch_adds_no_graph():
     stats, eager = ActivationStats(every=3), ActivationStats(every=3)
     assert graphs(stats, sizes=(4,) * 10, n_epoch=2) == 1
@@ -122,6 +123,7 @@ def test_a_long_fit_that_thins_and_grows_its_records_compiles_nothing_anew():
         assert graphs(ActivationStats(**options), sizes=(4,) * 130) == 1
 
 
+@pytest.mark.slow
 def test_reading_in_mid_fit_compiles_nothing_anew():
     class Reads(ActivationStats):
         def after_batch(self):
@@ -219,6 +221,7 @@ def test_whatever_compiled_layers_put_out_is_measured_in_one_graph():
     assert {"complex", "none"} <= set(stats.left_out)
 
 
+@pytest.mark.slow
 def test_a_recurrent_layer_that_torch_runs_outside_of_graphs_is_measured():
     def build():
         torch.manual_seed(0)
@@ -262,7 +265,7 @@ def test_a_compiled_part_of_a_model_is_measured_too():
         assert_same_values(stats, eager)
 
 
-@pytest.mark.parametrize("n_elements", [1000, 65_536, 70_000])
+@pytest.mark.parametrize("n_elements", first([1000, 65_536, 70_000]))
 def test_a_large_output_is_as_exact_as_without_compile(n_elements):
     x = randn(n_elements) + 300
     model = Around(Puts([x]))
@@ -284,8 +287,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize(("backend", "name"), first(along(["eager", "aot_eager"], PARTS)))
 def test_what_compiled_code_does_with_layers_is_measured_as_without_compile(name, backend):
     def build():
         torch.manual_seed(0)
@@ -320,6 +322,7 @@ def test_inductor_gives_the_values_of_eager():
     assert_lowered_has_the_values_of_eager("inductor")
 
 
+@pytest.mark.slow
 @each_way
 def test_a_diagnosis_compiles_a_graph_once_and_sees_its_outputs(way):
     plain, found = Diagnose(show=False), Diagnose(show=False)
@@ -333,6 +336,7 @@ def test_a_diagnosis_compiles_a_graph_once_and_sees_its_outputs(way):
     assert ours.looked == theirs.looked
 
 
+@pytest.mark.slow
 def test_an_error_while_compiled_code_shows_its_outputs_is_told_and_not_raised(monkeypatch):
     def fails(*args, **kwargs):
         raise LookupError("not now")
@@ -343,6 +347,7 @@ def test_an_error_while_compiled_code_shows_its_outputs_is_told_and_not_raised(m
     assert "LookupError('not now')" in str(diagnose.verdict.looked)
 
 
+@pytest.mark.slow
 def test_outputs_in_a_cuda_graph_are_not_copied_and_that_is_told(monkeypatch):
     # as if the compiler ran the model on a stream of its own, as mode="reduce-overhead" does on a card
     monkeypatch.setattr(ActivationStats, "_is_in_graph", lambda self, x: True)

@@ -11,7 +11,7 @@ from hookcb.hooks.hook import Hooks, hook_outputs
 from hookcb.testing import assert_no_hooks
 from tests.hooks import support as zoo
 from tests.hooks.support import batches, fit, learner, numbers, three_layers
-from tests.support import covering
+from tests.support import along, each, first
 
 WAYS = ["torch.compile", "model.compile"]
 WAYS_AND_BACKENDS = [("torch.compile", "eager"), ("model.compile", "aot_eager")]
@@ -49,9 +49,11 @@ def weights(model):
 
 
 @pytest.mark.parametrize(
-    ("how", "called_before", "make_cb"), covering(WAYS_AND_BACKENDS, [False, True], [means, gradients], of=1)
+    ("how", "given"),
+    each(2, along(WAYS_AND_BACKENDS, [(False, means), (True, means), (True, gradients), (False, gradients)])),
 )
-def test_a_compiled_model_is_watched_as_the_same_model_without_compile(how, called_before, make_cb):
+def test_a_compiled_model_is_watched_as_the_same_model_without_compile(how, given):
+    called_before, make_cb = given
     model, plain = three_layers(), three_layers()
     n_valid = 0 if called_before else 2  # in either way it runs in eval mode too
     fit(plain, expected := make_cb(), n_epoch=2, n_valid=n_valid)
@@ -96,6 +98,7 @@ def test_looking_at_every_second_batch_adds_one_frame_however_long_the_fit_is():
         assert count_frames(way, means(every=2), n_epoch=n_epoch, n_train=n_train, n_valid=0) == plain + 1
 
 
+@pytest.mark.slow
 def test_a_pre_hook_leaves_the_number_of_frames_as_it_is():
     counts = []
     for cbs in ([], [HookCallback(pre=True, hook=lambda m, i: i[0].mean())]):
@@ -115,7 +118,7 @@ def test_a_forward_callback_breaks_no_graph(every):
     assert all(map(torch.equal, weights(model), weights(plain)))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", first(WAYS))
 def test_a_compiled_shared_layer_has_one_result_for_each_call(way):
     model, plain = zoo.make("shared"), zoo.make("shared")
     fit(plain, expected := means(), n_valid=0)
@@ -151,6 +154,7 @@ def test_a_second_fit_sees_a_compiled_model_again():
     assert_no_hooks(model)
 
 
+@pytest.mark.slow
 def test_a_compiled_submodule_is_watched_too():
     for called_before in (False, True):
         model, plain = three_layers(), three_layers()
@@ -164,6 +168,7 @@ def test_a_compiled_submodule_is_watched_too():
         assert numbers(cb.results) == numbers(expected.results)
 
 
+@pytest.mark.slow
 def test_an_in_place_successor_in_a_compiled_model_changes_no_result():
     model, plain = zoo.make("in_place_modules"), zoo.make("in_place_modules")
     for m in (model, plain):
@@ -207,9 +212,7 @@ def gradients_by_hand(model, x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "look"), covering(WAYS_AND_BACKENDS, [outputs_by_hand, gradients_by_hand], of=1)
-)
+@pytest.mark.parametrize(("how", "look"), along(WAYS_AND_BACKENDS, [outputs_by_hand, gradients_by_hand]))
 def test_hooks_by_hand_attached_before_the_first_call_see_what_they_see_without_compile(how, look):
     x = torch.randn(4, 4)
     plain, watched = look(three_layers(), x), look(compiled(three_layers(), *how), x)

@@ -33,7 +33,18 @@ from hookcb import (
 )
 from hookcb.core.torch_private import top_saved_hooks
 from tests.hooks import support as zoo
-from tests.support import CANCELS, SaysSo, changes_in, covering, each, make_batches, make_model, no_collection
+from tests.support import (
+    CANCELS,
+    SaysSo,
+    along,
+    changes_in,
+    each,
+    first,
+    make_batches,
+    make_model,
+    no_collection,
+    pairs,
+)
 from tests.training.support import Unsized, Wide, momentum
 
 # many of these trainings are sick, on purpose or as tiny models with large steps are
@@ -254,7 +265,7 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize("name", each(2, TOGETHER))
+@pytest.mark.parametrize("name", first(TOGETHER))
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_what_else_takes_part_in_the_training_goes_on_to_the_bit(name):
     batches = make_batches(7, bs=6)
@@ -268,6 +279,7 @@ def test_what_else_takes_part_in_the_training_goes_on_to_the_bit(name):
     assert_no_hooks(two.model)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_compiled_model_in_a_watched_loop_trains_to_the_bit_as_without():
     states = []
@@ -282,7 +294,7 @@ def test_a_compiled_model_in_a_watched_loop_trains_to_the_bit_as_without():
     assert differing(*states) == []
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", first([False, True]))
 def test_checkpointed_layers_train_to_the_bit_as_without(reentrant):
     def made():
         torch.manual_seed(2)
@@ -292,6 +304,7 @@ def test_checkpointed_layers_train_to_the_bit_as_without(reentrant):
     assert differing(alone, train(made(), make_batches(8), with_watch=True)) == []
 
 
+@pytest.mark.slow
 def test_a_scaler_in_a_watched_loop_is_to_the_bit_as_without():
     def looped(followed):
         model, scaler = make_model(), torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2)
@@ -360,7 +373,7 @@ class Counts(nn.Module):
         return self.b(h)
 
 
-@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("what", first(["loss", "gradient"]))
 def test_looking_for_the_origin_of_a_nan_leaves_the_training_to_the_bit(what):
     """Whatever is done again for it: random numbers, buffers and a count of calls go on as without."""
 
@@ -445,7 +458,7 @@ def fail_at(error, at):
 
 @pytest.mark.parametrize(
     ("at", "where", "how"),
-    covering([1, 3], ["forward", "backward", "loss", "loader", "step", "callback"], ENDS),
+    pairs([1, 3], ["forward", "backward", "loss", "loader", "step", "callback"], ENDS),
 )
 def test_nothing_is_left_on_however_a_fit_ends(how, where, at):
     error = ENDS[how].with_traceback(None)
@@ -490,8 +503,9 @@ def test_nothing_is_left_on_however_a_fit_ends(how, where, at):
         assert learn.diagnose().status in STATUSES
 
 
-@pytest.mark.parametrize("how", ["an error", "Ctrl-C", "exit"])
-@pytest.mark.parametrize("where", ["forward", "backward", "loop"])
+@pytest.mark.parametrize(
+    ("how", "where"), along(["an error", "Ctrl-C", "exit"], ["forward", "backward", "loop"])
+)
 def test_nothing_is_left_on_however_a_watched_loop_ends(how, where):
     error = ENDS[how].with_traceback(None)
     model = FailsIn(error, 3, where)
@@ -800,10 +814,11 @@ def test_a_checkpoint_of_a_diagnosed_fit_resumes_to_the_bit(tmp_path):
     assert resumed.diagnose().status in ("healthy", "suspect")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_diagnose_resumes_with_it_and_the_other_way_round(tmp_path):
-    for k, (first, second) in enumerate([([], [Diagnose()]), ([Diagnose()], [])]):
+    for k, (before, after) in enumerate([([], [Diagnose()]), ([Diagnose()], [])]):
         folder = tmp_path / str(k)
-        for n_epoch, cbs in ((1, first), (2, second)):
+        for n_epoch, cbs in ((1, before), (2, after)):
             learn = Learner(make_batches(4), make_model(), F.mse_loss, torch.optim.SGD, lr=0.01)
             # the second fit of the second pair says that the state of Diagnose is not used
             with learn.no_logging(), warnings.catch_warnings():

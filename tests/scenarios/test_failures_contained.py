@@ -23,7 +23,7 @@ from hookcb.diagnosis.measurements.lines import LineSamples
 from hookcb.diagnosis.measurements.spent import SpentTime
 from hookcb.diagnosis.reader import SOURCES
 from hookcb.diagnosis.run import Passed
-from tests.support import covering, each, fit, make_batches, make_learner, make_model, same, weights
+from tests.support import along, each, fit, make_batches, make_learner, make_model, same, weights
 
 N = 9  # batches: six are inspected, and layers are timed in the one after them
 TEXT = "planted"
@@ -158,7 +158,7 @@ def test_the_verdict_comes_if_all_parts_fail(train, monkeypatch):
     assert verdict.status in ("healthy", "unknown")
 
 
-@pytest.mark.parametrize(("train", "event"), covering(LOOPS, (*HANDLERS, *ENDS), of=1))
+@pytest.mark.parametrize(("train", "event"), each(3, along(LOOPS, (*HANDLERS, *ENDS))))
 def test_parts_that_fail_at_an_event_cost_what_they_are_for(train, event, monkeypatch):
     places = [(kind, name) for kind, name in PLACES if name == event]
     check_contained(train, poison(monkeypatch, places))
@@ -230,7 +230,7 @@ ACTS = [
 ]
 
 
-@pytest.mark.parametrize(("train", "act"), each(3, covering(LOOPS, ACTS, of=1)))
+@pytest.mark.parametrize(("train", "act"), each(3, along(LOOPS, ACTS)))
 def test_a_callback_of_ours_that_fails_ends_no_training(train, act, monkeypatch):
     usual(train)
     kind, event = act
@@ -271,6 +271,7 @@ def test_a_fault_that_cannot_be_judged_costs_its_own_code_and_those_that_ask_for
         assert TEXT in told.reason
 
 
+@pytest.mark.slow
 def test_faults_that_cannot_be_judged_end_no_training(monkeypatch):
     for fault in FAULTS.values():
         monkeypatch.setattr(fault, "findings", raises)

@@ -79,6 +79,7 @@ def test_a_forked_process_may_watch_a_model_of_its_own():
     assert forked(act) == "2"
 
 
+@pytest.mark.slow
 def test_no_lock_of_another_thread_is_waited_for_in_a_forked_process():
     model, opt, step = make_step()
     with watch(model, opt, Diagnose(show=False)) as w:
@@ -154,6 +155,7 @@ def run(tmp_path, capfd):
     return run
 
 
+@pytest.mark.slow
 def test_a_forked_process_that_trains_nothing_shows_nothing(run):
     code, out, err = run("forks_at = 20\ntrain(1e-3)\n")
     assert code == 0
@@ -161,6 +163,7 @@ def test_a_forked_process_that_trains_nothing_shows_nothing(run):
     assert not err
 
 
+@pytest.mark.slow
 def test_a_fault_in_a_forked_training_is_told_there(run):
     code, out, err = run("forks_at = None\nif not fork():\n    train(10.0)\n    sys.exit(0)\n")
     assert code == 1

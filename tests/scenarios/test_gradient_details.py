@@ -88,6 +88,7 @@ def test_the_report_says_from_which_step_the_largest_elements_are():
     assert "largest elements" not in str(always.report())
 
 
+@pytest.mark.slow
 def test_what_was_not_read_is_neither_logged_nor_drawn(tmp_path):
     path = tmp_path / "log.jsonl"
     learn, health = trained(25, Log(JSONLLogger(path), every=1))
@@ -104,6 +105,7 @@ def test_a_scheduled_training_that_moves_is_not_said_to_stand_still():
     assert "param.not_stepped" not in {finding.code for finding in learn.diagnose().findings}
 
 
+@pytest.mark.slow
 def test_a_diagnosis_has_details_in_all_its_records():
     learn = learner(large(), batches(40, d=D), Diagnose(show=False), lr=0.01)
     records = learn.gradient_health.records
@@ -111,6 +113,7 @@ def test_a_diagnosis_has_details_in_all_its_records():
     assert len(records.stats) > 5
 
 
+@pytest.mark.slow
 def test_a_large_weight_that_no_step_moves_is_named():
     class Stuck(torch.optim.SGD):
         def step(self, closure=None):

@@ -33,7 +33,7 @@ from tests.gradients.support import (
     seeded,
     wide,
 )
-from tests.support import fit
+from tests.support import along, fit
 from tests.training.support import equal
 
 sgd, adam = torch.optim.SGD, torch.optim.Adam
@@ -123,8 +123,9 @@ def doubled(cb):
             p.mul_(2.0)
 
 
-@pytest.mark.parametrize("change", [repointed, clamped, doubled])
-@pytest.mark.parametrize("event", ["after_batch", "before_batch"])
+@pytest.mark.parametrize(
+    ("change", "event"), along([repointed, clamped, doubled], ["after_batch", "before_batch"])
+)
 def test_weights_changed_between_steps_are_no_part_of_an_update(change, event):
     sizes = []
 
@@ -229,9 +230,12 @@ def test_a_step_that_another_callback_cancels_is_told_as_skipped():
 
 
 @pytest.mark.parametrize(
-    "event", ["after_loss", "before_backward", "after_backward", "before_step", "after_step"]
+    ("event", "cancel"),
+    along(
+        ["after_loss", "before_backward", "after_backward", "before_step", "after_step"],
+        [CancelBatchException, CancelFitException],
+    ),
 )
-@pytest.mark.parametrize("cancel", [CancelBatchException, CancelFitException])
 def test_a_batch_that_is_cancelled_leaves_no_half_of_a_record(event, cancel):
     health = GradientHealth(activations=True)
     learn = learner(mlp(), None, cancelling(event, cancel, 1), health)

@@ -46,7 +46,7 @@ from tests.gradients.support import (
     tokens,
 )
 from tests.hooks import support as zoo
-from tests.support import covering, everything, fit, same, weights
+from tests.support import along, everything, first, fit, same, weights
 from tests.training.support import equal
 
 MODELS = {"mlp": (mlp, lambda: batches(5), F.mse_loss)}
@@ -77,7 +77,7 @@ def trained(name, *cbs, opt=torch.optim.AdamW):
     return {"seen": seen, "losses": list(learn.recorder.losses), **left, **state}
 
 
-@pytest.mark.parametrize(("name", "options"), covering(MODELS, OPTIONS.values(), of=1))
+@pytest.mark.parametrize(("name", "options"), along(MODELS, OPTIONS.values()))
 def test_a_training_is_to_the_bit_what_it_is_without(name, options):
     plain, health = trained(name), GradientHealth(**options)
     watched = trained(name, health)
@@ -85,12 +85,12 @@ def test_a_training_is_to_the_bit_what_it_is_without(name, options):
     assert len(health.stats) > 1
 
 
-@pytest.mark.parametrize("others", [
+@pytest.mark.parametrize("others", first([
     lambda: [GradientClip(0.1), GradientAccumulation(2)],
     lambda: [MixedPrecision("fp16", init_scale=2.0**20), EMA(0.9)],
     lambda: [MixedPrecision(), GradientClip(value=0.01)],
-])  # fmt: skip
-@pytest.mark.parametrize("opt", [partial(adam, fused=True), partial(torch.optim.SGD, momentum=0.9)])
+]))  # fmt: skip
+@pytest.mark.parametrize("opt", first([partial(adam, fused=True), partial(torch.optim.SGD, momentum=0.9)]))
 def test_beside_other_callbacks_a_training_is_to_the_bit_what_it_is_without(others, opt):
     plain = trained("mlp", *others(), opt=opt)
     health, stats = GradientHealth(activations=True), ActivationStats()
@@ -105,8 +105,13 @@ def test_beside_other_callbacks_a_training_is_to_the_bit_what_it_is_without(othe
 # ---- steps that are left out, or stopped at
 
 
-@pytest.mark.parametrize("opt", [partial(torch.optim.SGD, momentum=0.9), adam, partial(adam, fused=True)])
-@pytest.mark.parametrize("options", [{}, {"every": 4}, {"params": "0.*"}])
+@pytest.mark.parametrize(
+    ("opt", "options"),
+    along(
+        [partial(torch.optim.SGD, momentum=0.9), adam, partial(adam, fused=True)],
+        [{}, {"every": 4}, {"params": "0.*"}],
+    ),
+)
 def test_a_step_that_is_left_out_is_as_if_its_batch_had_not_been(opt, options):
     data = batches(7)
     without = learner(mlp(), [b for k, b in enumerate(data) if k not in (2, 5)], opt=opt, lr=0.01)
@@ -134,8 +139,9 @@ def test_with_accumulation_the_whole_group_is_left_out():
     assert health.skipped == 1
 
 
-@pytest.mark.parametrize("opt", [partial(torch.optim.SGD, momentum=0.9), partial(adam, amsgrad=True)])
-@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize(
+    ("opt", "bad"), along([partial(torch.optim.SGD, momentum=0.9), partial(adam, amsgrad=True)], [NAN, INF])
+)
 def test_raise_names_parameter_and_step_and_leaves_all_as_before_the_step(opt, bad):
     before = {}
 

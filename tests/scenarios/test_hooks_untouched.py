@@ -15,7 +15,7 @@ from hookcb import find_modules
 from hookcb.hooks.hook import Hook, Hooks, hook_outputs
 from hookcb.testing import count_hooks
 from tests.hooks import support as zoo
-from tests.support import each, no_collection
+from tests.support import along, no_collection
 
 
 def everything(m, *what):
@@ -84,21 +84,32 @@ def differences(plain, watched, equal=zoo.alike):
     return wrong + ["rng"] * (not torch.equal(plain["rng"], watched["rng"]))
 
 
-@pytest.mark.parametrize("name", each(4, zoo.MODELS))
-def test_outputs_and_gradients_are_bit_identical_under_observers(name):
+WATCHES = [(kind, everything, options) for kind, options in IN_ALL_MODELS.items()]
+WATCHES += [(kind, nothing, options) for kind, options in MODIFYING.items()]
+WATCHES += [("stored", None, {"grad": False}), ("stored with gradients", None, {"grad": True})]
+
+
+@pytest.mark.parametrize(("name", "nth"), along(zoo.MODELS, range(3)))
+def test_outputs_and_gradients_are_bit_identical_under_observers(name, nth):
+    """Each model is watched in every third way, so that neighbors, which are alike, share all of them."""
     plain, n_hooks = expected(name), count_hooks(zoo.make(name))
-    for kind, options in IN_ALL_MODELS.items():
+    for kind, func, options in WATCHES[nth::3]:
         model = zoo.make(name)
-        with Hooks(list(model.modules()), everything, **options) as hooks:
+        modules = list(model.modules())
+        with Hooks(modules, func, **options) if func else hook_outputs(modules, **options) as hooks:
             watched = zoo.run(model)
             list(hooks.stored)
-        assert differences(plain, watched) == [], kind
+        # where gradients of inputs may be replaced, those of one call are added up before they join others
+        equal = torch.allclose if kind == "gradient, may modify" else zoo.alike
+        assert differences(plain, watched, equal) == [], kind
         assert count_hooks(model) == n_hooks, kind
 
 
-@pytest.mark.parametrize("func", [nothing, falsy])
 @pytest.mark.parametrize(
-    "name", ["residual", "in_place_modules", "in_place_view_output", "returns_tuple", "lstm"]
+    ("name", "func"),
+    along(
+        ["residual", "in_place_modules", "in_place_view_output", "returns_tuple", "lstm"], [nothing, falsy]
+    ),
 )
 def test_what_an_observer_returns_replaces_nothing(name, func):
     for kind in ("forward", "pre", "gradient", "gradient pre"):
@@ -107,29 +118,7 @@ def test_what_an_observer_returns_replaces_nothing(name, func):
             assert differences(expected(name), zoo.run(model)) == [], kind
 
 
-@pytest.mark.parametrize("name", each(2, reversed(zoo.MODELS)))
-def test_a_hook_that_may_modify_and_returns_none_changes_nothing(name):
-    for kind, options in MODIFYING.items():
-        model = zoo.make(name)
-        with Hooks(list(model.modules()), nothing, **options):
-            watched = zoo.run(model)
-        # where gradients of inputs may be replaced, those of one call are added up before they join others
-        equal = torch.allclose if kind == "gradient, may modify" else zoo.alike
-        assert differences(expected(name), watched, equal) == [], kind
-
-
-@pytest.mark.parametrize("name", each(3, zoo.MODELS))
-def test_stored_outputs_change_nothing(name):
-    for grad in (False, True):
-        model = zoo.make(name)
-        with hook_outputs(list(model.modules()), grad=grad) as hooks:
-            watched = zoo.run(model)
-            list(hooks.stored)
-        assert differences(expected(name), watched) == [], grad
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("mode", "kind"), along([torch.no_grad, torch.inference_mode], KINDS))
 def test_hooks_work_without_grad(kind, mode):
     model = zoo.make("in_place_modules").eval()
     x = zoo.make_input()
@@ -157,9 +146,12 @@ def test_what_was_stored_in_inference_mode_can_be_used_afterwards():
 
 
 @pytest.mark.parametrize(
-    "name", ["residual", "in_place_modules", "lstm", "shared", "returns_frozen_dataclass"]
+    ("name", "kind"),
+    along(
+        ["residual", "in_place_modules", "lstm", "shared", "returns_frozen_dataclass"],
+        [k for k in KINDS if "graph" not in k],
+    ),
 )
-@pytest.mark.parametrize("kind", [k for k in KINDS if "graph" not in k])
 def test_a_forward_without_backward_leaves_no_activation_alive(name, kind):
     model = zoo.make(name)
     alive = []

@@ -144,7 +144,7 @@ EVENTS_OF_A_FIT = [
 ]
 
 
-@pytest.mark.parametrize("event", each(2, EVENTS_OF_A_FIT))
+@pytest.mark.parametrize("event", each(3, EVENTS_OF_A_FIT))
 def test_a_summary_in_the_middle_of_a_fit_changes_nothing(event):
     def run(look):
         torch.manual_seed(0)
@@ -189,6 +189,7 @@ def test_a_summary_in_a_fit_of_a_model_that_renormalises_its_weights_changes_not
     assert run(lambda cb: None) == run(lambda cb: cb.learn.summary())
 
 
+@pytest.mark.slow
 def test_a_summary_in_the_middle_of_a_fit_does_not_take_its_batches():
     data = TensorDataset(randn(12, 2), randn(12, 1))
     loaders = [

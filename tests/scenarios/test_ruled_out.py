@@ -100,6 +100,7 @@ def test_a_loss_function_that_is_compiled_too_is_read_from_its_original():
     assert verdict_on(net(nn.Softmax(dim=1)), loss_func).primary.code == "head.activation"
 
 
+@pytest.mark.slow
 def test_a_watch_sees_the_softmax_of_a_compiled_model():
     model = net(nn.Softmax(dim=1))
     compiled, opt = compiled_outside(model), torch.optim.SGD(model.parameters(), lr=0.01)
@@ -204,6 +205,7 @@ def test_an_autograd_function_of_ones_own_hides_what_gives_the_loss():
     assert reason == "OwnSoftmax, a custom autograd function, hides what the loss is computed from"
 
 
+@pytest.mark.slow
 def test_a_checkpointed_region_hides_it_only_if_it_is_reentrant():
     verdict = verdict_on(Recomputed(use_reentrant=True))
     assert HEAD not in verdict.ruled_out
@@ -246,6 +248,7 @@ def test_layers_in_torchscript_are_not_ruled_out():
 # ---- evidence that is not there
 
 
+@pytest.mark.slow
 def test_graphs_are_not_said_to_be_freed_in_a_run_too_short_to_tell():
     assert "retained graphs" not in verdict_on(net()).ruled_out
     assert "retained graphs" in verdict_on(net(), n=62).ruled_out
@@ -270,6 +273,7 @@ def test_without_an_optimizer_a_preflight_rules_out_nothing_about_one():
         assert not_checked(verdict, code) == "no optimizer was given"
 
 
+@pytest.mark.slow
 def test_a_preflight_does_not_say_that_nobody_waits_for_data():
     model = net()
     opt = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hookcb import Learner, count_hooks, layer_info, module_summary
 from tests.hooks.support import IDS, Plain, S, cnn, encoder, mlp, models, randn
-from tests.support import SaysSo, changes_in, row, row_of_type, unsettle
+from tests.support import SaysSo, along, changes_in, row, row_of_type, unsettle
 
 
 @models
@@ -137,9 +137,12 @@ def _write_by_index(m, x):
 
 
 @pytest.mark.parametrize(
-    "forward", [_count_in_place, _count_anew, _count_by_data, _grow, _fill_cache, _register, _write_by_index]
+    ("forward", "inner"),
+    along(
+        [_count_in_place, _count_anew, _count_by_data, _grow, _fill_cache, _register, _write_by_index],
+        [False, True],
+    ),
 )
-@pytest.mark.parametrize("inner", [False, True])
 def test_buffers_written_in_forward_are_as_before(forward, inner):
     model = Plain(forward, fc=nn.Linear(3, 2), steps=torch.zeros(()), table=torch.zeros(4))
     model.register_buffer("cache", None, persistent=False)
@@ -197,8 +200,7 @@ def test_gradients_taken_in_forward_are_not_added_to_those_that_wait():
         assert changed == []
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("look", [module_summary, layer_info])
+@pytest.mark.parametrize(("first", "look"), along([True, False], [module_summary, layer_info]))
 def test_a_scripted_part_is_summed_up_as_one_layer(first, look):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is deprecated
@@ -287,8 +289,13 @@ def test_hooks_of_the_user_stay_and_forward_hooks_that_matter_run():
     assert n == count_hooks(model) == 4
 
 
-@pytest.mark.parametrize("error", [SaysSo(1, 2), KeyboardInterrupt(), RuntimeError("boom"), StopIteration(3)])
-@pytest.mark.parametrize("look", [module_summary, layer_info])
+@pytest.mark.parametrize(
+    ("error", "look"),
+    along(
+        [SaysSo(1, 2), KeyboardInterrupt(), RuntimeError("boom"), StopIteration(3)],
+        [module_summary, layer_info],
+    ),
+)
 def test_an_error_in_forward_arrives_as_it_was_and_leaves_nothing_behind(error, look):
     def fail(m, x):
         m.running += 1

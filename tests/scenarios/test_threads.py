@@ -78,6 +78,7 @@ def test_fits_in_another_thread_may_begin_and_end_in_the_middle_of_a_step():
         step(other, other_opt)
 
 
+@pytest.mark.slow
 def test_fits_in_two_threads_train_and_record_as_one_after_the_other():
     def made():  # here, as threads would share the random numbers that weights are made of
         return [make_learner(n_train=4) for _ in range(8)]
@@ -289,6 +290,7 @@ class Attention(nn.Module):
         return self.head(self.inner(x, x, x)[0].mean(1))
 
 
+@pytest.mark.slow
 def test_a_verdict_does_not_rest_on_calls_of_another_thread():
     def run(*cbs):
         torch.manual_seed(0)
@@ -376,6 +378,7 @@ def test_a_watch_of_the_module_that_replicas_are_made_of_says_that_it_saw_no_cal
     assert "2 calls or steps in other threads, ignored" in w.coverage.notes
 
 
+@pytest.mark.slow
 def test_a_data_parallel_on_one_device_is_the_model_inside():
     plain, parallel = make_model(), nn.DataParallel(make_model())
     found = []

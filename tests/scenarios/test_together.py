@@ -35,7 +35,7 @@ from hookcb import (
     count_hooks,
 )
 from hookcb.cli.demo import build_model, digits
-from tests.support import CANCELS, EVENTS, each, make_model, same, weights
+from tests.support import CANCELS, EVENTS, each, first, make_model, same, weights
 from tests.training.support import (
     DEVIL,
     NESTED_AT,
@@ -195,7 +195,7 @@ def trained(learn):
     return [weights(learn.model), rows, list(learn.recorder.losses), weights(learn.ema.model)]
 
 
-@pytest.mark.parametrize(("dtype", "order"), [(torch.bfloat16, -1000), (torch.float16, 25)])
+@pytest.mark.parametrize(("dtype", "order"), first([(torch.bfloat16, -1000), (torch.float16, 25)]))
 def test_a_validation_inside_at_any_event_and_order_changes_nothing(dtype, order):
     learn = small(*all_of_them(dtype, "stem"))
     learn.fit(2)
@@ -233,7 +233,7 @@ def test_however_a_fit_of_all_ends_nothing_stays_and_the_next_is_as_of_new_callb
     assert equal(*results)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", first([torch.bfloat16, torch.float16]))
 def test_the_last_group_of_a_loader_without_a_length_is_stepped_with_all_that_belongs_to_a_step(dtype):
     def run(train):
         cbs = [cb for cb in all_of_them(dtype, "stem") if not isinstance(cb, OneCycle)]
@@ -281,6 +281,7 @@ def test_state_of_all_read_and_loaded_between_epochs_changes_nothing():
     assert again.mixed_precision.skipped == learn.mixed_precision.skipped
 
 
+@pytest.mark.slow
 def test_a_fit_resumed_in_the_middle_ends_in_the_same_weights(tmp_path):
     whole = small(*all_of_them(torch.float16, "stem"))
     whole.fit(3)
@@ -297,6 +298,7 @@ def test_a_fit_resumed_in_the_middle_ends_in_the_same_weights(tmp_path):
         assert resumed.early_stopping.best == whole.early_stopping.best
 
 
+@pytest.mark.slow
 def test_compiled_with_the_others_it_trains_the_same():
     runs = []
     for more in ([], [Compile(backend="eager")]):

@@ -23,7 +23,7 @@ from hookcb import (
 )
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.run import Run
-from tests.support import fit, make_learner, make_model
+from tests.support import along, fit, make_learner, make_model
 
 CBS = {"Diagnose": lambda: [Diagnose(show=False)], "records": lambda: [ActivationStats(), GradientHealth()]}
 
@@ -67,8 +67,7 @@ SEEN_NOTHING = {
 }
 
 
-@pytest.mark.parametrize("cbs", CBS)
-@pytest.mark.parametrize("name", SEEN_NOTHING)
+@pytest.mark.parametrize(("cbs", "name"), along(CBS, SEEN_NOTHING))
 def test_a_watch_that_saw_no_training_is_unknown_with_the_reason(name, cbs):
     happens, reason = SEEN_NOTHING[name]
     torch.manual_seed(0)
@@ -97,6 +96,7 @@ def test_the_optimizer_of_another_model_is_told():
     assert "was not called" in w.diagnose().reason
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_never_steps_is_told():
     """The model is called and gets gradients, and an optimizer that was not given trains it."""
     torch.manual_seed(0)
@@ -122,6 +122,7 @@ def closing(model, opt, n=60):
         opt.step(closure)
 
 
+@pytest.mark.slow
 def test_a_training_by_closures_is_judged_by_what_was_seen_of_it():
     """LBFGS has no one gradient for a step; layers and losses are there."""
     torch.manual_seed(0)
@@ -139,6 +140,7 @@ def test_a_training_by_closures_is_judged_by_what_was_seen_of_it():
     assert not any(word in fine for word in ("attenuated", "exploding", "update", "dead"))
 
 
+@pytest.mark.slow
 def test_gradients_alone_see_nothing_of_a_training_by_closures():
     torch.manual_seed(0)
     model = net()

@@ -148,6 +148,7 @@ def test_a_model_that_is_freed_before_its_watch_is_closed_is_no_failure_of_ours(
     assert not any("report it" in text for text in coverage)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ERROR  param.not_in_optimizer")
 def test_a_batch_that_is_under_way_is_counted_once_it_has_gone_back():
     model = make_model()

@@ -28,7 +28,7 @@ from hookcb import (
     watch,
 )
 from hookcb.loops.coverage import REFUSED
-from tests.support import SaysSo, changes_in, make_batches, make_model, no_collection
+from tests.support import SaysSo, along, changes_in, make_batches, make_model, no_collection
 
 X, Y = make_batches(1)[0]
 # every public callback that may follow a loop
@@ -117,8 +117,7 @@ def test_callbacks_leave_nothing_behind(kind):
     assert w.epoch == 1
 
 
-@pytest.mark.parametrize("kind", FOLLOWS)
-@pytest.mark.parametrize("is_held", [True, False])
+@pytest.mark.parametrize(("kind", "is_held"), along(FOLLOWS, [True, False]))
 def test_the_model_may_die_at_any_time(kind, is_held, capsys):
     model, opt = make_pair()
     w = watch(model, opt, make(kind))
@@ -194,10 +193,11 @@ def test_a_watch_that_nobody_holds_goes_on():
 
 
 @pytest.mark.parametrize(
-    "error", [SaysSo(1, 2), KeyboardInterrupt(), SystemExit(3), GeneratorExit()], ids=repr
-)
-@pytest.mark.parametrize(
-    "where", ["before", "forward", "after pred", "after backward", "after step", "valid"]
+    ("error", "where"),
+    along(
+        [SaysSo(1, 2), KeyboardInterrupt(), SystemExit(3), GeneratorExit()],
+        ["before", "forward", "after pred", "after backward", "after step", "valid"],
+    ),
 )
 def test_an_exception_of_the_loop_arrives_as_it_was(error, where):
     class Fails(nn.Sequential):

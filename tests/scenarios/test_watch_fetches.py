@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hookcb import Callback, Diagnose, Learner, ProfilerCallback, StepTimer, watch
-from tests.support import SLEEP, Clock, fit, make_batches, make_learner, make_model
+from tests.support import SLEEP, Clock, first, fit, make_batches, make_learner, make_model
 
 TORCHS_OWN = _BaseDataLoaderIter.__next__
 
@@ -81,11 +81,13 @@ def data_bound(w):
 # ---- the verdict
 
 
+@pytest.mark.slow
 def test_a_loop_that_works_between_its_steps_is_not_data_bound(clock):
     w = trained(make_batches(40), Diagnose(show=False), own=lambda step: clock.sleep())
     assert data_bound(w) == "fine"
 
 
+@pytest.mark.slow
 def test_fetches_from_other_sources_are_unknown_if_little_happens_between_steps(clock):
     w = trained(make_batches(40), Diagnose(show=False))
     assert data_bound(w) == "unknown"
@@ -94,18 +96,20 @@ def test_fetches_from_other_sources_are_unknown_if_little_happens_between_steps(
     )
 
 
+@pytest.mark.slow
 def test_a_loader_that_is_quick_in_such_a_loop_is_ruled_out(clock):
     w = trained(loader(clock, 40, sleeps=0), Diagnose(show=False), own=lambda step: clock.sleep())
     assert data_bound(w) == "fine"
 
 
 @pytest.mark.filterwarnings("ignore:ERROR  time.data_bound:UserWarning")
-@pytest.mark.parametrize(("sleeps", "told"), [(5, "error"), (1, "warning"), (0.1, "fine")])
+@pytest.mark.parametrize(("sleeps", "told"), first([(5, "error"), (1, "warning"), (0.1, "fine")]))
 def test_a_slow_loader_is_told_by_its_share_of_the_time(clock, sleeps, told):
     w = trained(loader(clock, 40, sleeps), Diagnose(show=False), own=lambda step: clock.sleep())
     assert data_bound(w) == told
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ERROR  time.data_bound:UserWarning")
 def test_the_fetches_of_a_generator_are_timed_as_a_line_of_the_loop(clock):
     def generate():
@@ -118,6 +122,7 @@ def test_the_fetches_of_a_generator_are_timed_as_a_line_of_the_loop(clock):
     assert "for step, (x, y) in enumerate(batches)." in w.diagnose().primary.message
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ERROR  time.data_bound:UserWarning")
 def test_fetches_of_several_loaders_at_once_are_counted_once_each(clock):
     batches = zip(loader(clock, 40), loader(clock, 40, sleeps=0), strict=True)
@@ -127,6 +132,7 @@ def test_fetches_of_several_loaders_at_once_are_counted_once_each(clock):
     assert data_bound(w) == "fine"  # a quarter; counted twice it would be two fifths
 
 
+@pytest.mark.slow
 def test_a_loader_that_reads_another_is_counted_once(clock):
     class Outer(IterableDataset):
         def __iter__(self):
@@ -137,6 +143,7 @@ def test_a_loader_that_reads_another_is_counted_once(clock):
     assert data_bound(w) == "fine"
 
 
+@pytest.mark.slow
 def test_a_validation_between_epochs_is_no_waiting(clock):
     model = make_model()
     opt = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -154,6 +161,7 @@ def test_a_validation_between_epochs_is_no_waiting(clock):
     assert data_bound(w) == "fine"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ERROR  time.data_bound:UserWarning")
 def test_a_loader_is_seen_in_a_loop_that_accumulates(clock):
     model = make_model()
@@ -167,6 +175,7 @@ def test_a_loader_is_seen_in_a_loop_that_accumulates(clock):
     assert data_bound(w) == "error"
 
 
+@pytest.mark.slow
 def test_a_learner_that_does_its_own_work_after_a_batch_is_not_data_bound(clock):
     learn = make_learner(40, 0, lr=0.01)
     fit(learn, 1, cbs=[Diagnose(show=False), Callback(after_batch=lambda cb: clock.sleep())])

@@ -66,6 +66,7 @@ def test_records_are_those_of_the_same_model_that_is_called(look_before):
     assert count_hooks(model) == 0
 
 
+@pytest.mark.slow
 def test_a_verdict_rests_on_its_layers_and_its_loss():
     model = make(TwoHeads)
     w, _ = train(model, model.act, Diagnose(show=False), n=30)

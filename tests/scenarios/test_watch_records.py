@@ -20,7 +20,7 @@ from hookcb import (
     Recorder,
     watch,
 )
-from tests.support import covering, same, weights
+from tests.support import along, same, weights
 
 
 class Attends(nn.Module):
@@ -184,7 +184,7 @@ def by_hand(kind, how, cbs, find_opt=False):
     return w, model, torch.get_rng_state()
 
 
-@pytest.mark.parametrize(("kind", "how"), covering(MODELS, [Usual, Rounded, Accumulates], of=1))
+@pytest.mark.parametrize(("kind", "how"), along(MODELS, [Usual, Rounded, Accumulates]))
 def test_records_weights_and_random_numbers_are_those_of_a_learner(kind, how):
     learn, learned, learned_state = by_learner(kind, how, readers())
     w, watched, watched_state = by_hand(kind, how, readers())
@@ -203,12 +203,14 @@ def test_records_weights_and_random_numbers_are_those_of_a_learner(kind, how):
     assert next(iter(w.memory_stats.layers())).kept > 0
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_is_found_gives_the_same_records():
     given, found = (by_hand("mlp", Usual, readers()[:5], find_opt)[0] for find_opt in (False, True))
     for name in ("activation_stats", "some", "gradient_health", "outputs"):
         assert is_alike(getattr(given, name).state_dict(), getattr(found, name).state_dict()), name
 
 
+@pytest.mark.slow
 def test_records_of_two_nested_watches_are_alike():
     model = copy.deepcopy(model_for("cnn"))
     opt = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -8,6 +8,7 @@ from torch import nn
 
 from tests.core.support import group_of_one
 from tests.scenarios.support import LAYERS, PARAMS, Net, check_command, check_watched
+from tests.support import each
 
 
 class Own(nn.Module):
@@ -55,7 +56,6 @@ def own(net):
 
 WRAPPERS = [not_at_all, ddp, data_parallel, fsdp, own, compiled]
 WRAPPERS += [pytest.param(compiled_in_ddp, marks=pytest.mark.slow)]
-by_wrapper = pytest.mark.parametrize("wrap", WRAPPERS)
 
 
 @pytest.fixture
@@ -71,12 +71,12 @@ def names(wrap, request, monkeypatch):
         yield {"layers": [inside + name for name in LAYERS], "params": [inside + name for name in PARAMS]}
 
 
-@by_wrapper
+@pytest.mark.parametrize("wrap", WRAPPERS)
 def test_a_watched_model_is_diagnosed_in_any_wrapper(wrap, names):
     assert check_watched(wrap(Net()), **names).status == "healthy"
 
 
-@by_wrapper
+@pytest.mark.parametrize("wrap", each(2, reversed(WRAPPERS)))
 def test_the_command_diagnoses_a_model_in_any_wrapper(wrap, names, tmp_path, capsys):
     title = "Own" if wrap is own else "Net"
     check_command(f"{__name__}:{wrap.__name__}", tmp_path, capsys, title, **names)

@@ -11,7 +11,7 @@ from torch import nn
 from hookcb import Diagnose, Learner
 from hookcb.diagnosis.measurements.dead_units import MIN_EXAMPLES, MIN_LOOKS, DeadUnits
 from hookcb.diagnosis.run import Run
-from tests.support import fit
+from tests.support import along, first, fit
 
 D, H, N = 6, 10, 64
 
@@ -168,7 +168,7 @@ def test_it_takes_eight_looks_and_512_examples(n_examples, n):
     assert (found.n_looked, found.n_examples) == (n, n * n_examples)
 
 
-@pytest.mark.parametrize(("size", "told"), [(4, True), (1, False)])
+@pytest.mark.parametrize(("size", "told"), first([(4, True), (1, False)]))
 def test_of_small_batches_so_many_are_looked_at_that_it_is_known(size, told):
     """Units that are dead from the beginning, in 150 batches: of 4 these are enough examples, of one not."""
     g = torch.Generator().manual_seed(0)
@@ -226,16 +226,14 @@ class Own(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("is_matmul", [True, False])
-@pytest.mark.parametrize("n_dead", [0, 2, 9, 12])
+@pytest.mark.parametrize(("is_matmul", "n_dead"), along([True, False], [0, 2, 9, 12]))
 def test_lists_of_parameters_are_followed_whichever_way_they_are_multiplied(is_matmul, n_dead):
     found = looked(Own(is_matmul, [D, 12, 4], n_dead), loss=lambda out: (out - 1).square().mean())
     assert found["ws.0"].lately == pytest.approx(n_dead / 12)
     assert found["ws.1"].lately == 0
 
 
-@pytest.mark.parametrize("is_matmul", [True, False])
-@pytest.mark.parametrize("n_dead", [0, 2, 5, D])
+@pytest.mark.parametrize(("is_matmul", "n_dead"), along([True, False], [0, 2, 5, D]))
 def test_square_ones_too(is_matmul, n_dead):
     found = looked(Own(is_matmul, [D, D, 4], n_dead), loss=lambda out: (out - 1).square().mean())
     assert found["ws.0"].lately == pytest.approx(n_dead / D)
@@ -353,17 +351,20 @@ def test_positions_of_few_images_are_examples():
     assert "unit.dead" not in judged_on(channels(n_dead=0), images(2))[1]
 
 
+@pytest.mark.slow
 def test_a_share_that_healthy_layers_come_near_to_needs_more_than_a_few_images():
     assert "unit.dead" not in judged_on(channels(n_dead=11), images(2))[1]
     assert judged_on(channels(n_dead=11), images(32))[1]["unit.dead"] == "warning"
 
 
+@pytest.mark.slow
 def test_maps_of_one_place_have_no_more_examples_than_images():
     dead, found = judged_on(channels(kernel=8), images(2))
     assert dead["0.weight"].n_places == 1
     assert "unit.dead" not in found
 
 
+@pytest.mark.slow
 def test_tokens_are_examples_of_a_linear_layer():
     class Tokens(nn.Module):
         def __init__(self):

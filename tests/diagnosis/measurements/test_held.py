@@ -11,6 +11,7 @@ from torch import nn
 from hookcb import Diagnose, watch
 from hookcb.diagnosis.measurements.held import HeldWeights
 from hookcb.diagnosis.measurements.samples import COLUMNS, Group, Range, written
+from tests.support import first
 
 
 def of(before, after, first=None):
@@ -74,7 +75,7 @@ def net():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", first([False, True]))
 def test_looks_see_that_steps_change_weights(fused):
     model = net()
     held = seen(model, torch.optim.SGD(model.parameters(), 0.1, fused=fused))
@@ -83,6 +84,7 @@ def test_looks_see_that_steps_change_weights(fused):
     assert held.writes == []
 
 
+@pytest.mark.slow
 def test_fused_steps_have_no_version_and_are_looked_at_when_their_number_doubles():
     model = net()
     plain, fused = (
@@ -123,6 +125,7 @@ def test_nothing_of_the_user_is_kept_after_a_fit():
     assert w.diagnose() is not None
 
 
+@pytest.mark.slow
 def test_an_optimizer_for_each_weight_is_not_followed_and_that_is_said():
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(10)])

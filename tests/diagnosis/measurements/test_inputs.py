@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hookcb.diagnosis.measurements.inputs import input_numbers
+from tests.support import along
 
 NAN = math.nan
 
@@ -15,8 +16,10 @@ def numbers(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(4, 3), (2, 3, 5, 5), (7,)])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    along([torch.float32, torch.float64, torch.bfloat16, torch.float16], [(4, 3), (2, 3, 5, 5), (7,)]),
+)
 def test_std_and_rms_of_a_batch_are_those_of_its_elements(dtype, shape):
     x = (numbers(*shape) * 300 + 20).to(dtype)
     values = x.double().flatten().tolist()

@@ -10,7 +10,7 @@ from torch import nn
 from hookcb import ActivationStats, Diagnose, Hook, Learner, watch
 from hookcb.diagnosis.measurements.layer_times import FIRST, MAX_TIMED, MIN_TIMED, LayerTimes, work_of
 from hookcb.diagnosis.run import Run
-from tests.support import Clock, fit, make_learner, make_model
+from tests.support import Clock, first, fit, make_learner, make_model
 
 
 @pytest.fixture(autouse=True)
@@ -191,12 +191,14 @@ def test_hooks_of_the_user_that_hookcb_calls_are_too(clock):
     assert round(seconds / 1000) == 1
 
 
+@pytest.mark.slow
 def test_hooks_of_hookcb_are_not_told_as_the_users(clock):
     learn = make_learner(80, cbs=[Diagnose(), ActivationStats()])
     fit(learn)
     assert learn.diagnosis.evidence().measured(LayerTimes).hook_seconds == {}
 
 
+@pytest.mark.slow
 def test_a_slow_forward_hook_is_named_by_a_diagnosis(clock):
     learn = make_learner(80, cbs=Diagnose())
     learn.model[0].register_forward_hook(hook_of(clock, 20_000.0))
@@ -235,7 +237,7 @@ class Engine(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "computes", "is_slow"), [(4e-3, True, True), (4e-3, False, False), (6e-3, False, True)]
+    ("seconds", "computes", "is_slow"), first([(4e-3, True, True), (4e-3, False, False), (6e-3, False, True)])
 )
 def test_a_model_that_computes_nothing_itself_may_take_some_milliseconds(clock, seconds, computes, is_slow):
     model = Engine(clock, seconds, computes)
@@ -250,6 +252,7 @@ def test_a_model_that_computes_nothing_itself_may_take_some_milliseconds(clock, 
     assert [note.startswith("The model itself takes 100%") for note in notes] == [True] * is_slow
 
 
+@pytest.mark.slow
 def test_an_error_in_a_hook_does_not_reach_the_forward_and_costs_the_times_of_layers(monkeypatch):
     def broken(self, m, args):
         raise RuntimeError("no clock")

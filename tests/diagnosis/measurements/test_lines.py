@@ -229,6 +229,7 @@ def test_samples_that_come_very_late_are_of_their_line():
     assert sorted(by_line(lines).values()) == [0.0005, 0.003]
 
 
+@pytest.mark.slow
 def test_a_thread_sees_lines_that_wait_and_python_code():
     lines, ends = LineSamples(lambda: True), time.monotonic() + 10
     lines.note_step()

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb.diagnosis.measurements.loss_graph import LossGraph, n_between, penalty_of, read_loss
+from tests.support import along
 
 N, C, T = 6, 5, 3
 PLAIN = {"is_pure": True, "scale": 1.0}
@@ -280,8 +281,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize(("head", "between"), along(HEADS, BETWEEN))
 def test_a_head_is_seen_through_views_casts_and_transposes(head, between):
     out = BETWEEN[between](HEADS[head](SEQUENCE))
     assert out.shape == SEQUENCE.shape
@@ -391,8 +391,7 @@ PENALTIES = {
 }
 
 
-@pytest.mark.parametrize("penalty", PENALTIES)
-@pytest.mark.parametrize("loss", MAIN_TERMS)
+@pytest.mark.parametrize(("penalty", "loss"), along(PENALTIES, MAIN_TERMS))
 def test_it_is_what_was_added_to_the_loss(loss, penalty):
     torch.manual_seed(0)
     net = nn.Linear(5, 3)

@@ -11,6 +11,7 @@ from torch import nn
 from hookcb.diagnosis.faults.model.attention import low_heads
 from hookcb.diagnosis.measurements.operations import Operations, OpProbe
 from hookcb.diagnosis.run import Run
+from tests.support import along
 
 B, HEADS, T, D = 2, 4, 6, 8
 SHARP = torch.tensor([1.0, 1.0, 400.0, 400.0]).view(HEADS, 1, 1)  # of heads, by which scores grow
@@ -99,8 +100,7 @@ MASKS = {
 MASKS["boolean"][:, 0] = True
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("with_grad", [True, False])
+@pytest.mark.parametrize(("mask", "with_grad"), along(MASKS, [True, False]))
 def test_scaled_dot_product_attention_is_seen_with_its_mask(mask, with_grad):
     (q, k, v), mask = qkv(), MASKS[mask]
     with torch.set_grad_enabled(with_grad):
@@ -148,8 +148,7 @@ def test_attention_to_another_sequence_is_seen():
     assert share(lambda: F.scaled_dot_product_attention(q, k, v)) == by_hand(plain(q, k))
 
 
-@pytest.mark.parametrize("with_grad", [True, False])
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize(("with_grad", "kv_heads"), along([True, False], [1, 2]))
 def test_heads_that_share_keys_are_seen(kv_heads, with_grad):
     q, k, v = qkv(kv_heads=kv_heads)
     with torch.set_grad_enabled(with_grad):

@@ -30,6 +30,7 @@ def net(*last):
     return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3), *last)
 
 
+@pytest.mark.slow
 def test_the_original_of_a_compiled_model_tells_what_the_graph_hides(monkeypatch):
     plain = graph_of(net(nn.Softmax(1)), monkeypatch)
     compiled = graph_of(torch.compile(net(nn.Softmax(1)), backend="aot_eager"), monkeypatch)

@@ -78,11 +78,13 @@ def test_a_line_of_a_plain_loop_is_named(clock):
     assert share > 0.9
 
 
+@pytest.mark.slow
 def test_a_line_that_is_slow_now_and_then_is_named_by_its_mean(clock):
     w = plain(lambda step: step % 20 == 19 and clock.sleep(), n=200)
     assert any("own(step)" in place for place in places(w))
 
 
+@pytest.mark.slow
 def test_a_line_that_makes_a_whole_step_is_not_named(clock):
     model = make_model()
     opt = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -92,6 +94,7 @@ def test_a_line_that_makes_a_whole_step_is_not_named(clock):
     assert places(w) == {}
 
 
+@pytest.mark.slow
 def test_a_validation_is_told_apart(clock):
     assert list(places(plain(lambda step: None, n_valid=2, clock=clock))) == ["validation"]
 
@@ -106,6 +109,7 @@ def test_a_loss_function_that_takes_most_of_the_time_is_named(clock):
     assert list(places(learn)) == ["the loss function"]
 
 
+@pytest.mark.slow
 def test_a_training_without_other_work_has_no_place(clock):
     learn = make_learner(40, 0, lr=0.01)
     fit(learn, 1, cbs=quiet())
@@ -113,6 +117,7 @@ def test_a_training_without_other_work_has_no_place(clock):
     assert places(plain(lambda step: None)) == {}
 
 
+@pytest.mark.slow
 def test_weights_are_bit_identical_while_lines_are_sampled():
     def weights(*cbs):
         model = make_model()
@@ -131,6 +136,7 @@ def test_weights_are_bit_identical_while_lines_are_sampled():
     assert weights(quiet()) == expected
 
 
+@pytest.mark.slow
 def test_a_loop_that_dies_while_lines_are_sampled_leaves_nothing():
     def own(step):
         time.sleep(2e-3)
@@ -142,6 +148,7 @@ def test_a_loop_that_dies_while_lines_are_sampled_leaves_nothing():
         plain(own)
 
 
+@pytest.mark.slow
 def test_the_start_of_a_loader_is_told_apart_from_its_fetches(clock):
     class Slow(DataLoader):
         def __iter__(self):
@@ -184,6 +191,7 @@ def test_long_waits_that_come_again_are_no_machine(clock, n, is_found):
     assert bool(places(learn)) is is_found
 
 
+@pytest.mark.slow
 def test_an_iterator_that_begins_elsewhere_is_no_start_of_a_loader(clock):
     class Slow:
         def __iter__(self):
@@ -194,6 +202,7 @@ def test_an_iterator_that_begins_elsewhere_is_no_start_of_a_loader(clock):
     assert place.endswith(", own(step)")
 
 
+@pytest.mark.slow
 def test_what_wraps_a_loader_is_named_by_its_line(clock):
     def prepared(loader):
         for batch in loader:
@@ -213,6 +222,7 @@ def test_what_wraps_a_loader_is_named_by_its_line(clock):
     assert share > 0.5
 
 
+@pytest.mark.slow
 def test_a_validation_that_waits_for_its_loader_is_named(clock):
     class Slow(list):
         def __getitem__(self, i):

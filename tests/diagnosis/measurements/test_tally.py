@@ -8,11 +8,12 @@ from torch import nn
 from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.measurements.tally import MAX_ELEMENTS, N_WAITING, Tally, at_path, path_to, saved_labels
 from hookcb.diagnosis.measurements.targets import Targets, entropy_of
-from tests.support import fit
+from tests.support import along, first, fit
 
 
-@pytest.mark.parametrize("n", [1, N_WAITING, 2 * N_WAITING + 3])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+@pytest.mark.parametrize(
+    ("n", "dtype"), along([1, N_WAITING, 2 * N_WAITING + 3], [torch.int64, torch.int32, torch.uint8])
+)
 def test_all_labels_are_counted(n, dtype):
     torch.manual_seed(0)
     tally, batches = Tally(5), [torch.randint(5, (7, 2)).to(dtype) for _ in range(n)]
@@ -70,6 +71,7 @@ def data(n, is_sorted=True):
     return [(torch.randn(8, 4), x) for x in y]
 
 
+@pytest.mark.slow
 def test_a_training_counts_each_batch_of_sorted_labels():
     batches = data(200)
     expected = torch.bincount(torch.cat([y for _, y in batches]), minlength=3).tolist()
@@ -78,7 +80,7 @@ def test_a_training_counts_each_batch_of_sorted_labels():
     assert (seen.targets.counts, seen.targets.n_counted) == (expected, 200)
 
 
-@pytest.mark.parametrize("is_reported", [True, False])
+@pytest.mark.parametrize("is_reported", first([True, False]))
 def test_a_plain_loop_counts_each_batch_whose_loss_it_reports_and_else_some(is_reported):
     batches, model, seen = data(200), nn.Linear(4, 3), Seen("ignore", show=False)
     opt = torch.optim.SGD(model.parameters(), lr=1e-3)

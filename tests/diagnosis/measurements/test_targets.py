@@ -20,7 +20,7 @@ from hookcb.diagnosis.measurements.targets import (
     losses_of_classes,
     recovered_target,
 )
-from tests.support import each
+from tests.support import along, each
 
 G = torch.Generator().manual_seed(0)
 VALUES = torch.randn(200, 3, generator=G) * torch.tensor([1.0, 5.0, 0.2]) + 4
@@ -263,8 +263,7 @@ def own_loss(**how):
     return mean_loss().item()
 
 
-@pytest.mark.parametrize("smoothing", [0.1, 0.5])
-@pytest.mark.parametrize("weights", [None, THREE_WEIGHTS])
+@pytest.mark.parametrize(("smoothing", "weights"), along([0.1, 0.5], [None, THREE_WEIGHTS]))
 def test_a_perfect_prediction_of_smoothed_labels_has_a_loss(weights, smoothing):
     graph = GRAPH._replace(class_weights=weights, has_weights=weights is not None, smoothing=smoothing)
     expected = own_loss(weight=weights, label_smoothing=smoothing)

@@ -11,7 +11,7 @@ from torch import nn
 from hookcb import Diagnose, Learner, diagnose, watch
 from hookcb.diagnosis.measurements.tokens import MIN_BATCHES, UNKNOWN, Tokens, _targets_like
 from hookcb.diagnosis.run import Run
-from tests.support import covering, each
+from tests.support import along, each, first, pairs
 
 N, T, V, D = 8, 12, 16, 16
 ORDER = (
@@ -114,7 +114,7 @@ def gaps(verdict):
 
 
 @pytest.mark.parametrize(
-    ("mask", "train", "fused"), covering(["none", "inverted", "late"], LOOPS, [True, False], of=1)
+    ("mask", "train", "fused"), first(pairs(["none", "inverted", "late"], LOOPS, [True, False]))
 )
 def test_a_mask_that_shows_the_next_token_is_named(mask, train, fused):
     verdict = train(Gpt(mask, fused), data())
@@ -123,13 +123,14 @@ def test_a_mask_that_shows_the_next_token_is_named(mask, train, fused):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mask", "train"), covering(["causal", "window"], LOOPS, of=1))
+@pytest.mark.parametrize(("mask", "train"), along(["causal", "window"], LOOPS))
 def test_a_mask_that_hides_it_is_fine(train, mask):
     verdict = train(Gpt(mask), data())
     assert seen(verdict) == {}
     assert "masks that show the next token" in verdict.ruled_out
 
 
+@pytest.mark.slow
 def test_a_prefix_may_be_visible_if_it_is_not_a_target():
     def ignored(w):
         return w[:, :-1], w[:, 1:].masked_fill(torch.arange(T) < 4, -100)
@@ -137,6 +138,7 @@ def test_a_prefix_may_be_visible_if_it_is_not_a_target():
     assert seen(trained(Gpt("prefix"), data(of=ignored))) == {}
 
 
+@pytest.mark.slow
 def test_a_loss_that_shifts_its_targets_itself_is_understood():
     def shifted(p, y):
         return cross_entropy(p[:, :-1], y[:, 1:])
@@ -145,6 +147,7 @@ def test_a_loss_that_shifts_its_targets_itself_is_understood():
     assert seen(trained(Gpt("none"), data(of=same), shifted)) == {"mask.future": "error"}
 
 
+@pytest.mark.slow
 def test_masked_tokens_may_be_predicted_from_both_sides():
     def masked(w):
         x = w[:, :-1]
@@ -161,14 +164,17 @@ def test_targets_that_are_not_shifted_are_named_from_a_few_batches_on(train):
     assert seen(train(Gpt(), data(6, of=same))) == {"label.copies_input": "warning"}
 
 
+@pytest.mark.slow
 def test_a_token_autoencoder_gets_a_note():
     assert seen(trained(Gpt("none"), data(120, of=same))) == {"label.copies_input": "info"}
 
 
+@pytest.mark.slow
 def test_a_model_that_shifts_its_input_itself_is_fine():
     assert seen(trained(Gpt(shift=True), data(of=same))) == {}
 
 
+@pytest.mark.slow
 def test_a_recurrent_model_has_no_masks_to_check():
     class Lstm(nn.Module):
         def __init__(self):
@@ -184,6 +190,7 @@ def test_a_recurrent_model_has_no_masks_to_check():
     assert "targets that are not shifted" in verdict.ruled_out
 
 
+@pytest.mark.slow
 def test_an_autoencoder_may_see_all_of_the_text_that_it_decodes():
     class Encoded(Gpt):
         def __init__(self):
@@ -201,7 +208,7 @@ def test_an_autoencoder_may_see_all_of_the_text_that_it_decodes():
     assert seen(trained(Encoded(), data(of=same), loss_func)) == {}
 
 
-@pytest.mark.parametrize(("fused", "train"), covering([True, False], LOOPS, of=1))
+@pytest.mark.parametrize(("fused", "train"), first(along([True, False], LOOPS)))
 def test_a_mask_that_hides_all_other_tokens_is_named(train, fused):
     verdict = train(Gpt("self", fused), data())
     assert seen(verdict) == {"mask.blind": "warning"}
@@ -231,9 +238,7 @@ def _selected(p, y):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss_func", "train"),
-    covering(
-        [lambda p, y: cross_entropy(p, y, ignore_index=0), _weighted, _multiplied, _selected], LOOPS, of=1
-    ),
+    along([lambda p, y: cross_entropy(p, y, ignore_index=0), _weighted, _multiplied, _selected], LOOPS),
 )
 def test_padding_that_does_not_count_is_fine_however_it_is_left_out(train, loss_func):
     assert seen(train(Gpt(padding=0), data(of=padded), loss_func)) == {}

@@ -8,7 +8,7 @@ from torch import nn
 from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.run import Run, Skipped
-from tests.support import fit
+from tests.support import first, fit
 
 CODES = ("input.zero", "grad.zero")
 
@@ -32,6 +32,7 @@ def found(lose=(), clear=(), n=40, x_of=None, loss_func=F.cross_entropy, model=N
     return {x.code: x for x in verdict.findings if x.code in CODES}
 
 
+@pytest.mark.slow
 def test_a_batch_of_zeros_between_others_is_found():
     one = found(lose=[23])["input.zero"]
     assert (one.severity, one.step, one.value) == ("warning", 23, 1.0)
@@ -39,7 +40,7 @@ def test_a_batch_of_zeros_between_others_is_found():
     assert "batches 7, 9, 23 and 1 other are" in found(lose=[7, 9, 23, 31])["input.zero"].message
 
 
-@pytest.mark.parametrize("step", [17, 18])
+@pytest.mark.parametrize("step", first([17, 18]))
 def test_gradients_that_are_gone_at_single_steps_are_found(step):
     one = found(clear=[step])["grad.zero"]
     assert (one.severity, one.step) == ("warning", step)
@@ -53,6 +54,7 @@ def test_a_learner_is_told_too():
     assert [x.step for x in verdict.findings if x.code == "input.zero"] == [11]
 
 
+@pytest.mark.slow
 def test_zeros_that_come_often_are_meant():
     assert "input.zero" not in found(lose=range(0, 40, 3))
     assert "grad.zero" not in found(clear=range(0, 40, 3))
@@ -73,11 +75,12 @@ def masked(pred, y):
     return (F.cross_entropy(pred, y, reduction="none") * keep).sum() / keep.sum().clamp(min=1)
 
 
-@pytest.mark.parametrize("loss_func", [hinge, masked])
+@pytest.mark.parametrize("loss_func", first([hinge, masked]))
 def test_losses_with_zeros_of_their_own_are_left_alone(loss_func):
     assert found(loss_func=loss_func) == {}
 
 
+@pytest.mark.slow
 def test_sparse_inputs_single_samples_and_dead_units_are_left_alone():
     assert found(x_of=sparse) == {}
     assert found(x_of=lambda i: torch.randn(1, 20) * (i % 9 > 0)) == {}
@@ -111,6 +114,7 @@ class Skips(nn.Module):
         return self.head(x + self.block(x).relu() if torch.rand(()) > 0.1 else x)
 
 
+@pytest.mark.slow
 def test_a_block_that_is_left_out_is_not_looked_at():
     assert found(model=Skips()) == {}
 

@@ -8,7 +8,7 @@ from torch import nn
 from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.run import Run, Skipped
-from tests.support import fit
+from tests.support import along, first, fit
 
 N, T, D, C = 12, 5, 7, 3
 
@@ -50,8 +50,7 @@ def pooled(model, x, dim):
     return model.head((weights[..., None] * h).sum(1))
 
 
-@pytest.mark.parametrize("how", ["watch", "learner"])
-@pytest.mark.parametrize("dim", [0, -2])
+@pytest.mark.parametrize(("how", "dim"), first(along(["watch", "learner"], [0, -2])))
 def test_attention_over_the_samples_is_found(dim, how):
     assert found(lambda model, x: pooled(model, x, dim), how=how) == [("error", "samples.mixed")]
     assert found(lambda model, x: pooled(model, x, 1), how=how) == []
@@ -70,6 +69,7 @@ def test_the_output_may_not_be_a_softmax_over_the_samples():
     assert found(lambda model, x: model.head(x.mean(1)).softmax(0))
 
 
+@pytest.mark.slow
 def test_a_view_in_place_of_a_transpose_is_found():
     warned = [("warning", "samples.mixed")]
 

@@ -12,6 +12,7 @@ from hookcb.diagnosis.faults.inputs.batch_first import BatchFirst
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import Finding
+from tests.support import first
 
 N, T, D = 12, 5, 8
 GRU = nn.GRU(D, D)
@@ -77,7 +78,7 @@ def test_a_forgotten_batch_first_is_found(make):
     assert "batch_first=True" in finding.next_steps[0]
 
 
-@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("make", first(LAYERS.values()), ids=LAYERS)
 def test_with_batch_first_or_steps_first_all_is_well(make):
     assert not found(train(Net(make(batch_first=True))))
     verdict = train(Net(make(), steps_first=True), shape=(T, N, D))
@@ -87,12 +88,14 @@ def test_with_batch_first_or_steps_first_all_is_well(make):
 
 @pytest.mark.parametrize(
     ("shape", "targets"),
-    [
-        ((T, N, D), (T, N)),  # a target for each step
-        ((T, N, D), (T * N,)),
-        ((T, 1, D), (T,)),  # a single long sequence
-        ((T, T, D), (T, T)),
-    ],
+    first(
+        [
+            ((T, N, D), (T, N)),  # a target for each step
+            ((T, N, D), (T * N,)),
+            ((T, 1, D), (T,)),  # a single long sequence
+            ((T, T, D), (T, T)),
+        ]
+    ),
 )
 def test_a_target_for_each_step_does_not_tell_samples_from_steps(shape, targets):
     assert not found(train(Net(nn.GRU(D, D), all_steps=True), shape, targets))

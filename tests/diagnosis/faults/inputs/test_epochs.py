@@ -13,7 +13,7 @@ from hookcb import Callback, Diagnose, Learner, watch
 from hookcb.diagnosis.faults.inputs.epochs import RepeatedRandomNumbers
 from hookcb.diagnosis.measurements.drawing import drawn, random_states
 from hookcb.diagnosis.run import Run, Skipped
-from tests.support import each, fit
+from tests.support import along, first, fit
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 CODES = ("random.epochs", "data.same_order")
@@ -96,9 +96,16 @@ def found(verdict):
     return [(x.code, x.severity) for x in verdict.findings if x.code in CODES]
 
 
-@pytest.mark.parametrize("train", [by_watch, by_learner])
+def of_numpy(i):
+    return float(np.random.standard_normal())
+
+
+def of_python(i):
+    return random.gauss(0, 1)
+
+
 @pytest.mark.parametrize(
-    "change", each(2, [of_torch, lambda i: float(np.random.standard_normal()), lambda i: random.gauss(0, 1)])
+    ("train", "change"), first(along([by_watch, by_learner], [of_torch, of_numpy, of_python]))
 )
 def test_the_same_changes_in_each_epoch_are_found(train, change):
     verdict = train(loader(change), seed_all)
@@ -118,6 +125,7 @@ def test_the_same_order_in_each_epoch_is_found(train):
     ]
 
 
+@pytest.mark.slow
 def test_a_generator_that_is_made_anew_gives_the_same_order():
     def anew():
         return DataLoader(Samples(), 8, shuffle=True, generator=torch.Generator().manual_seed(0))
@@ -174,8 +182,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", each(3, RIGHT))
-@pytest.mark.parametrize("train", [by_watch, by_learner])
+@pytest.mark.parametrize(("name", "train"), first(along(RIGHT, [by_watch, by_learner])))
 def test_other_epochs_are_right(train, name):
     assert found(train(*RIGHT[name])) == []
 

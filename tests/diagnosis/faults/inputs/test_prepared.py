@@ -9,7 +9,7 @@ from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.faults.inputs.prepared import OtherPreparation
 from hookcb.diagnosis.run import Absent, Run
 from hookcb.diagnosis.verdict import Finding
-from tests.support import each, fit
+from tests.support import along, first, fit
 
 CODE = "input.eval_scale"
 G = torch.Generator().manual_seed(0)
@@ -68,8 +68,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", each(3, WRONG))
-@pytest.mark.parametrize("train", [by_learner, by_watch])
+@pytest.mark.parametrize(("name", "train"), first(along(WRONG, [by_learner, by_watch])))
 def test_another_preparation_is_found(name, train):
     (finding,) = found(train(*WRONG[name]))
     assert finding.severity == "warning"
@@ -93,7 +92,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", each(3, RIGHT))
+@pytest.mark.parametrize("name", first(RIGHT))
 def test_augmentation_and_drift_are_no_fault(name):
     verdict = by_watch(*RIGHT[name])
     assert found(verdict) == []

@@ -78,6 +78,7 @@ def verdict_of(model, scale):
     return learn.diagnose()
 
 
+@pytest.mark.slow
 def test_a_training_on_a_table_with_one_large_column_names_that_first():
     primary = verdict_of(net(), 190_000.0).primary
     assert (primary.code, primary.message[:8]) == ("input.scale", "Column 4")

@@ -10,7 +10,7 @@ from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.loss_graph import LossGraph
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.run import Run
-from tests.support import each
+from tests.support import along, each
 
 SCORES = LossGraph("cross-entropy", True, 1.0, applies="softmax", is_raw=True)
 LOGITS = LossGraph("binary cross-entropy", True, 1.0, applies="sigmoid", is_raw=True)
@@ -117,8 +117,7 @@ def of_sorted(verdict):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("train", [by_learner, by_watch])
-@pytest.mark.parametrize("n_epoch", [1, 3])
+@pytest.mark.parametrize(("train", "n_epoch"), along([by_learner, by_watch], [1, 3]))
 def test_sorted_labels_are_found(train, n_epoch):
     assert of_sorted(train(list(DIGITS.split(16)), n_epoch=n_epoch)) == ["warning"]
 
@@ -133,6 +132,7 @@ def test_sorted_labels_of_two_classes_are_found():
     assert of_sorted(by_watch(list(BITS.split(16)), n_out=1, loss_func=bits_loss)) == ["warning"]
 
 
+@pytest.mark.slow
 def test_classes_in_turn_are_found():
     assert of_sorted(by_learner([torch.full((16,), i % 10) for i in range(40)])) == ["warning"]
 
@@ -150,16 +150,17 @@ NOT_SORTED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", each(3, NOT_SORTED))
-@pytest.mark.parametrize("train", [by_learner, by_watch])
+@pytest.mark.parametrize(("name", "train"), each(3, along(NOT_SORTED, [by_learner, by_watch])))
 def test_other_orders_are_not_sorted(name, train):
     assert of_sorted(train(list(NOT_SORTED[name]))) == []
 
 
+@pytest.mark.slow
 def test_batches_that_alternate_are_on_purpose():
     assert of_sorted(by_learner([torch.full((16,), i % 2) for i in range(40)], n_out=2)) == []
 
 
+@pytest.mark.slow
 def test_one_class_after_the_other_is_a_note():
     batches = [y for own in EACH for y in own.split(16)]
     assert of_sorted(by_learner(batches, n_epoch=1)) == ["info"]

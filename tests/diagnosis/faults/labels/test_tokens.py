@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, watch
+from tests.support import first
 
 N, T, V, D = 16, 12, 16, 16
 ORDER = torch.randperm(V, generator=torch.Generator().manual_seed(0))  # the token after each
@@ -84,7 +85,7 @@ def severity_of(code, verdict):
 COPIES = "label.copies_input"
 
 
-@pytest.mark.parametrize("return_scores", [True, False])
+@pytest.mark.parametrize("return_scores", first([True, False]))
 def test_a_model_that_returns_its_loss_need_not_return_its_scores(return_scores):
     copied = [(w[:, :-1], w[:, :-1]) for w in sentences(20)]
     verdict = verdict_on(ReturnsLoss(), copied, return_scores=return_scores)
@@ -97,6 +98,7 @@ def test_a_model_that_returns_its_loss_need_not_return_its_scores(return_scores)
     assert severity_of("mask.future", verdict) == "error"
 
 
+@pytest.mark.slow
 def test_targets_that_do_not_count_are_read_from_the_graph_of_the_loss_too():
     batches = [(w[:, :-1], w[:, :-1].masked_fill(torch.arange(T) < 3, -1)) for w in sentences(20)]
     assert severity_of(COPIES, verdict_on(ReturnsLoss(), batches)) == "warning"
@@ -183,6 +185,7 @@ def test_a_recurrent_model_with_targets_that_are_not_shifted_is_a_warning():
     assert severity_of(COPIES, verdict_on(Recurrent(), shifted)) == ""
 
 
+@pytest.mark.slow
 def test_a_recurrent_autoencoder_and_a_tagger_in_both_directions_are_right():
     batches = [(F.pad(w[:, : T - 1], (1, 0)), w[:, :T]) for w in sentences(20)]
     assert severity_of(COPIES, verdict_on(Recurrent("autoencoder"), batches)) == ""

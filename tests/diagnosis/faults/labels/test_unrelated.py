@@ -12,7 +12,7 @@ from hookcb.diagnosis.faults.labels import unrelated
 from hookcb.diagnosis.faults.labels.unrelated import UnrelatedLabels
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.run import Run, Series
-from tests.support import everything, fit
+from tests.support import everything, first, fit
 
 FLAT = Finding("loss.flat", "warning")
 
@@ -142,6 +142,7 @@ def test_labels_that_are_learned_in_any_order_alike_are_told_of_a_loss_that_hard
     assert "permuted labels" in found.message
 
 
+@pytest.mark.slow
 def test_labels_that_are_learned_faster_than_in_other_orders_follow_from_inputs():
     assert seen_slow(clusters(shuffled=False)) == []
     assert seen_slow(clusters(shuffled=False), FLAT) == []
@@ -177,8 +178,8 @@ def values(x):
     return [values(v) for v in x] if isinstance(x, list | tuple) else x
 
 
-@pytest.mark.parametrize("slow", [False, True])
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("slow", first([False, True]))
+@pytest.mark.parametrize("fails", first([False, True]))
 def test_the_learner_is_left_as_it_is_even_where_the_model_fails(fails, slow):
     class Fails(nn.Module):
         n = 0

@@ -13,6 +13,7 @@ from hookcb.diagnosis.rules import falls_slowly
 from hookcb.diagnosis.run import Passed, Series, Skipped
 from tests.diagnosis.faults.loss.support import NAN, losses, noisy
 from tests.diagnosis.support import only
+from tests.support import first, pairs
 
 
 @pytest.mark.parametrize(
@@ -40,9 +41,7 @@ def test_a_loss_that_falls_is_not_flat(values):
     assert isinstance(only(FlatLoss, losses(values, guess=2.3)), Passed)
 
 
-@pytest.mark.parametrize("n_classes", [10, 1000])
-@pytest.mark.parametrize("share", [0.01, 0.03])
-@pytest.mark.parametrize("bend", [0.5, 1, 3])
+@pytest.mark.parametrize(("n_classes", "share", "bend"), pairs([10, 1000], [0.01, 0.03], [0.5, 1, 3]))
 def test_a_loss_that_surely_falls_is_not_flat_however_little(n_classes, share, bend):
     """Steadily, faster at first, or faster at last; guessing is where it begins."""
     guess = math.log(n_classes)
@@ -82,7 +81,7 @@ def test_a_short_run_or_a_warm_up_is_not_called_flat():
     assert isinstance(only(FlatLoss, losses([2.3] * 60, lr=rising)), Skipped)
 
 
-@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("sign", first([1, -1]))
 def test_a_loss_that_an_optimizer_maximizes_is_not_judged(sign):
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
@@ -133,7 +132,7 @@ def opposed(game, n=150):
     return [x.severity for x in found.findings if x.code == "loss.flat"], " ".join(found.coverage)
 
 
-@pytest.mark.parametrize("game", ["alone", "frozen"])
+@pytest.mark.parametrize("game", first(["alone", "frozen"]))
 def test_a_loss_that_stays_without_an_opponent_is_told(game):
     assert opposed(game)[0] == ["warning"]
 
@@ -153,6 +152,7 @@ def test_a_loss_that_stays_in_a_game_is_not_told(game, why):
     assert why in coverage
 
 
+@pytest.mark.slow
 def test_guessing_targets_that_are_all_the_same_is_no_limit():
     model = nn.Linear(4, 1)
     opt = torch.optim.SGD(model.parameters(), lr=1e-9)

@@ -11,6 +11,7 @@ from hookcb.diagnosis.faults.loss.unbounded import UnboundedLoss
 from hookcb.diagnosis.run import Passed, Skipped
 from tests.diagnosis.faults.loss.support import CE, losses
 from tests.diagnosis.support import only
+from tests.support import first
 
 
 def test_a_loss_below_what_it_can_be_is_told_at_the_first_step():
@@ -39,7 +40,7 @@ def test_a_loss_of_another_kind_may_be_below_zero(values, kind):
     assert isinstance(only(UnboundedLoss, losses(values, kind)), Skipped)
 
 
-@pytest.mark.parametrize("by_another", [True, False])
+@pytest.mark.parametrize("by_another", first([True, False]))
 def test_a_negated_loss_is_a_fault_unless_it_judges_another_models_output(by_another):
     """As the loss of the generator in the minimax game of the first GANs."""
     torch.manual_seed(0)
@@ -80,6 +81,7 @@ def test_other_negative_losses_of_unknown_kinds_are_left_alone(values):
     assert isinstance(only(UnboundedLoss, losses(values, "")), Skipped)
 
 
+@pytest.mark.slow
 def test_a_bonus_without_a_bound_is_found_in_a_sum():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))

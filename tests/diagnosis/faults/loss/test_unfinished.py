@@ -80,6 +80,7 @@ def test_a_high_rate_at_the_beginning_is_not_raised():
     assert found.next_steps == ("Train longer",)
 
 
+@pytest.mark.slow
 def test_a_rate_that_is_too_low_and_a_training_that_is_too_short_get_the_same_advice():
     torch.manual_seed(0)
     x = torch.randn(64, 8)

@@ -11,6 +11,7 @@ from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.validations import Validation, Validations
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from tests.diagnosis.support import evidence, measured, only
+from tests.support import first
 
 FALLING = [0.6, 0.4, 0.2, 0.1, 0.05, 0.02]
 REAL = F.cross_entropy
@@ -227,7 +228,7 @@ def validated(report, factor=1.0, loss_func=None):
     return w.diagnosis.evidence().measured(Validations), losses
 
 
-@pytest.mark.parametrize("factor", [0.25, 3.0])
+@pytest.mark.parametrize("factor", first([0.25, 3.0]))
 def test_a_training_loss_with_a_factor_is_compared_without_it(factor):
     known, losses = validated(report=True, factor=factor)
     assert (known.is_one_scale, known.scale) == (True, pytest.approx(factor))
@@ -251,6 +252,7 @@ def test_a_loop_reports_what_it_has_computed_itself():
         assert (one.loss, one.accuracy) == pytest.approx((other.loss, other.accuracy), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_learner_is_told_of_its_overfitting():
     learn = trained()
     verdict = learn.diagnose()
@@ -263,6 +265,7 @@ def test_a_learner_is_told_of_its_overfitting():
     assert F.cross_entropy is REAL
 
 
+@pytest.mark.slow
 def test_a_learner_that_stops_early_is_not_warned():
     assert trained([EarlyStopping(patience=15)]).diagnose().status == "healthy"
 
@@ -280,6 +283,7 @@ def test_weights_that_are_saved_after_the_best_validation_are_kept():
     assert loop(save=True)[0].diagnose().status == "healthy"
 
 
+@pytest.mark.slow
 def test_records_alone_show_it_too():
     x, y = data()
     learn = Learner((batches(x[:100], y[:100]), batches(x[100:], y[100:])), net(), F.cross_entropy, lr=5e-3)
@@ -298,6 +302,7 @@ def test_a_watched_loop_needs_no_report_of_its_validation_losses(evaluated):
     assert F.cross_entropy is REAL
 
 
+@pytest.mark.slow
 def test_watching_validations_changes_nothing():
     model = net()
     loop(model=model)
@@ -312,6 +317,7 @@ def test_watching_validations_changes_nothing():
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_a_metric_of_each_step_is_no_validation():
     x, y = data()
     model = net()
@@ -329,6 +335,7 @@ def test_a_metric_of_each_step_is_no_validation():
     assert "valid.trivial" not in {finding.code for finding in w.diagnose().findings}
 
 
+@pytest.mark.slow
 def test_losses_of_another_kind_are_on_another_scale():
     x, y = data()
     model = net()

@@ -10,7 +10,7 @@ from torch.optim import SGD
 from hookcb.diagnosis.faults.model.checkpoints import KeptWithoutCopy, UntrainedCheckpoint
 from hookcb.diagnosis.run import Run, Skipped
 from tests.diagnosis.faults.support import found_in_loop, from_start, small_net
-from tests.support import each
+from tests.support import along, first
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +24,13 @@ def found(model, code, **options):
 
 
 @pytest.mark.parametrize(
-    "keep", each(2, [lambda x: x, dict, copy.copy, lambda x: {k: v.cpu() for k, v in x.items()}])
+    ("keep", "done"),
+    first(
+        along(
+            [lambda x: x, dict, copy.copy, lambda x: {k: v.cpu() for k, v in x.items()}], ["loaded", "saved"]
+        )
+    ),
 )
-@pytest.mark.parametrize("done", ["loaded", "saved"])
 def test_a_best_state_without_a_copy_is_found(keep, done):
     model, kept = small_net(), {}
 
@@ -85,6 +89,7 @@ def test_a_file_with_the_first_weights_only_is_found():
     )
 
 
+@pytest.mark.slow
 def test_first_weights_beside_trained_ones_and_averages_are_not():
     model = small_net()
     first = copy.deepcopy(model.state_dict())

@@ -10,6 +10,7 @@ from torch import nn
 from hookcb import Diagnose, Learner, diagnose, watch
 from hookcb.diagnosis.faults.model.dropout import ExtremeDropout, dropped_share
 from tests.diagnosis.faults.support import followed
+from tests.support import along
 
 X, Y = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 10
 CE = F.cross_entropy
@@ -28,8 +29,7 @@ def nll_by_hand(pred, y):
     return F.nll_loss((pred.softmax(1) + 1e-6).log(), y)
 
 
-@pytest.mark.parametrize("loss_func", [CE, square, nll_by_hand])
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
+@pytest.mark.parametrize(("loss_func", "p"), along([CE, square, nll_by_hand], [0.1, 0.5, 0.8]))
 def test_dropout_on_the_scores_is_seen_with_its_share(loss_func, p):
     assert dropped_share(loss_func(F.dropout(scores(), p), Y).grad_fn) == pytest.approx(p, abs=0.08)
 
@@ -52,8 +52,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("loss_func", [CE, square])
+@pytest.mark.parametrize(("name", "loss_func"), along(OTHERS, [CE, square]))
 def test_nothing_else_is_taken_for_it(name, loss_func):
     assert dropped_share(loss_func(OTHERS[name](scores()), Y).grad_fn) == 0
 
@@ -150,8 +149,7 @@ def modes_noted(drop, with_watch):
     return [(x.code, x.severity) for x in found]
 
 
-@pytest.mark.parametrize("with_watch", [False, True])
-@pytest.mark.parametrize("drop", DROPPING)
+@pytest.mark.parametrize(("with_watch", "drop"), along([False, True], DROPPING))
 def test_dropout_in_eval_mode_is_a_warning(drop, with_watch):
     assert modes_noted(drop, with_watch) == [("dropout.in_eval", "warning")]
 
@@ -174,8 +172,7 @@ def test_dropout_of_a_batch_that_is_evaluated_several_times_is_meant(n, n_batche
     assert not found.consequence_of
 
 
-@pytest.mark.parametrize("with_watch", [False, True])
-@pytest.mark.parametrize("drop", NOT_DROPPING)
+@pytest.mark.parametrize(("with_watch", "drop"), along([False, True], NOT_DROPPING))
 def test_numbers_that_are_drawn_in_eval_mode_are_no_dropout(drop, with_watch):
     assert modes_noted(drop, with_watch) == []
 

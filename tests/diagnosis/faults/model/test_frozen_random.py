@@ -15,7 +15,7 @@ from hookcb.diagnosis.faults.model.frozen_random import FrozenAdapters, FrozenLa
 from hookcb.diagnosis.measurements.flags import looks_random
 from hookcb.diagnosis.run import Run, Skipped
 from tests.diagnosis.faults.support import numbers
-from tests.support import fit
+from tests.support import along, first, fit
 
 REST = ("param.frozen_random", "param.frozen_late", "param.frozen_adapters")
 
@@ -53,6 +53,7 @@ def watched(model, each, n=30, opt=None):
     return w.diagnose()
 
 
+@pytest.mark.slow
 def test_a_random_trunk_or_head_is_a_note_if_loads_are_unknown():
     model = net()
     model[0].requires_grad_(False)
@@ -112,7 +113,7 @@ for _ in range(30):
 """
 
 
-@pytest.mark.parametrize("load", ["", "model.load_state_dict(other.state_dict())"])
+@pytest.mark.parametrize("load", first(["", "model.load_state_dict(other.state_dict())"]))
 def test_the_command_hears_whether_weights_were_loaded(load, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     script = tmp_path / "script.py"
@@ -126,6 +127,7 @@ def test_the_command_hears_whether_weights_were_loaded(load, tmp_path, capsys, m
         assert "param.frozen_random" in out
 
 
+@pytest.mark.slow
 def test_parameters_that_are_frozen_by_plan_are_a_note_and_unfrozen_ones_are_not():
     model = net()
     found = watched(model, lambda i: model[0].requires_grad_(i < 4))
@@ -157,12 +159,14 @@ class Adapted(nn.Module):
 
 @pytest.mark.parametrize(
     ("is_used", "is_frozen", "is_held", "severity"),
-    [
-        (False, True, False, "warning"),
-        (True, True, True, "warning"),
-        (True, True, False, "info"),
-        (False, False, True, ""),
-    ],
+    first(
+        [
+            (False, True, False, "warning"),
+            (True, True, True, "warning"),
+            (True, True, False, "info"),
+            (False, False, True, ""),
+        ]
+    ),
 )
 def test_adapters_that_are_all_frozen_are_told(is_used, is_frozen, is_held, severity):
     model = Adapted(is_used)
@@ -174,8 +178,9 @@ def test_adapters_that_are_all_frozen_are_told(is_used, is_frozen, is_held, seve
     assert [s for code, s in found if code == "param.frozen_adapters"] == ([severity] if severity else [])
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("layer", [nn.Linear(64, 32), nn.Conv2d(8, 16, 3), nn.Conv1d(16, 64, 1)])
+@pytest.mark.parametrize(
+    ("seed", "layer"), along(range(5), [nn.Linear(64, 32), nn.Conv2d(8, 16, 3), nn.Conv1d(16, 64, 1)])
+)
 def test_initialized_weights_look_random(layer, seed):
     torch.manual_seed(seed)
     layer.reset_parameters()

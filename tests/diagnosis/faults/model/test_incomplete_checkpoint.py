@@ -14,7 +14,7 @@ from hookcb.diagnosis.faults.model.incomplete_checkpoint import IncompleteCheckp
 from hookcb.diagnosis.measurements.loads import Saves
 from hookcb.diagnosis.run import Run, Skipped
 from tests.diagnosis.faults.support import found_in_loop, from_start
-from tests.support import each
+from tests.support import each, first
 
 CODE = "checkpoint.incomplete"
 
@@ -48,12 +48,14 @@ def found(contents, model=None, opt=None):
     return found_in_loop(model, opt, CODE, end=end)
 
 
+@pytest.mark.slow
 def test_the_optimizers_state_without_a_part_of_its_weights_is_found():
     ((severity, message),) = found(lambda m, opt: [{"body": m.body.state_dict(), "opt": opt.state_dict()}])
     assert severity == "warning"
     assert "of 6 parameters, but no file has the weights of 2 of these: head.weight, head.bias." in message
 
 
+@pytest.mark.slow
 def test_parameters_of_the_loss_that_are_trained_and_not_saved_are_found():
     model, scale = Net(), nn.Parameter(torch.ones(7))
     model.register_forward_hook(lambda m, args, output: output + 0 * scale.sum())
@@ -64,6 +66,7 @@ def test_parameters_of_the_loss_that_are_trained_and_not_saved_are_found():
     assert found(both, model, opt) == []
 
 
+@pytest.mark.slow
 def test_a_head_alone_is_found_only_if_the_layers_before_it_were_trained():
     ((severity, message),) = found(lambda m, opt: [m.head.state_dict()])
     assert severity == "warning"
@@ -76,8 +79,7 @@ def test_a_head_alone_is_found_only_if_the_layers_before_it_were_trained():
 
 @pytest.mark.parametrize(
     "contents",
-    each(
-        3,
+    first(
         [
             lambda m, opt: [m.state_dict()],
             lambda m, opt: [m],
@@ -91,13 +93,14 @@ def test_a_head_alone_is_found_only_if_the_layers_before_it_were_trained():
             lambda m, opt: [{"ema": copy.deepcopy(m).half().state_dict(), "opt": opt.state_dict()}],
             lambda m, opt: [m.state_dict(), {"head": m.head.state_dict(), "opt": opt.state_dict()}],
             lambda m, opt: [],
-        ],
+        ]
     ),
 )
 def test_right_files_are_silent(contents):
     assert found(contents) == []
 
 
+@pytest.mark.slow
 def test_adapters_and_tied_weights_are_whole():
     model = Net()
     model.body.requires_grad_(False)
@@ -131,12 +134,14 @@ def found_safe(safe, save):
     return found_in_loop(model, opt, CODE, end=lambda: save(model, opt, save_file))
 
 
+@pytest.mark.slow
 def test_a_head_that_safetensors_saves_alone_is_found(safe):
     ((severity, message),) = found_safe(safe, lambda m, opt, save: save(m.head.state_dict(), "a"))
     assert severity == "warning"
     assert "All that was saved of the model is head.weight, head.bias." in message
 
 
+@pytest.mark.slow
 def test_weights_that_safetensors_saves_are_in_a_file(safe):
     def save(m, opt, save_file):
         save_file({name: x.clone() for name, x in m.state_dict().items()}, "a")
@@ -155,6 +160,7 @@ def test_safetensors_is_as_it_was_afterwards(safe):
     assert [getattr(safe, name) for name in names] == real
 
 
+@pytest.mark.slow
 def test_a_head_alone_is_not_told_if_safetensors_cannot_be_heard(monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", ModuleType("safetensors"))
     monkeypatch.setitem(sys.modules, "safetensors.torch", ModuleType("safetensors.torch"))

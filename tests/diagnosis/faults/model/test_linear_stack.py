@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from hookcb import Diagnose, Learner, diagnose
 from hookcb.diagnosis.faults.model.linear_stack import LinearStack, linear_links
 from hookcb.diagnosis.run import Run
+from tests.support import pairs
 
 
 class Net(nn.Module):
@@ -33,9 +34,9 @@ def found(model, x, dtype=None):
     return [(seen.code, seen.layer) for seen in fault.seen]
 
 
-@pytest.mark.parametrize("shape", [(3, 8), (2, 3, 8)], ids=str)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [None, "bf16"])
+@pytest.mark.parametrize(
+    ("shape", "bias", "dtype"), pairs([(3, 8), (2, 3, 8)], [True, False], [None, "bf16"])
+)
 def test_linear_layers_in_a_row_are_found_in_any_forward(shape, bias, dtype):
     assert found(Net(bias=bias), torch.randn(shape), dtype) == [("model.linear_stack", "fc1")]
 

@@ -8,8 +8,8 @@ from torch import nn
 from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.faults.model.positions import ClampedPositions
 from hookcb.diagnosis.run import Run, Skipped
+from tests.support import along, first, fit
 from tests.support import each as each_nth
-from tests.support import fit
 
 V, D, T, N = 12, 16, 24, 8
 
@@ -63,8 +63,7 @@ def found(verdict):
     return [(x.layer, x.severity) for x in verdict.findings if x.code == "embed.clamped"]
 
 
-@pytest.mark.parametrize("train", [by_learner, by_watch])
-@pytest.mark.parametrize("has_attention", [True, False])
+@pytest.mark.parametrize(("train", "has_attention"), first(along([by_learner, by_watch], [True, False])))
 def test_positions_beyond_the_table_are_found(train, has_attention):
     torch.manual_seed(0)
     assert found(train(Tagger(clamped, has_attention=has_attention))) == [("places", "warning")]

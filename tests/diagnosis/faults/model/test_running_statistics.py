@@ -12,7 +12,7 @@ from hookcb import Callback, Diagnose, Learner, watch
 from hookcb.diagnosis.faults.model.running_statistics import RunningStatistics
 from hookcb.diagnosis.run import Absent, Run, Skipped
 from tests.diagnosis.faults.support import numbers
-from tests.support import each, fit
+from tests.support import along, first, fit
 
 
 def net(momentum=0.1, norm=nn.BatchNorm1d, **kwargs):
@@ -46,16 +46,14 @@ def watched(model, n=30, each=lambda: None):
     return told(w.diagnose())
 
 
-@pytest.mark.parametrize("n", [3, 30])
-@pytest.mark.parametrize("how", [trained, watched])
+@pytest.mark.parametrize(("n", "how"), first(along([3, 30], [trained, watched])))
 def test_statistics_that_stay_as_they_began_are_told_in_short_trainings_too(n, how):
     assert how(net(momentum=0.0), n) == [("error", "1")]
 
 
 @pytest.mark.parametrize(
     ("model", "n", "n_valid", "found"),
-    each(
-        3,
+    first(
         [
             (net(momentum=0.001), 150, 2, [("warning", "1")]),
             (net(momentum=0.001), 150, 0, [("info", "1")]),
@@ -68,7 +66,7 @@ def test_statistics_that_stay_as_they_began_are_told_in_short_trainings_too(n, h
             (net(track_running_stats=False), 30, 0, []),
             (net(), 30, 2, []),
             (nn.Sequential(nn.Linear(4, 1)), 30, 2, []),
-        ],
+        ]
     ),
 )
 def test_a_momentum_of_another_framework_is_told_and_usual_ones_are_not(model, n, n_valid, found):
@@ -78,8 +76,7 @@ def test_a_momentum_of_another_framework_is_told_and_usual_ones_are_not(model, n
 
 @pytest.mark.parametrize(
     ("momentum", "n", "found"),
-    each(
-        3,
+    first(
         [
             (lambda i: 0.1 / (i + 1), 200, [("warning", "1")]),
             (lambda i: 0.5 * 0.9**i, 200, [("warning", "1")]),
@@ -88,7 +85,7 @@ def test_a_momentum_of_another_framework_is_told_and_usual_ones_are_not(model, n
             (lambda i: 1 / (i + 1), 200, []),  # a cumulative average
             (lambda i: 0.1 if i < 8 else 0.0, 200, [("info", "1")]),  # a freeze
             (lambda i: None if i % 2 else 0.1, 200, []),
-        ],
+        ]
     ),
 )
 def test_a_momentum_that_decays_too_fast_is_told(momentum, n, found):
@@ -106,6 +103,7 @@ def test_the_noise_of_large_batches_is_small():
     assert trained(net(momentum=0.99), size=400) == []
 
 
+@pytest.mark.slow
 def test_loaded_statistics_that_stay_are_a_note_and_frozen_ones_are_not():
     model = net(momentum=0.0)
     model[1].running_mean.fill_(2.0)
@@ -115,6 +113,7 @@ def test_loaded_statistics_that_stay_are_a_note_and_frozen_ones_are_not():
     assert watched(model) == []
 
 
+@pytest.mark.slow
 def test_a_momentum_that_is_zero_in_every_second_forward_is_not_told():
     model = net()
 
@@ -155,7 +154,7 @@ def test_without_anything_seen_nothing_is_ruled_out():
     assert [type(x) for x in fault.findings(Run())] == [Absent]
 
 
-@pytest.mark.parametrize("norm", [nn.InstanceNorm1d(4), nn.GroupNorm(2, 4)])
+@pytest.mark.parametrize("norm", first([nn.InstanceNorm1d(4), nn.GroupNorm(2, 4)]))
 def test_other_norms_have_no_running_statistics(norm):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 4, 1), norm, nn.Flatten(), nn.Linear(16, 1))

@@ -73,6 +73,7 @@ class GraphConv(nn.Module):  # as those of torch_geometric, which sum by another
 """
 
 
+@pytest.mark.slow
 def test_internals_of_a_package_that_need_not_be_called_are_not_asked_to_be_removed():
     """A layer of the user inside of them is told all the same."""
     made = {}

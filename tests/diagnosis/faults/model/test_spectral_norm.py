@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from hookcb import Diagnose, watch
 from hookcb.cli.main import main
+from tests.support import first
 
 CODE = "norm.spectral"
 
@@ -80,15 +81,17 @@ validate(model)
 
 @pytest.mark.parametrize(
     ("first", "is_told"),
-    [
-        ("validate(model)", True),
-        ("", False),
-        ("model(torch.randn(16, 4)); validate(model)", False),
-        (
-            "a = net(); a(torch.randn(16, 4)); model.load_state_dict(a.state_dict()); validate(model)",
-            False,
-        ),
-    ],
+    first(
+        [
+            ("validate(model)", True),
+            ("", False),
+            ("model(torch.randn(16, 4)); validate(model)", False),
+            (
+                "a = net(); a(torch.randn(16, 4)); model.load_state_dict(a.state_dict()); validate(model)",
+                False,
+            ),
+        ]
+    ),
     ids=["first", "last", "after a forward", "loaded"],
 )
 def test_the_command_hears_validations_before_the_training(tmp_path, capsys, first, is_told):

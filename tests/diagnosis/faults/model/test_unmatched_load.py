@@ -10,6 +10,7 @@ from hookcb.cli.main import main
 from hookcb.diagnosis.faults.model.unmatched_load import UnmatchedLoad
 from hookcb.diagnosis.run import Run, Skipped
 from tests.diagnosis.faults.support import found_in_loop, from_start, small_net, trained
+from tests.support import first
 
 CODE = "load.unmatched"
 
@@ -28,7 +29,7 @@ def found(model, **options):
     return found_in_loop(model, SGD(model.parameters(), lr=0.05), CODE, **options)
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.", "net.encoder."])
+@pytest.mark.parametrize("prefix", first(["module.", "_orig_mod.", "model.", "net.encoder."]))
 def test_a_prefix_of_all_names_is_named_with_the_line_that_strips_it(prefix):
     model = small_net()
     model.load_state_dict(state_of(model, prefix), strict=False)
@@ -37,6 +38,7 @@ def test_a_prefix_of_all_names_is_named_with_the_line_that_strips_it(prefix):
     assert f"With the prefix {prefix!r} removed from what was given, 6 of 6" in message
 
 
+@pytest.mark.slow
 def test_a_prefix_that_the_model_has_and_a_wrapper_inside_are_named():
     wrapped = nn.Sequential()
     wrapped.add_module("module", small_net())
@@ -50,6 +52,7 @@ def test_a_prefix_that_the_model_has_and_a_wrapper_inside_are_named():
     assert "With '_orig_mod.' removed from what was given, 4 of 4 missing names match" in message
 
 
+@pytest.mark.slow
 def test_a_whole_checkpoint_names_other_names_and_few_that_match():
     model = small_net()
     model.load_state_dict({"epoch": 3, "model_state_dict": state_of(model)}, strict=False)
@@ -68,6 +71,7 @@ def test_a_whole_checkpoint_names_other_names_and_few_that_match():
     assert "left 5 of its 6 parameters" in message
 
 
+@pytest.mark.slow
 def test_a_filter_that_keeps_nothing_loads_the_models_own_weights(tmp_path):
     model = small_net()
     torch.save(state_of(model, "module."), tmp_path / "a.pt")
@@ -82,6 +86,7 @@ def test_a_filter_that_keeps_nothing_loads_the_models_own_weights(tmp_path):
     assert "was given no tensors" in found(model)[0][1]
 
 
+@pytest.mark.slow
 def test_right_loads_are_silent():
     model = small_net()
     given = state_of(model)
@@ -120,6 +125,7 @@ def test_half_of_both_sides_is_a_note():
     assert [severity for severity, _ in found(model)] == ["info"]
 
 
+@pytest.mark.slow
 def test_a_learner_hears_loads_within_its_fit():
     class Loads(Callback):
         def before_epoch(self):
@@ -135,6 +141,7 @@ def test_a_run_without_records_is_skipped():
     assert [type(x) for x in UnmatchedLoad().findings(Run())] == [Skipped]
 
 
+@pytest.mark.slow
 def test_the_command_hears_a_load_before_the_training(tmp_path, capsys):
     script = tmp_path / "script.py"
     script.write_text(

@@ -14,7 +14,7 @@ from hookcb.diagnosis.faults.model.unregistered import Unregistered
 from hookcb.diagnosis.measurements.outside import MIN_STEPS, OutsideParameters
 from hookcb.diagnosis.run import Passed
 from tests.diagnosis.faults.support import followed, told
-from tests.support import each
+from tests.support import each, first
 
 D, N = 12, 16
 
@@ -100,14 +100,13 @@ def unregistered(verdict):
 
 @pytest.mark.parametrize(
     ("layers", "first"),
-    each(
-        2,
+    first(
         [
             ([nn.Linear(D, D), nn.Linear(D, D)], "layers[0].weight"),
             ((nn.Linear(D, D),), "layers[0].weight"),
             ({"in": nn.Linear(D, D)}, "layers['in'].weight"),
             ([nn.Sequential(nn.Linear(D, D), nn.ReLU())], "layers[0].0.weight"),
-        ],
+        ]
     ),
 )
 def test_layers_in_a_plain_container_are_named(layers, first):
@@ -120,6 +119,7 @@ def test_layers_in_a_plain_container_are_named(layers, first):
     assert "parameters that the model does not have" not in verdict.ruled_out
 
 
+@pytest.mark.slow
 def test_layers_that_no_attribute_has_are_told_by_their_shapes():
     hidden = nn.Linear(D, D, bias=False)
 
@@ -160,6 +160,7 @@ def test_a_learner_finds_a_late_layer_too():
     assert learn.diagnose().primary.code == "param.not_in_optimizer"
 
 
+@pytest.mark.slow
 def test_a_late_layer_that_is_added_to_the_optimizer_is_healthy():
     model = Late()
     opt = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -291,6 +292,7 @@ def test_functional_call_with_other_parameters_is_left_out_and_said():
     assert any("param.unregistered" in line and "functional_call" in line for line in verdict.coverage)
 
 
+@pytest.mark.slow
 def test_a_checkpointed_region_that_hides_its_graph_is_said():
     class Checkpointed(Net):
         def middle(self, x):

@@ -15,6 +15,7 @@ from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Passed, Run, Series, Skipped
 from tests.diagnosis.support import FALLS, STAYS, evidence, only, series, weight
+from tests.support import first
 
 
 def clipped(coef, is_adaptive=False, loss=STAYS, update=1e-6, kind="mse"):
@@ -83,7 +84,7 @@ def clip(to):
     return lambda params: nn.utils.clip_grad_norm_(params, to)
 
 
-@pytest.mark.parametrize("reports", [False, True])
+@pytest.mark.parametrize("reports", first([False, True]))
 def test_the_norms_before_clipping_are_known_in_a_loop_that_clips_unseen(reports):
     found, norms = followed(clip(1e-3), reports=reports)
     assert found.steps["total_norm"].values == pytest.approx(norms, rel=1e-3)
@@ -93,7 +94,7 @@ def test_the_norms_before_clipping_are_known_in_a_loop_that_clips_unseen(reports
     assert f"a norm of {statistics.median(norms):.2g}" in told.next_steps[0]
 
 
-@pytest.mark.parametrize("change", [lambda params: None, clip(1e3)])
+@pytest.mark.parametrize("change", first([lambda params: None, clip(1e3)]))
 def test_gradients_that_nothing_clips_are_not_said_to_be_clipped(change):
     found, norms = followed(change)
     assert found.steps["clip_coef"].values == pytest.approx([1.0] * len(norms))
@@ -101,6 +102,7 @@ def test_gradients_that_nothing_clips_are_not_said_to_be_clipped(change):
     assert only(ConstantClipping().findings, found).text == "clipping (0% of steps, median ×1)"
 
 
+@pytest.mark.slow
 def test_clipping_each_gradient_does_no_harm_if_steps_stay_as_large():
     """The loss falls by less than a fifth in these batches, and no gradient is cut to a hundredth."""
     found, norms = followed(clip(0.1), loss_of=lambda pred, y: 9 + F.mse_loss(pred, y))

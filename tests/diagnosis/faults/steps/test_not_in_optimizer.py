@@ -43,6 +43,7 @@ def test_an_optimizer_of_a_copy_is_named_as_such(which):
     assert "was copied or created anew" in primary.causes[0]
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_a_part_is_not_said_to_be_of_a_copy():
     model = two_layers()
     opt = sgd(model[2])

@@ -13,7 +13,7 @@ from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
 from tests.diagnosis.faults.support import followed, found_by, plain_weight, small_net, told, trained
 from tests.diagnosis.support import STAYS, evidence, only, weight
-from tests.support import each
+from tests.support import along, each, first
 
 
 def net():
@@ -152,8 +152,7 @@ def test_a_single_step_is_too_few_to_stay():
 # ---- cleared gradients
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("to_none", "every"), first(along([True, False], [1, 2])))
 def test_gradients_that_are_cleared_before_each_step_are_named(to_none, every):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -190,6 +189,7 @@ def test_weights_that_moved_or_were_barely_inspected_are_not_found(ratios, has_m
     assert isinstance(found, kind)
 
 
+@pytest.mark.slow
 def test_weights_that_are_put_back_after_each_step_are_found():
     kept = {}
 
@@ -250,12 +250,14 @@ def test_steps_that_stop_to_have_an_effect_are_found(n_made):
     assert "5 more parameters are" in found.message
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_adds_up_gradients_is_no_finding():
     model = net()
     for n in (58, 59, 60, 61):
         assert stepped_by(Summing(model.parameters(), lr=1e-2), model, n=n) == []
 
 
+@pytest.mark.slow
 def test_a_single_step_without_effect_is_no_finding():
     model = net()
     opt = Stalling(model.parameters(), lr=1e-2)
@@ -289,6 +291,7 @@ def test_optimizers_that_take_turns_are_no_steps_without_effect():
     assert "param.not_stepped" not in [f.code for f in w.diagnose().findings]
 
 
+@pytest.mark.slow
 def test_rows_of_an_embedding_that_are_not_in_a_batch_do_not_count():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(4000, 16), nn.Flatten(), nn.Linear(32, 1))

@@ -50,6 +50,7 @@ def found(file, *parts, lr=0.05, kind=SGD, rate=StepLR, again=True, before=0):
     return found_in_loop(model, opt, CODE, end=end)
 
 
+@pytest.mark.slow
 def test_weights_without_the_state_of_the_optimizer_are_found(file):
     ((severity, message),) = found(file)
     assert severity == "warning"
@@ -57,16 +58,19 @@ def test_weights_without_the_state_of_the_optimizer_are_found(file):
     assert len(found(file, "rate")) == 1
 
 
+@pytest.mark.slow
 def test_an_optimizer_without_its_scheduler_is_found(file):
     ((_, message),) = found(file, "opt")
     assert "the scheduler has made 25 steps, but StepLR begins at 0" in message
 
 
+@pytest.mark.slow
 def test_a_whole_resume_is_silent(file):
     assert found(file, "opt", "rate") == []
     assert found(file, "rate", "opt") == []
 
 
+@pytest.mark.slow
 def test_another_training_from_the_weights_is_silent(file):
     assert found(file, lr=0.01) == []
     assert found(file, kind=Adam) == []
@@ -84,6 +88,7 @@ def test_a_file_that_another_program_has_written_is_silent(file):
     assert found(file, again=False) == []
 
 
+@pytest.mark.slow
 def test_weights_that_are_put_back_at_the_end_are_silent(file):
     model = small_net()
     opt = SGD(model.parameters(), lr=0.05, momentum=0.9)

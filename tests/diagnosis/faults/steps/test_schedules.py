@@ -30,7 +30,7 @@ from hookcb.cli.main import main
 from hookcb.diagnosis.faults.steps.schedules import WrongSchedule
 from hookcb.diagnosis.run import Run, Skipped
 from tests.diagnosis.faults.support import numbers, small_net
-from tests.support import each, fit
+from tests.support import first, fit
 
 N_EPOCHS, N_EACH = 4, 16
 N = N_EPOCHS * N_EACH
@@ -75,8 +75,7 @@ def warm_cosine(n_warm, n):
 
 @pytest.mark.parametrize(
     ("make", "per"),
-    each(
-        3,
+    first(
         [
             (lambda opt: OneCycleLR(opt, 1e-3, total_steps=N), "epoch"),
             (lambda opt: CosineAnnealingLR(opt, N), "epoch"),
@@ -85,7 +84,7 @@ def warm_cosine(n_warm, n):
             (lambda opt: MultiStepLR(opt, [2, 3, 4]), "batch"),
             (lambda opt: LinearLR(opt, 1.0, 1e-3, total_iters=N_EPOCHS), "batch"),
             (warm_cosine(1, N_EPOCHS), "batch"),
-        ],
+        ]
     ),
 )
 def test_a_schedule_that_counts_batches_as_epochs_or_the_reverse_is_told(make, per):
@@ -94,8 +93,7 @@ def test_a_schedule_that_counts_batches_as_epochs_or_the_reverse_is_told(make, p
 
 @pytest.mark.parametrize(
     ("make", "per"),
-    each(
-        3,
+    first(
         [
             (lambda opt: OneCycleLR(opt, 1e-3, total_steps=N), "batch"),
             (lambda opt: OneCycleLR(opt, 1e-3, total_steps=4 * N), "batch"),  # cut on purpose
@@ -117,7 +115,7 @@ def test_a_schedule_that_counts_batches_as_epochs_or_the_reverse_is_told(make, p
             (lambda opt: SWALR(opt, 1e-4), "batch"),
             (lambda opt: ReduceLROnPlateau(opt), "plateau"),
             (lambda opt: CosineAnnealingLR(opt, N), "never"),  # of a watch it is unknown when an epoch ends
-        ],
+        ]
     ),
 )
 def test_schedules_that_fit_or_are_cut_on_purpose_are_not(make, per):
@@ -129,6 +127,7 @@ def test_a_cosine_that_goes_up_and_down_over_epochs_is_a_note():
     assert watched(lambda opt: CosineAnnealingLR(opt, N_EACH), n_epochs=6) == ["info"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_a_scheduler_of_another_optimizer_is_told():
     assert watched(lambda opt: CosineAnnealingLR(opt, N), before=True) == ["warning"]
@@ -154,6 +153,7 @@ def test_schedules_of_a_learner_are_heard_and_nothing_is_kept():
     assert told(fitted([Schedule(lambda opt: CosineAnnealingLR(opt, N_EPOCHS))]).diagnose()) == ["warning"]
 
 
+@pytest.mark.slow
 def test_without_a_scheduler_nothing_is_ruled_out():
     assert told(fitted().diagnose()) == []
     assert [type(x) for x in WrongSchedule().findings(Run())] == [Skipped]

@@ -14,7 +14,7 @@ from hookcb.diagnosis.measurements.copies import Copies
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.testing import assert_no_hooks
 from tests.diagnosis.support import measured, only
-from tests.support import each
+from tests.support import first
 
 
 def net():
@@ -69,10 +69,12 @@ def averaged(decay):
 
 @pytest.mark.parametrize(
     ("average_of", "update"),
-    [
-        (copy.deepcopy, by_hand(1e-3)),
-        (averaged(0.999), lambda average, model: average.update_parameters(model)),
-    ],
+    first(
+        [
+            (copy.deepcopy, by_hand(1e-3)),
+            (averaged(0.999), lambda average, model: average.update_parameters(model)),
+        ]
+    ),
     ids=["by hand", "AveragedModel"],
 )
 def test_an_average_that_is_still_near_the_start_is_a_warning(average_of, update):
@@ -86,8 +88,7 @@ def test_an_average_that_is_still_near_the_start_is_a_warning(average_of, update
 
 @pytest.mark.parametrize(
     ("average_of", "update", "options"),
-    each(
-        3,
+    first(
         [
             (copy.deepcopy, by_hand(0.2), {}),
             (averaged(0.8), lambda average, model: average.update_parameters(model), {}),
@@ -95,7 +96,7 @@ def test_an_average_that_is_still_near_the_start_is_a_warning(average_of, update
             (copy.deepcopy, by_hand(1e-3), {"every": 1}),
             (copy.deepcopy, by_hand(1e-3), {"every": 100}),
             (copy.deepcopy, by_hand(1e-3), {"trains": True}),
-        ],
+        ]
     ),
     ids=["fast", "fast AveragedModel", "reference", "gives targets", "not evaluated", "trained"],
 )
@@ -154,6 +155,7 @@ def test_the_ema_of_a_learner_is_judged_as_it_is_validated(decay, expected):
     assert found(learn) == expected
 
 
+@pytest.mark.slow
 def test_looking_for_copies_changes_nothing():
     _, one = follow(copy.deepcopy, by_hand(1e-3))
     x, y = data()
@@ -209,6 +211,7 @@ def with_buffers(average, model):
         a.copy_(b)
 
 
+@pytest.mark.slow
 def test_an_average_that_is_evaluated_with_the_statistics_of_its_start_is_a_warning():
     assert stale(by_hand(0.3)) == ["warning"]
 

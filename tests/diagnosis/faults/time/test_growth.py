@@ -317,6 +317,7 @@ def test_growth_that_is_explained_is_no_finding():
     assert places(GrowingBatches, steps(LINEAR, trained=[2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6])) == []
 
 
+@pytest.mark.slow
 def test_a_loop_that_walks_through_a_longer_and_longer_list_is_slow(monkeypatch):
     now = [0.0]  # of a clock, as the test may run on a busy machine
     clock = SimpleNamespace(perf_counter=lambda: now[0])
