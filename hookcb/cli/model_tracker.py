@@ -58,7 +58,7 @@ UNSEEN = "none of .* was seen in the first batch"  # a warning of callbacks
 
 
 class Result(NamedTuple):
-    """What is told of a model.
+    """Result of a model.
 
     Attributes:
         title: its class or name, and what has trained it.
@@ -109,7 +109,7 @@ class ModelTracker:
         self._is_fork = False  # whether the script has forked this process
 
     def results(self) -> list[Result]:
-        """What is told of each model that was meant to be trained."""
+        """Results of the models that were meant to be trained."""
         found = [(m, m.verdict) for m in self._all if m.is_part_of_result]
         return [Result(m.heading, x, self._counts(m), m.page) for m, x in found if x is not None]
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hookcb.cli.tracked_model import TrackedModel
 from hookcb.core import graph
+from hookcb.core.torch_private import is_initialized
 from hookcb.hooks.modules import without_wrappers
 
 MAX_ITEMS = 100  # of a list or dict of the script, when looking for a model in it
@@ -51,7 +52,7 @@ def belongs(m: nn.Module, root: nn.Module) -> bool:
 def modules_alive() -> list[nn.Module]:
     """All modules of this process, without those that are being made."""
     found = (x for x in gc.get_objects() if issubclass(type(x), nn.Module))
-    return [m for m in found if "_modules" in vars(m)]  # the last that nn.Module sets
+    return [m for m in found if is_initialized(m)]
 
 
 def owner_at_work(m: nn.Module) -> nn.Module | None:

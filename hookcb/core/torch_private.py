@@ -71,6 +71,11 @@ def children_of(m: nn.Module) -> dict[str, nn.Module | None]:
     return m._modules
 
 
+def is_initialized(m: nn.Module) -> bool:
+    """Whether `nn.Module.__init__` has ended, which sets `_modules` last; without it no attribute can be read."""
+    return "_modules" in vars(m)
+
+
 def buffers_of(m: nn.Module) -> dict[str, Tensor | None]:
     """A module's own buffers by name, in the dict that the module uses; not a dict for TorchScript."""
     return m._buffers

@@ -241,6 +241,12 @@ def test_children_of():
     assert torch_private.children_of(m) == {}
 
 
+def test_is_initialized():
+    assert torch_private.is_initialized(nn.Linear(2, 3))
+    assert torch_private.is_initialized(torch.nn.Module())
+    assert not torch_private.is_initialized(nn.Linear.__new__(nn.Linear))
+
+
 def test_buffers_of():
     m = nn.BatchNorm1d(2)
     assert list(torch_private.buffers_of(m)) == ["running_mean", "running_var", "num_batches_tracked"]
