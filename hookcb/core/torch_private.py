@@ -72,7 +72,7 @@ def children_of(m: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def is_initialized(m: nn.Module) -> bool:
-    """Whether `nn.Module.__init__` has ended, which sets `_modules` last; before, no attribute can be read."""
+    """Whether `nn.Module.__init__` has ended, which sets `_modules` last; before it, attributes fail."""
     return "_modules" in vars(m)
 
 
