@@ -1,6 +1,7 @@
 """average.slow: averages of the weights that are evaluated."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -15,6 +16,12 @@ from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.testing import assert_no_hooks
 from tests.diagnosis.support import measured, only
 from tests.support import first
+
+
+@pytest.fixture(autouse=True)
+def no_models_of_other_tests():
+    """Copies are looked for among all modules in memory, also those that wait for garbage collection."""
+    gc.collect()
 
 
 def net():
