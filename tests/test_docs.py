@@ -23,6 +23,7 @@ from docs.blocks import PAGES, SCRIPT, blocks, is_alike, printed
 from docs.gallery import train
 from docs.picture import PAGE, PICTURE, caption, texts
 from hookcb.cli.parser import make_parser
+from hookcb.core.clock import _told_of_garbage, leave_garbage
 from hookcb.diagnosis.fault import FAULTS
 from hookcb.report.collect import collect
 from tests.ranks.support import end, environment, free_port
@@ -32,6 +33,14 @@ ROOT = Path(__file__).parent.parent
 NOT_HERE = ("hookcb.__main__", "hookcb.adapters.lightning", "hookcb.adapters.transformers")  # need packages
 MODULES = [m.name for m in pkgutil.walk_packages(hookcb.__path__, "hookcb.") if m.name not in NOT_HERE]
 WITH_EXAMPLES = [name for name in MODULES if ">>>" in inspect.getsource(importlib.import_module(name))]
+
+
+@pytest.fixture(autouse=True)
+def loops_end():
+    """The loops of examples, which may stay open, no longer listen to the garbage collector."""
+    yield
+    for tell in _told_of_garbage[:]:
+        leave_garbage(tell)
 
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES)

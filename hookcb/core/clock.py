@@ -201,6 +201,7 @@ class TimeSplit(Clock):
     ...     learn.fit(1)
     >>> split.n, split.seconds["forward"] > 0
     (10, True)
+    >>> split.close()
     """
 
     def __init__(self, label: Callable[[Any], str], n_warm_up: int) -> None:
