@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hookcb.activations.callback import ActivationStats
 from hookcb.cli.faults import Fault, Setup
 from hookcb.cli.ranks import own_rank
+from hookcb.core.callback import Callback
 from hookcb.core.console import show
 from hookcb.core.randomness import random_kept
 from hookcb.diagnosis.callback import Diagnose
@@ -162,21 +163,19 @@ def train_digits(
         cbs=[Distributed()] if n_processes() > 1 else [],
         device=device,
     )
-    cbs = (
-        ActivationStats(with_hist=True, include_paramless=True),
-        GradientHealth(),
-        # in a resumed fit the others have the records from its beginning, but Diagnose does not
-        None if resume else Diagnose(show=False),
-        Checkpoint(folder) if fault is None else None,
-        ProfilerCallback(wait=5, warmup=2, active=10, trace=trace) if trace is not None else None,
-        # on a CPU it is slower than float32
-        MixedPrecision() if device and torch.cuda.is_bf16_supported() else None,
-    )
+    cbs: list[Callback] = [ActivationStats(with_hist=True, include_paramless=True), GradientHealth()]
+    if not resume:  # in a resumed fit the others have the records from its beginning, but Diagnose does not
+        cbs.append(Diagnose(show=False))
+    if fault is None:
+        cbs.append(Checkpoint(folder))
+    if trace is not None:
+        cbs.append(ProfilerCallback(wait=5, warmup=2, active=10, trace=trace))
+    if device and torch.cuda.is_bf16_supported():  # on a CPU it is slower than float32
+        cbs.append(MixedPrecision())
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads of layers this small wait for each other, on a busy machine for long
     try:
-        wanted = [cb for cb in cbs if cb is not None]
-        learn.fit_one_cycle(epochs, lr_max=setup.lr, cbs=wanted, resume=folder if resume else None)
+        learn.fit_one_cycle(epochs, lr_max=setup.lr, cbs=cbs, resume=folder if resume else None)
     finally:
         torch.set_num_threads(n_threads)
     return learn
