@@ -1,0 +1,282 @@
+"""Spikes: batches whose loss is far above those before them, with what was there before and after."""
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hookcb.core import graph
+from hookcb.core.batch import batch_size, parts
+from hookcb.core.optim import largest_lr
+from hookcb.diagnosis.fault import EVERY, Measurement
+from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.loss import n_classes_of, scores_of
+from hookcb.diagnosis.measurements.loss_terms import Term, main_term, read_terms
+from hookcb.diagnosis.measurements.targets import Targets
+from hookcb.diagnosis.rules import spread
+from hookcb.diagnosis.run import Run
+from hookcb.processes.process_group import n_processes
+from hookcb.records.store import Transfer, read_numbers
+
+SPIKE, WINDOW, LEAST = 6.0, 128, 32  # standard deviations above so many batches before, and how few suffice
+CALM, N_AFTER = 3, 128  # batches in a row that end a spike, and after which it has not healed
+N_RATES, N_KEPT = 64, 32  # steps before a spike whose rates are kept, and spikes that are
+N_SENT, MOST = 16, 4_096  # losses that leave a GPU at once, and that wait on another device
+N_LOOKS, MAX_LOOKS = 4, 16  # batches after a spike that are inspected, and in a whole fit
+N_WORST = 3  # samples that are named
+MAIN = 0.5  # share of the loss that those of the samples must make up, as it may have other terms
+
+
+@dataclass(slots=True)
+class Spike:
+    """A spike of the loss.
+
+    Attributes:
+        step: number of its first batch.
+        epoch, batch: that batch as the loop counts it, both from 0.
+        value, middle, sigma: its loss, and the median and robust deviation of the losses before it.
+        after: losses of the batches after it, as long as it lasts, at most 128.
+        lasted: number of batches until three in a row are usual again; None if that was not seen.
+        rates: steps before it and their learning rates, the newest last.
+        worst: indices and losses of the samples of its first batch with the largest losses; () if unknown.
+        n_samples, typical: number of these samples, and the median of their losses.
+        ranks: those that have seen it, if there are several.
+    """
+
+    step: int
+    epoch: int
+    batch: int
+    value: float
+    middle: float
+    sigma: float
+    after: list[float] = field(default_factory=list)
+    lasted: int | None = None
+    rates: tuple[tuple[int, float], ...] = ()
+    worst: tuple[tuple[int, float], ...] = ()
+    n_samples: int = 0
+    typical: float = math.nan
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def limit(self) -> float:
+        """Loss up to which it would have been noise."""
+        return self.middle + SPIKE * self.sigma
+
+    @property
+    def excess(self) -> float:
+        """Standard deviations of the first loss above the median before it."""
+        return (self.value - self.middle) / self.sigma
+
+
+class SpikeFinder:
+    """Finds spikes in losses that are added one by one, in a few microseconds each.
+
+    A loss is one if it is above the median of the up to 128 batches before it, at least 32, by six robust
+    standard deviations. It lasts until three losses in a row are below that limit; only then do losses count
+    as usual again. After 128 batches the new level is taken for the usual one.
+
+    Source: P. J. Huber, "Robust Statistics", 1981, for the median absolute deviation.
+    """
+
+    def __init__(self) -> None:
+        self.n = 0  # of all spikes
+        self.found: list[Spike] = []  # in order; of more than 32 those that stand out most
+        self._open: Spike | None = None
+        self._window = deque[float]()
+        self._in_order: list[float] = []  # the same
+
+    def add(self, value: float, step: int, epoch: int = 0, batch: int = 0) -> Spike | None:
+        """Adds the loss of the next batch; returns the spike that begins with it."""
+        if self._open is not None:
+            self._continue(self._open, value)
+            return None
+        if len(self._window) >= LEAST and _least(self._in_order) < value < math.inf:
+            middle, sigma = spread(self._in_order)
+            spike = Spike(step, epoch, batch, value, middle, max(sigma, 1e-3 * abs(middle), 1e-12))
+            if value > spike.limit:
+                self._keep(spike)
+                return spike
+        if math.isfinite(value):
+            self._window.append(value)
+            insort(self._in_order, value)
+            if len(self._window) > WINDOW:
+                del self._in_order[bisect_left(self._in_order, self._window.popleft())]
+        return None
+
+    def _keep(self, spike: Spike) -> None:
+        self.n += 1
+        self._open = spike
+        self.found.append(spike)
+        if len(self.found) > N_KEPT:
+            self.found.remove(min(self.found[:-1], key=lambda kept: kept.excess))
+
+    def _continue(self, spike: Spike, value: float) -> None:
+        spike.after.append(value)
+        if all(x <= spike.limit for x in spike.after[-CALM:]) and len(spike.after) >= CALM:
+            spike.lasted, self._open = len(spike.after) - CALM + 1, None
+        elif len(spike.after) == N_AFTER:
+            self._open = None
+            self._window.clear()
+            self._in_order.clear()
+
+
+def _least(in_order: Sequence[float]) -> float:
+    """A number that is quickly found, and not above the limit of a spike.
+
+    The median absolute deviation is at least the smaller distance from the median to a quartile.
+    """
+    n = len(in_order)
+    lower, upper = in_order[(n - 1) // 2], in_order[n // 2]
+    return lower + SPIKE * min(in_order[-1 - n // 4] - upper, lower - in_order[n // 4])
+
+
+class Spikes(Measurement):
+    """Follows the loss of each batch, so that a spike is known at any length of the training.
+
+    On a CPU a spike is noticed in its batch: then the losses of its samples are computed, and the next four
+    batches are inspected. On a GPU losses arrive sixteen at a time, and nothing waits for them; the samples
+    are not known there.
+    """
+
+    cadence = EVERY
+    uses = (Curves, Targets)
+
+    def __init__(self) -> None:
+        self._finder = SpikeFinder()
+        self._rates = deque[tuple[int, float]](maxlen=2 * N_RATES)
+        self._places = deque[tuple[int, int, int]](
+            maxlen=MOST
+        )  # step, epoch and batch of the losses on their way
+        self._sent = deque[Transfer]()
+        self._waiting = deque[Tensor](maxlen=MOST)  # losses that were not sent yet, or cannot be
+        self._looks_until = self._n_looks = 0
+        self.n, self.found = 0, list[Spike]()
+
+    def on_loss(self, run: Run) -> None:
+        loop, value = run.loop, run.measured(Curves).last_loss
+        place = run.step, loop.epoch, loop.iter
+        if not isinstance(value, Tensor):
+            if value is not None:
+                self._see(run, value, place, is_here=True)
+            return
+        self._places.append(place)
+        self._waiting.append(value)
+        if len(self._waiting) >= N_SENT and value.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self._send()
+        while self._sent and self._sent[0].is_there:
+            self._receive(run, self._sent.popleft().arrived().tolist())
+
+    def on_between(self, run: Run) -> None:
+        if (opt := run.loop.opt) is not None:
+            self._rates.append((run.step, largest_lr(opt)))
+
+    def asks_for_look(self, step: int) -> bool:
+        """Whether a batch is to be inspected, as it comes soon after a spike."""
+        return step < self._looks_until
+
+    def _send(self) -> None:
+        self._sent.append(Transfer(torch.stack([*self._waiting])))
+        self._waiting.clear()
+
+    def _receive(self, run: Run, values: Sequence[float]) -> None:
+        for value in values:
+            self._see(run, value, self._places.popleft())
+
+    def _see(self, run: Run, value: float, place: tuple[int, int, int], is_here: bool = False) -> None:
+        if (spike := self._finder.add(value, *place)) is None:
+            return
+        spike.rates = tuple(x for x in self._rates if x[0] < spike.step)[-N_RATES:]
+        if is_here:
+            _add_samples(spike, run)
+        # ranks look at the same batches, so one alone cannot ask for more
+        if run.loop is not None and self._n_looks < MAX_LOOKS and n_processes() == 1:
+            self._n_looks += N_LOOKS
+            self._looks_until = run.step + 1 + N_LOOKS
+
+    def tell(self, run: Run) -> None:
+        while self._sent:
+            self._receive(run, self._sent.popleft().arrived().tolist())
+        self._receive(run, read_numbers([*self._waiting]))
+        self._waiting.clear()
+        self.n, self.found = (
+            self._finder.n,
+            [replace(spike, after=spike.after[:]) for spike in self._finder.found],
+        )
+
+    def freeze(self) -> None:
+        self._finder = SpikeFinder()
+        self._waiting.clear()
+
+    def state(self, run: Run) -> list[dict[str, Any]]:
+        return [asdict(spike) for spike in self.found]
+
+    def merge(self, run: Run, of_ranks: Sequence[list[dict[str, Any]]], rank: int) -> None:
+        """Takes the spikes of all ranks; of one that several have seen, what the first to stand out knows."""
+        by_step: dict[int, Spike] = {}
+        for rank_of, spikes in enumerate(of_ranks):
+            for spike in (Spike(**known) for known in spikes):
+                best = max(spike, by_step.get(spike.step, spike), key=lambda x: x.excess)
+                ranks = by_step[spike.step].ranks if spike.step in by_step else ()
+                by_step[spike.step] = replace(best, ranks=(*ranks, rank_of))
+        self.found = [by_step[step] for step in sorted(by_step)]
+        self.n = max(self.n, len(self.found))
+
+
+def _add_samples(spike: Spike, run: Run) -> None:
+    """Adds the losses of the samples of the current batch, if they make up most of its loss."""
+    term = main_term(read_terms(run.loop.loss_node))
+    if term is None or term.has_weights:
+        return
+    x, y = (graph.read_saved(term.node, name) for name in ("self", "target"))
+    is_kept = isinstance(x, Tensor) and isinstance(y, Tensor)
+    if not is_kept:  # a watched loop shows its loss when the backward has passed it
+        x, y = scores_of(run.loop.pred), _first_of(run.measured(Targets).of_batch(run))
+    if x is None or y is None:
+        return
+    of_each = element_losses(term, x.detach(), y, are_logarithms=is_kept)
+    if of_each is None or not of_each.ndim:
+        return
+    n = batch_size(run.loop.xb) or len(of_each)
+    of_sample = of_each.reshape(n if len(of_each) % n == 0 else len(of_each), -1).nanmean(1)
+    of_sample = of_sample[of_sample.isfinite()] * term.scale
+    if len(of_sample) > 1 and float(of_sample.mean()) > MAIN * spike.value:
+        largest, places = of_sample.topk(min(N_WORST, len(of_sample)))
+        spike.worst = tuple(zip(places.tolist(), largest.tolist(), strict=True))
+        spike.n_samples, spike.typical = len(of_sample), float(of_sample.median())
+
+
+def _first_of(targets: Any) -> Tensor | None:
+    return next((y for _, y in parts(targets) if isinstance(y, Tensor)), None)
+
+
+@torch.no_grad()
+def element_losses(term: Term, x: Tensor, y: Tensor, are_logarithms: bool) -> Tensor | None:
+    """Losses of the elements that a loss compares, `(N, …)`, NaN for ignored ones; None if unknown.
+
+    Args:
+        term: the loss.
+        x: what the model gives, `(N, …)`: for cross-entropy scores, `(N, C, …)` or `(N, …, C)`, or their
+            logarithms of probabilities, `(N, C, …)`, as `are_logarithms` says.
+        y: targets, `(N, …)`: classes, or numbers of the shape of `x`.
+        are_logarithms: see `x`.
+    """
+    if term.kind == "cross-entropy" and not y.is_floating_point() and n_classes_of(x, y):
+        is_last = not are_logarithms and x.shape[:-1] == y.shape
+        x = x.float().movedim(-1, 1) if is_last else x.float()
+        log_p = x if are_logarithms else x.log_softmax(1)
+        is_ignored = y == term.ignored
+        picked = -log_p.gather(1, y.long().masked_fill(is_ignored, 0).unsqueeze(1)).squeeze(1)
+        return picked.masked_fill(is_ignored, math.nan)
+    if x.shape != y.shape:
+        return None
+    if term.kind == "mse":
+        return (x.float() - y).square()
+    if term.kind == "binary cross-entropy" and term.takes == "scores":
+        return F.binary_cross_entropy_with_logits(x.float(), y.float(), reduction="none")
+    return None
