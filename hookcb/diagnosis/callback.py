@@ -25,7 +25,6 @@ from hookcb.diagnosis.judge import ALONE, judge
 from hookcb.diagnosis.led import Led, LedHealth, LedStats, LedTimer
 from hookcb.diagnosis.measurements.clock import Clock
 from hookcb.diagnosis.measurements.outside import OutsideParameters
-from hookcb.diagnosis.measurements.spikes import Spikes
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.preflight import add_preflight
 from hookcb.diagnosis.ranks import Note, Posted, Together, of_all, states_of
@@ -179,8 +178,7 @@ class Diagnose(Callback):
         if not run.n_batches:
             self._meet_others()
         if self._is_new_step or not run.n_steps:  # decided once for all batches of a step
-            self._is_new_step = False
-            self.is_wanted = schedule.is_due() or run.measured(Spikes).asks_for_look(run.step)
+            self._is_new_step, self.is_wanted = False, schedule.is_due()
             run.noting = schedule.is_noted() or self.is_wanted
         run.looking = self.is_wanted
         dispatcher.emit("on_batch")

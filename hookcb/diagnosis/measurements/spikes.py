@@ -1,6 +1,7 @@
 """Spikes: batches whose loss is far above those before them, with what was there before and after."""
 
 import math
+import os
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
@@ -21,14 +22,13 @@ from hookcb.diagnosis.measurements.loss_terms import Term, main_term, read_terms
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.rules import spread
 from hookcb.diagnosis.run import Run
-from hookcb.processes.process_group import n_processes
 from hookcb.records.store import Transfer, read_numbers
+from hookcb.training.checkpoint.callback import Checkpoint
 
 SPIKE, WINDOW, LEAST = 6.0, 128, 32  # standard deviations above so many batches before, and how few suffice
 CALM, N_AFTER = 3, 128  # batches in a row that end a spike, and after which it has not healed
 N_RATES, N_KEPT = 64, 32  # steps before a spike whose rates are kept, and spikes that are
 N_SENT, MOST = 16, 4_096  # losses that leave a GPU at once, and that wait on another device
-N_LOOKS, MAX_LOOKS = 4, 16  # batches after a spike that are inspected, and in a whole fit
 N_WORST = 3  # samples that are named
 MAIN = 0.5  # share of the loss that those of the samples must make up, as it may have other terms
 
@@ -139,9 +139,9 @@ def _least(in_order: Sequence[float]) -> float:
 class Spikes(Measurement):
     """Follows the loss of each batch, so that a spike is known at any length of the training.
 
-    On a CPU a spike is noticed in its batch: then the losses of its samples are computed, and the next four
-    batches are inspected. On a GPU losses arrive sixteen at a time, and nothing waits for them; the samples
-    are not known there.
+    On a CPU a spike is noticed in its batch, and the losses of its samples are computed. On a GPU losses
+    arrive sixteen at a time, and nothing waits for them; the samples are not known there. No batch is
+    inspected because of a spike: other faults read inspected batches as if chosen by their number.
     """
 
     cadence = EVERY
@@ -150,13 +150,16 @@ class Spikes(Measurement):
     def __init__(self) -> None:
         self._finder = SpikeFinder()
         self._rates = deque[tuple[int, float]](maxlen=2 * N_RATES)
-        self._places = deque[tuple[int, int, int]](
-            maxlen=MOST
-        )  # step, epoch and batch of the losses on their way
+        # step, epoch and batch of the losses that are on their way or wait
+        self._places = deque[tuple[int, int, int]](maxlen=MOST)
         self._sent = deque[Transfer]()
         self._waiting = deque[Tensor](maxlen=MOST)  # losses that were not sent yet, or cannot be
-        self._looks_until = self._n_looks = 0
         self.n, self.found = 0, list[Spike]()
+        self.folder = ""  # of the loop's Checkpoint, from which a batch can be run again
+
+    def on_model(self, run: Run) -> None:
+        folders = [cb.folder for cb in run.loop.cbs if isinstance(cb, Checkpoint)]
+        self.folder = os.path.relpath(folders[0]) if folders else ""
 
     def on_loss(self, run: Run) -> None:
         loop, value = run.loop, run.measured(Curves).last_loss
@@ -176,10 +179,6 @@ class Spikes(Measurement):
         if (opt := run.loop.opt) is not None:
             self._rates.append((run.step, largest_lr(opt)))
 
-    def asks_for_look(self, step: int) -> bool:
-        """Whether a batch is to be inspected, as it comes soon after a spike."""
-        return step < self._looks_until
-
     def _send(self) -> None:
         self._sent.append(Transfer(torch.stack([*self._waiting])))
         self._waiting.clear()
@@ -194,10 +193,6 @@ class Spikes(Measurement):
         spike.rates = tuple(x for x in self._rates if x[0] < spike.step)[-N_RATES:]
         if is_here:
             _add_samples(spike, run)
-        # ranks look at the same batches, so one alone cannot ask for more
-        if run.loop is not None and self._n_looks < MAX_LOOKS and n_processes() == 1:
-            self._n_looks += N_LOOKS
-            self._looks_until = run.step + 1 + N_LOOKS
 
     def tell(self, run: Run) -> None:
         while self._sent:
@@ -230,29 +225,43 @@ class Spikes(Measurement):
 
 def _add_samples(spike: Spike, run: Run) -> None:
     """Adds the losses of the samples of the current batch, if they make up most of its loss."""
-    term = main_term(read_terms(run.loop.loss_node))
+    of_sample = sample_losses(run.loop, run.measured(Targets).of_batch(run))
+    if of_sample is None or not float(of_sample.nanmean()) > MAIN * spike.value:
+        return
+    spike.worst = worst_of(of_sample)
+    spike.n_samples, spike.typical = int(of_sample.isfinite().sum()), float(of_sample.nanmedian())
+
+
+def worst_of(of_sample: Tensor) -> tuple[tuple[int, float], ...]:
+    """Indices and losses of up to three samples with the largest losses."""
+    largest, places = of_sample.nan_to_num(-math.inf).topk(min(N_WORST, len(of_sample)))
+    return tuple(zip(places.tolist(), largest.tolist(), strict=True))
+
+
+def sample_losses(loop: Any, targets: Any) -> Tensor | None:
+    """Mean loss of each sample of the current batch, `(N,)`, once its loss is there; None if unknown.
+
+    Known are cross-entropy, mean squares and binary cross-entropy of torch, without weights; other terms of
+    the loss do not count. A sample without targets that count is NaN.
+
+    Args:
+        loop: the loop, during `after_loss`.
+        targets: those of the batch, for a watched loop, which shows its loss when the backward has passed it.
+    """
+    term = main_term(read_terms(loop.loss_node))
     if term is None or term.has_weights:
-        return
+        return None
     x, y = (graph.read_saved(term.node, name) for name in ("self", "target"))
-    is_kept = isinstance(x, Tensor) and isinstance(y, Tensor)
-    if not is_kept:  # a watched loop shows its loss when the backward has passed it
-        x, y = scores_of(run.loop.pred), _first_of(run.measured(Targets).of_batch(run))
-    if x is None or y is None:
-        return
-    of_each = element_losses(term, x.detach(), y, are_logarithms=is_kept)
+    if is_kept := isinstance(x, Tensor) and isinstance(y, Tensor):
+        x = x.detach()
+    elif (scores := scores_of(loop.pred)) is not None:
+        x, y = scores.detach(), next((y for _, y in parts(targets) if isinstance(y, Tensor)), None)
+    of_each = None if x is None or y is None else element_losses(term, x, y, is_kept)
     if of_each is None or not of_each.ndim:
-        return
-    n = batch_size(run.loop.xb) or len(of_each)
-    of_sample = of_each.reshape(n if len(of_each) % n == 0 else len(of_each), -1).nanmean(1)
-    of_sample = of_sample[of_sample.isfinite()] * term.scale
-    if len(of_sample) > 1 and float(of_sample.mean()) > MAIN * spike.value:
-        largest, places = of_sample.topk(min(N_WORST, len(of_sample)))
-        spike.worst = tuple(zip(places.tolist(), largest.tolist(), strict=True))
-        spike.n_samples, spike.typical = len(of_sample), float(of_sample.median())
-
-
-def _first_of(targets: Any) -> Tensor | None:
-    return next((y for _, y in parts(targets) if isinstance(y, Tensor)), None)
+        return None
+    n = batch_size(loop.xb)
+    n = n if n and len(of_each) % n == 0 else len(of_each)
+    return of_each.reshape(n, -1).nanmean(1) * term.scale if n > 1 else None
 
 
 @torch.no_grad()

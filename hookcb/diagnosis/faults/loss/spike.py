@@ -16,7 +16,7 @@ N_SPIKES, ALONE, ALONE_RATIO = 2, 20.0, 1.5  # how many, or how far above in dev
 JUMP = 1.5  # ratio of the rates of two steps in a row
 FALLS = 1 / 3  # part of the excess that the next batches keep at most, if it was the batch's
 N_BAND, N_BEFORE, BAND, RATIO = 8, 2, 6.0, 2.0  # looks of a band, and after it; deviations, and factor
-LEAST_SIGMA = 0.05  # of a logarithm
+LEAST_SIGMA = 0.05  # smallest robust deviation of the logarithms
 OF_LAYERS = {"std": "standard deviation of the output", "abs_max": "largest output"}
 OF_PARAMS = {"rms": "RMS of the gradient", "weight_norm": "norm"}
 
@@ -24,7 +24,7 @@ Kind = Literal["batch", "rate", "layer", "weights", "unknown"]
 
 
 class Cause(NamedTuple):
-    """What came first at a spike, a sentence without its end, and the layer or parameter it is about."""
+    """Cause of a spike: its kind, the end of a sentence on it, and the layer or parameter it is about."""
 
     kind: Kind
     text: str
@@ -115,7 +115,7 @@ CAUSES: dict[Kind, tuple[str, ...]] = {
 
 
 def cause_of(spike: Spike, run: Run) -> Cause:
-    """What came first at a spike, as far as it was seen."""
+    """Finds what came first at a spike, as far as it was seen."""
     found = _of_batch(spike) or _of_rate(spike) or _of_layers(spike, run) or _of_weights(spike)
     return found or Cause("unknown", "the batch came first, or the step before it, which was not seen")
 
@@ -218,7 +218,8 @@ def _repeated(spike: Spike, others: Sequence[Spike]) -> str:
     if not others:
         return "."
     at_place = [x for x in others if x.batch == spike.batch and x.epoch != spike.epoch]
-    same = f", {len(at_place)} of them at the same batch of other epochs" if at_place else ""
+    is_by_place = len(at_place) > 1 and len(at_place) >= len(others) / 2
+    same = f", {len(at_place)} of them at the same batch of other epochs" if is_by_place else ""
     steps = ", ".join(f"{x.step:,}" for x in others[:5]) + " …" * (len(others) > 5)
     return f". So it does {len(others)} more time{'s' * (len(others) > 1)}, at step {steps}{same}."
 
@@ -228,15 +229,18 @@ def _stands_out(spike: Spike) -> bool:
 
 
 def _next_steps(spike: Spike, cause: Cause, run: Run) -> tuple[str, ...]:
+    folder = run.measured(Spikes).folder
+    again = f"hookcb replay {folder} --step {spike.step} runs it again, layer by layer" if folder else ""
     if cause.kind == "batch":
-        samples = "the samples that are named" if spike.worst else "the samples"
-        return f"Look at {samples}, in the batch of step {spike.step:,}", run.advise("clip")
+        samples = "the samples that are named" if _samples(spike) else "the samples"
+        return f"Look at {samples}, in the batch of step {spike.step}{again and f': {again}'}", run.advise(
+            "clip"
+        )
     if cause.kind == "rate":
         return "Let the learning rate rise more slowly, or not as far", run.advise("clip")
     if cause.kind == "layer":
-        return (
-            f"Look at {as_layer(cause.at.name) if cause.at else 'that layer'} from that step on",
-            run.advise("clip"),
-        )
+        place = as_layer(cause.at.name) if cause.at else "that layer"
+        return f"Look at {place} from that step on", run.advise("clip")
     adam = "with Adam, lower beta2 to 0.95, so that it follows gradients that grow"
-    return run.advise("clip"), f"Lower the learning rate, or {adam}"
+    steps = run.advise("clip"), f"Lower the learning rate, or {adam}"
+    return (f"Look at step {spike.step} and the one before: {again}", *steps) if folder else steps

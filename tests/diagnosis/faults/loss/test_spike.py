@@ -203,14 +203,6 @@ def test_the_worst_samples_of_the_batch_are_named(kind):
     assert found.next_steps[0] == "Look at the samples that are named, in the batch of step 60"
 
 
-def test_the_batches_after_a_spike_are_inspected():
-    def looked_at(loop):
-        trained = train(loop, "learner")
-        return set(trained.activation_stats.steps())
-
-    assert looked_at(Data()) - looked_at(Data(bad=())) == {61, 62, 63, 64} - looked_at(Data(bad=()))
-
-
 def test_a_loss_that_is_not_finite_is_no_spike():
     assert isinstance(only(LossSpikes, spiky(level(), {80: math.nan, 90: math.inf})), Passed)
 
