@@ -25,10 +25,14 @@ from hookcb.diagnosis.run import Run
 from hookcb.records.store import Transfer, read_numbers
 from hookcb.training.checkpoint.callback import Checkpoint
 
-SPIKE, WINDOW, LEAST = 6.0, 128, 32  # standard deviations above so many batches before, and how few suffice
+SPIKE, WINDOW, MIN_BEFORE = (
+    6.0,
+    128,
+    32,
+)  # standard deviations above so many batches before, and how few suffice
 CALM, N_AFTER = 3, 128  # batches in a row that end a spike, and after which it has not healed
 N_RATES, N_KEPT = 64, 32  # steps before a spike whose rates are kept, and spikes that are
-N_SENT, MOST = 16, 4_096  # losses that leave a GPU at once, and that wait on another device
+N_SENT, MAX_WAITING = 16, 4_096  # losses that leave a GPU at once, and that wait on another device
 N_WORST = 3  # samples that are named
 MAIN = 0.5  # share of the loss that those of the samples must make up, as it may have other terms
 
@@ -96,7 +100,7 @@ class SpikeFinder:
         if self._open is not None:
             self._continue(self._open, value)
             return None
-        if len(self._window) >= LEAST and _least(self._in_order) < value < math.inf:
+        if len(self._window) >= MIN_BEFORE and _least(self._in_order) < value < math.inf:
             middle, sigma = spread(self._in_order)
             spike = Spike(step, epoch, batch, value, middle, max(sigma, 1e-3 * abs(middle), 1e-12))
             if value > spike.limit:
@@ -151,9 +155,9 @@ class Spikes(Measurement):
         self._finder = SpikeFinder()
         self._rates = deque[tuple[int, float]](maxlen=2 * N_RATES)
         # step, epoch and batch of the losses that are on their way or wait
-        self._places = deque[tuple[int, int, int]](maxlen=MOST)
+        self._places = deque[tuple[int, int, int]](maxlen=MAX_WAITING)
         self._sent = deque[Transfer]()
-        self._waiting = deque[Tensor](maxlen=MOST)  # losses that were not sent yet, or cannot be
+        self._waiting = deque[Tensor](maxlen=MAX_WAITING)  # losses that were not sent yet, or cannot be
         self.n, self.found = 0, list[Spike]()
         self.folder = ""  # of the loop's Checkpoint, from which a batch can be run again
 

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
-from hookcb.diagnosis.measurements.spikes import LEAST, N_AFTER, Spike, Spikes
+from hookcb.diagnosis.measurements.spikes import MIN_BEFORE, N_AFTER, Spike, Spikes
 from hookcb.diagnosis.rules import spread
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series, Skipped
 from hookcb.diagnosis.verdict import Finding
@@ -16,7 +16,7 @@ N_SPIKES, ALONE, ALONE_RATIO = 2, 20.0, 1.5  # how many, or how far above in dev
 JUMP = 1.5  # ratio of the rates of two steps in a row
 FALLS = 1 / 3  # part of the excess that the next batches keep at most, if it was the batch's
 N_BAND, N_BEFORE, BAND, RATIO = 8, 2, 6.0, 2.0  # looks of a band, and after it; deviations, and factor
-LEAST_SIGMA = 0.05  # smallest robust deviation of the logarithms
+MIN_SIGMA = 0.05  # smallest robust deviation of the logarithms
 OF_LAYERS = {"std": "standard deviation of the output", "abs_max": "largest output"}
 OF_PARAMS = {"rms": "RMS of the gradient", "weight_norm": "norm"}
 
@@ -57,8 +57,8 @@ class LossSpikes(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         measured = run.measured(Spikes)
-        if len(run.loss) <= LEAST:
-            yield Skipped(f"fewer than {LEAST} batches")
+        if len(run.loss) <= MIN_BEFORE:
+            yield Skipped(f"fewer than {MIN_BEFORE} batches")
         elif not (spikes := measured.found) or (measured.n < N_SPIKES and not _stands_out(spikes[0])):
             yield Passed(f"spikes of the loss ({measured.n})")
         else:
@@ -165,7 +165,7 @@ def _left_band(series: Series, until: int) -> tuple[int, float] | None:
         return None
     middle, sigma = spread([x for _, x in usual[-4 * N_BAND :]])
     apart = [x - middle for _, x in last]
-    if min(apart) < max(BAND * max(sigma, LEAST_SIGMA), math.log(RATIO)):
+    if min(apart) < max(BAND * max(sigma, MIN_SIGMA), math.log(RATIO)):
         return None
     return last[0][0], math.exp(apart[-1])
 
@@ -203,14 +203,14 @@ def _healing(spike: Spike, run: Run) -> str:
     if spike.lasted is not None:
         return f"It healed within {spike.lasted:,} batch{'es' * (spike.lasted > 1)}"
     if _has_stayed(spike, run):
-        return f"It has not healed: the last losses are {run.loss.median(LEAST):.3g}"
+        return f"It has not healed: the last losses are {run.loss.median(MIN_BEFORE):.3g}"
     if len(spike.after) == N_AFTER:
         return f"It took more than {N_AFTER} batches to heal"
     return "The training ended before it could heal"
 
 
 def _has_stayed(spike: Spike, run: Run) -> bool:
-    return len(spike.after) == N_AFTER and run.loss.median(LEAST) > spike.limit
+    return len(spike.after) == N_AFTER and run.loss.median(MIN_BEFORE) > spike.limit
 
 
 def _repeated(spike: Spike, others: Sequence[Spike]) -> str:
