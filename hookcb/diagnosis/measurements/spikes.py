@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim import Optimizer
 
 from hookcb.core import graph
 from hookcb.core.batch import batch_size, parts
@@ -19,21 +20,23 @@ from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.loss import n_classes_of, scores_of
 from hookcb.diagnosis.measurements.loss_terms import Term, main_term, read_terms
+from hookcb.diagnosis.measurements.samples import flat, spread
 from hookcb.diagnosis.measurements.targets import Targets
-from hookcb.diagnosis.rules import spread
+from hookcb.diagnosis.rules import SIGMA, median
 from hookcb.diagnosis.run import Run
 from hookcb.records.store import Transfer, read_numbers
 from hookcb.training.checkpoint.callback import Checkpoint
 
-SPIKE, WINDOW, MIN_BEFORE = (
-    6.0,
-    128,
-    32,
-)  # standard deviations above so many batches before, and how few suffice
+SPIKE = 6.0  # standard deviations above the usual loss
+WINDOW, NEAR, MIN_BEFORE = 128, 4, 32  # batches whose noise counts, the last of them, and how few suffice
+NOISE = SIGMA / math.sqrt(2)  # a difference of two losses has the noise of both
 CALM, N_AFTER = 3, 128  # batches in a row that end a spike, and after which it has not healed
 N_RATES, N_KEPT = 64, 32  # steps before a spike whose rates are kept, and spikes that are
 N_SENT, MAX_WAITING = 16, 4_096  # losses that leave a GPU at once, and that wait on another device
 N_WORST = 3  # samples that are named
+MIN_SQUARE, ROUNDING = 1e-30, 0.01  # second moment that is no rounded zero; error of the ratio by rounding
+ADAMS = {torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam}
+WIDE_ENOUGH = {torch.float32, torch.float64}
 MAIN = 0.5  # share of the loss that those of the samples must make up, as it may have other terms
 
 
@@ -44,12 +47,14 @@ class Spike:
     Attributes:
         step: number of its first batch.
         epoch, batch: that batch as the loop counts it, both from 0.
-        value, middle, sigma: its loss, and the median and robust deviation of the losses before it.
+        value, middle, sigma: its loss, and the usual loss and the deviation of its noise before it.
         after: losses of the batches after it, as long as it lasts, at most 128.
         lasted: number of batches until three in a row are usual again; None if that was not seen.
         rates: steps before it and their learning rates, the newest last.
         worst: indices and losses of the samples of its first batch with the largest losses; () if unknown.
         n_samples, typical: number of these samples, and the median of their losses.
+        ratio: largest ratio of Adam's |m| to what its v allows, over sampled elements of all parameters,
+            before the step of its first batch; NaN if unknown.
         ranks: those that have seen it, if there are several.
     """
 
@@ -65,6 +70,7 @@ class Spike:
     worst: tuple[tuple[int, float], ...] = ()
     n_samples: int = 0
     typical: float = math.nan
+    ratio: float = math.nan
     ranks: tuple[int, ...] = ()
 
     @property
@@ -79,38 +85,45 @@ class Spike:
 
 
 class SpikeFinder:
-    """Finds spikes in losses that are added one by one, in a few microseconds each.
+    """Finds spikes in losses that are added one by one, in about a microsecond each.
 
-    A loss is one if it is above the median of the up to 128 batches before it, at least 32, by six robust
-    standard deviations. It lasts until three losses in a row are below that limit; only then do losses count
-    as usual again. After 128 batches the new level is taken for the usual one.
+    The usual loss is the median of the last 32 losses, or of the last 4 if that is higher, so that a slow
+    rise is no spike. The noise is that of the differences between losses in a row, up to 128, so that a slow
+    fall does not count: 1.4826 times their median size, divided by √2. A spike is a loss above the usual one
+    by six times the noise. It lasts until three losses in a row are below that limit; only then do losses
+    count as usual again. After 128 batches the new level is taken for the usual one.
 
-    Source: P. J. Huber, "Robust Statistics", 1981, for the median absolute deviation.
+    Source: P. J. Huber, "Robust Statistics", 1981, for the median absolute deviation; J. von Neumann et al.,
+    "The mean square successive difference", 1941, for noise around a trend.
     """
 
     def __init__(self) -> None:
         self.n = 0  # of all spikes
         self.found: list[Spike] = []  # in order; of more than 32 those that stand out most
         self._open: Spike | None = None
-        self._window = deque[float]()
-        self._in_order: list[float] = []  # the same
+        self._levels, self._noise = _Median(MIN_BEFORE), _Median(WINDOW)
+        self._last = deque[float](maxlen=NEAR)
 
     def add(self, value: float, step: int, epoch: int = 0, batch: int = 0) -> Spike | None:
         """Adds the loss of the next batch; returns the spike that begins with it."""
         if self._open is not None:
             self._continue(self._open, value)
             return None
-        if len(self._window) >= MIN_BEFORE and _least(self._in_order) < value < math.inf:
-            middle, sigma = spread(self._in_order)
-            spike = Spike(step, epoch, batch, value, middle, max(sigma, 1e-3 * abs(middle), 1e-12))
-            if value > spike.limit:
-                self._keep(spike)
-                return spike
-        if math.isfinite(value):
-            self._window.append(value)
-            insort(self._in_order, value)
-            if len(self._window) > WINDOW:
-                del self._in_order[bisect_left(self._in_order, self._window.popleft())]
+        if not math.isfinite(value):
+            return None
+        if len(self._levels) >= MIN_BEFORE:
+            middle = self._levels.middle()
+            sigma = max(NOISE * self._noise.middle(), 1e-3 * abs(middle), 1e-12)
+            if value > middle + SPIKE * sigma:
+                middle = max(middle, median(self._last))
+                spike = Spike(step, epoch, batch, value, middle, sigma)
+                if value > spike.limit:
+                    self._keep(spike)
+                    return spike
+        if self._last:
+            self._noise.add(abs(value - self._last[-1]))
+        self._levels.add(value)
+        self._last.append(value)
         return None
 
     def _keep(self, spike: Spike) -> None:
@@ -126,18 +139,28 @@ class SpikeFinder:
             spike.lasted, self._open = len(spike.after) - CALM + 1, None
         elif len(spike.after) == N_AFTER:
             self._open = None
-            self._window.clear()
-            self._in_order.clear()
+            self._levels, self._noise = _Median(MIN_BEFORE), _Median(WINDOW)
+            self._last.clear()
 
 
-def _least(in_order: Sequence[float]) -> float:
-    """A number that is quickly found, and not above the limit of a spike.
+class _Median:
+    """The median of the last `most` numbers that were added."""
 
-    The median absolute deviation is at least the smaller distance from the median to a quartile.
-    """
-    n = len(in_order)
-    lower, upper = in_order[(n - 1) // 2], in_order[n // 2]
-    return lower + SPIKE * min(in_order[-1 - n // 4] - upper, lower - in_order[n // 4])
+    def __init__(self, most: int) -> None:
+        self._most, self._numbers, self._in_order = most, deque[float](), list[float]()
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def add(self, x: float) -> None:
+        self._numbers.append(x)
+        insort(self._in_order, x)
+        if len(self._numbers) > self._most:
+            del self._in_order[bisect_left(self._in_order, self._numbers.popleft())]
+
+    def middle(self) -> float:
+        n = len(self._in_order)
+        return (self._in_order[(n - 1) // 2] + self._in_order[n // 2]) / 2
 
 
 class Spikes(Measurement):
@@ -159,6 +182,8 @@ class Spikes(Measurement):
         self._sent = deque[Transfer]()
         self._waiting = deque[Tensor](maxlen=MAX_WAITING)  # losses that were not sent yet, or cannot be
         self.n, self.found = 0, list[Spike]()
+        self._betas: dict[int, Any] = {}  # of the beginning, by id of the optimizer
+        self._new: Spike | None = None  # in this batch
         self.folder = ""  # of the loop's Checkpoint, from which a batch can be run again
 
     def on_model(self, run: Run) -> None:
@@ -179,8 +204,19 @@ class Spikes(Measurement):
         while self._sent and self._sent[0].is_there:
             self._receive(run, self._sent.popleft().arrived().tolist())
 
+    def on_step(self, run: Run) -> None:
+        spike, self._new = self._new, None
+        if (
+            spike is not None
+            and (opt := run.loop.opt) is not None
+            and self._betas.get(id(opt)) == betas_of(opt)
+        ):
+            spike.ratio = excess_of_moments(opt)
+
     def on_between(self, run: Run) -> None:
         if (opt := run.loop.opt) is not None:
+            if id(opt) not in self._betas:
+                self._betas[id(opt)] = betas_of(opt)
             self._rates.append((run.step, largest_lr(opt)))
 
     def _send(self) -> None:
@@ -196,6 +232,7 @@ class Spikes(Measurement):
             return
         spike.rates = tuple(x for x in self._rates if x[0] < spike.step)[-N_RATES:]
         if is_here:
+            self._new = spike
             _add_samples(spike, run)
 
     def tell(self, run: Run) -> None:
@@ -293,3 +330,35 @@ def element_losses(term: Term, x: Tensor, y: Tensor, are_logarithms: bool) -> Te
     if term.kind == "binary cross-entropy" and term.takes == "scores":
         return F.binary_cross_entropy_with_logits(x.float(), y.float(), reduction="none")
     return None
+
+
+def betas_of(opt: Optimizer) -> list[Any]:
+    """Coefficients of the moments of each group, None for those that have none."""
+    return [group.get("betas") for group in opt.param_groups]
+
+
+@torch.no_grad()
+def excess_of_moments(opt: Optimizer) -> float:
+    """Largest ratio of |exp_avg| to what its exp_avg_sq allows, for torch's Adam; NaN if nothing is known.
+
+    m = (1 - β₁) Σ β₁ⁱ gᵢ and v = (1 - β₂) Σ β₂ⁱ gᵢ², from zero, give |m| ≤ C √v by the inequality of Cauchy
+    and Schwarz, C = (1 - β₁) / √((1 - β₂)(1 - β₁²/β₂)) if β₁² < β₂. Sampled are up to 1,024 elements of each
+    parameter, on the CPU and in float32 or float64; a v that may have been rounded to zero does not count.
+    """
+    found = math.nan
+    for group in opt.param_groups if type(opt) in ADAMS else ():
+        first, second = group.get("betas") or (0.0, 0.0)
+        if not (isinstance(first, float) and isinstance(second, float) and first**2 < second < 1):
+            continue
+        most = (1 - first) / math.sqrt((1 - second) * (1 - first**2 / second))
+        for p in group["params"]:
+            m, v = (opt.state.get(p, {}).get(key) for key in ("exp_avg", "exp_avg_sq"))
+            if _can_be_read(m) and _can_be_read(v) and m.shape == v.shape:
+                m, v = spread(flat(m)), spread(flat(v))
+                ratios = (m.abs() / (most * v.sqrt()))[v > MIN_SQUARE]
+                found = max(ratios.max().item(), found) if len(ratios) else found
+    return found / (1 + ROUNDING)
+
+
+def _can_be_read(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_cpu and x.layout is torch.strided and x.dtype in WIDE_ENOUGH

@@ -7,12 +7,12 @@ from typing import Literal, NamedTuple
 
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
-from hookcb.diagnosis.measurements.spikes import MIN_BEFORE, N_AFTER, Spike, Spikes
-from hookcb.diagnosis.rules import spread
+from hookcb.diagnosis.measurements.spikes import CALM, MIN_BEFORE, N_AFTER, Spike, Spikes
+from hookcb.diagnosis.rules import SIGMA, median, spread
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series, Skipped
 from hookcb.diagnosis.verdict import Finding
 
-N_SPIKES, ALONE, ALONE_RATIO = 2, 20.0, 1.5  # how many, or how far above in deviations and in relation
+N_SPIKES, ALONE, ALONE_RATIO = 2, 8.0, 1.25  # how many, or how far above in noise and in relation
 JUMP = 1.5  # ratio of the rates of two steps in a row
 FALLS = 1 / 3  # part of the excess that the next batches keep at most, if it was the batch's
 N_BAND, N_BEFORE, BAND, RATIO = 8, 2, 6.0, 2.0  # looks of a band, and after it; deviations, and factor
@@ -20,7 +20,7 @@ MIN_SIGMA = 0.05  # smallest robust deviation of the logarithms
 OF_LAYERS = {"std": "standard deviation of the output", "abs_max": "largest output"}
 OF_PARAMS = {"rms": "RMS of the gradient", "weight_norm": "norm"}
 
-Kind = Literal["batch", "rate", "layer", "weights", "unknown"]
+Kind = Literal["batch", "rate", "state", "layer", "weights", "unknown"]
 
 
 class Cause(NamedTuple):
@@ -35,20 +35,26 @@ class Cause(NamedTuple):
 class LossSpikes(Fault):
     """Losses far above those before them: what came first, and whether they healed.
 
-    Formula: at least two losses, each above the median of the up to 128 batches before it (at least 32) by
-    six robust standard deviations; or one that is above it by twenty, and half of it. A note; a warning if
-    the loss had not come back after 128 batches, and is still above that limit at the end.
+    Formula: at least two losses, each above the usual one by six times the noise, after 32 batches; or one by
+    eight times and by a quarter, or one that lasts for more than three batches. The usual loss is the median
+    of the last 32 or of the last 4, whichever is higher; the noise, 1.4826 times the median difference of two
+    losses in a row over up to 128 batches, divided by √2. A note; a warning if the loss had not come back
+    after 128 batches and is still above that limit at the end, or if the state of the optimizer is wrong.
 
-    What came first, in this order: the batch, if the next three losses are usual, as its step has then left
+    What came first, in this order. The batch, if the next three losses are usual, as its step has then left
     the weights as good as they were, or if most of its samples have usual losses and the next losses keep
     less than a third of the excess. The learning rate, if it has risen by half or more from one step to the
-    next within the 64 steps before. A layer or parameter whose standard deviation, largest magnitude or
-    norm was outside of its band in the last two looks before the spike: six robust deviations of the
-    logarithm over eight looks or more, and a factor of two. The weights, if later losses are higher or keep
-    half of the excess. What is not known is said.
+    next within the 64 steps before. The state of torch's Adam, if |m| > C √v before the step of that batch, in
+    any of up to 1,024 sampled elements of each parameter, C = (1 - β₁) / √((1 - β₂)(1 - β₁²/β₂)): no gradients can
+    make that, by the inequality of Cauchy and Schwarz; on a CPU, in float32. A layer or parameter whose
+    standard deviation, largest magnitude or norm was outside of its band in the last two looks before the
+    spike, at most 128 batches before: six robust deviations of the logarithm over eight looks or more, a
+    factor of two, and a jump of six times its usual change between two looks. The weights, if later losses
+    are higher or keep half of the excess. What is not known is said.
 
-    Source: P. J. Huber, "Robust Statistics", 1981, for the median absolute deviation. The batch or the state
-    of the weights: A. Chowdhery et al., "PaLM", 2022, section 5.1, whose spikes needed both.
+    Source: J. von Neumann et al., "The mean square successive difference", 1941, and P. J. Huber, "Robust
+    Statistics", 1981, for the noise. The batch or the state of the weights: A. Chowdhery et al., "PaLM",
+    2022, section 5.1, whose spikes needed both.
     """
 
     headline = "The loss spikes"
@@ -73,7 +79,7 @@ class LossSpikes(Fault):
             f"The loss jumps to {spike.value:.3g} at step {spike.step:,}, batch {spike.batch:,} of epoch "
             f"{spike.epoch} (from 0), while up to {spike.limit:.3g} is noise: {cause.text}. "
             f"{_healing(spike, run)}{_repeated(spike, others)}",
-            "warning" if any(_has_stayed(x, run) for x in spikes) else "info",
+            "warning" if cause.kind == "state" or any(_has_stayed(x, run) for x in spikes) else "info",
             at=cause.at,
             when=(spikes[0].step, spikes[-1].step),
             value=spike.value,
@@ -105,6 +111,7 @@ def _by_cause(spikes: Sequence[Spike], run: Run) -> list[tuple[Cause, list[Spike
 CAUSES: dict[Kind, tuple[str, ...]] = {
     "batch": ("unusual or damaged samples",),
     "rate": ("a learning rate that rises too fast or too far",),
+    "state": ("a state that was loaded, scaled or reset in part, or of another training",),
     "layer": ("activations, gradients or weights of that layer that grow",),
     "weights": (
         "an update that was too large, as the optimizer's state lags",
@@ -116,7 +123,8 @@ CAUSES: dict[Kind, tuple[str, ...]] = {
 
 def cause_of(spike: Spike, run: Run) -> Cause:
     """Finds what came first at a spike, as far as it was seen."""
-    found = _of_batch(spike) or _of_rate(spike) or _of_layers(spike, run) or _of_weights(spike)
+    found = _of_batch(spike) or _of_rate(spike) or _of_state(spike) or _of_layers(spike, run)
+    found = found or _of_weights(spike)
     return found or Cause("unknown", "the batch came first, or the step before it, which was not seen")
 
 
@@ -140,6 +148,17 @@ def _of_rate(spike: Spike) -> Cause | None:
     return None
 
 
+def _of_state(spike: Spike) -> Cause | None:
+    """The state of Adam, if no gradients can have made it."""
+    if not spike.ratio > 1:
+        return None
+    return Cause(
+        "state",
+        f"the state of the optimizer is wrong, as some elements of exp_avg are {spike.ratio:.2g} times as "
+        "large as any gradients with their exp_avg_sq can make them",
+    )
+
+
 def _of_layers(spike: Spike, run: Run) -> Cause | None:
     """The layer or parameter that left its band first, before the loss did."""
     places: list[tuple[Layer | Param, dict[str, str]]] = [(x, OF_LAYERS) for x in run.layers.values()]
@@ -158,14 +177,17 @@ def _of_layers(spike: Spike, run: Run) -> Cause | None:
 
 
 def _left_band(series: Series, until: int) -> tuple[int, float] | None:
-    """Step and ratio at which a number has left its band, and not come back before a step."""
+    """Step and ratio at which a number has jumped out of its band, and not come back before a step."""
     pairs = [(step, math.log(x)) for step, x in series if step < until and 0 < x < math.inf]
     usual, last = pairs[:-N_BEFORE], pairs[-N_BEFORE:]
-    if len(usual) < N_BAND:
+    if len(usual) < N_BAND or last[0][0] < until - N_AFTER:
         return None
-    middle, sigma = spread([x for _, x in usual[-4 * N_BAND :]])
+    numbers = [x for _, x in usual[-4 * N_BAND :]]
+    middle, sigma = spread(numbers)
+    change = SIGMA * median(abs(y - x) for x, y in pairwise(numbers))  # as of a training that goes on
     apart = [x - middle for _, x in last]
-    if min(apart) < max(BAND * max(sigma, MIN_SIGMA), math.log(RATIO)):
+    jump = last[0][1] - numbers[-1]
+    if min(apart) < max(BAND * max(sigma, MIN_SIGMA), math.log(RATIO)) or jump < BAND * change:
         return None
     return last[0][0], math.exp(apart[-1])
 
@@ -225,7 +247,9 @@ def _repeated(spike: Spike, others: Sequence[Spike]) -> str:
 
 
 def _stands_out(spike: Spike) -> bool:
-    return spike.excess >= ALONE and spike.value > spike.middle + (ALONE_RATIO - 1) * abs(spike.middle)
+    """Whether a single spike is worth a note."""
+    is_high = spike.excess >= ALONE and spike.value > spike.middle + (ALONE_RATIO - 1) * abs(spike.middle)
+    return is_high or len(spike.after) > 2 * CALM
 
 
 def _next_steps(spike: Spike, cause: Cause, run: Run) -> tuple[str, ...]:
@@ -238,6 +262,8 @@ def _next_steps(spike: Spike, cause: Cause, run: Run) -> tuple[str, ...]:
         )
     if cause.kind == "rate":
         return "Let the learning rate rise more slowly, or not as far", run.advise("clip")
+    if cause.kind == "state":
+        return "Look for code that writes to optimizer.state, or loads a part of it", run.advise("clip")
     if cause.kind == "layer":
         place = as_layer(cause.at.name) if cause.at else "that layer"
         return f"Look at {place} from that step on", run.advise("clip")

@@ -10,7 +10,7 @@ from torch import nn
 from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.faults.loss.spike import LossSpikes
 from hookcb.diagnosis.measurements.curves import Curves
-from hookcb.diagnosis.measurements.spikes import N_KEPT, N_SENT, SpikeFinder, Spikes
+from hookcb.diagnosis.measurements.spikes import N_KEPT, N_SENT, SpikeFinder, Spikes, excess_of_moments
 from hookcb.diagnosis.run import Layer, Passed, Run, Skipped
 from tests.diagnosis.faults.loss.support import losses, noisy
 from tests.diagnosis.support import only, series
@@ -226,3 +226,55 @@ def test_a_spike_on_a_gpu_is_known_without_waiting():
             torch.cuda.set_sync_debug_mode("default")
     (found,) = [x for x in w.diagnose().findings if x.code == "loss.spike"]
     assert (found.step, found.value > 1_000) == (150, True)
+
+
+# ---- the state of Adam
+
+
+def stepped(kind=torch.optim.Adam, n=30, **options):
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(64))
+    opt = kind([p], lr=0.01, **options)
+    for i in range(n):
+        p.grad = torch.randn(64) * (1e-3 if i % 7 else 1.0)
+        opt.step()
+    return opt, opt.state[p]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.5)])
+def test_moments_that_gradients_have_made_agree(kind, betas):
+    opt, _ = stepped(kind, betas=betas)
+    assert excess_of_moments(opt) <= 1
+
+
+def test_the_bound_of_the_moments_is_reached_by_the_worst_gradients():
+    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    opt = torch.optim.Adam([p], lr=0.01)
+    for i in range(300):  # gradients that grow as (β₂ / β₁)ⁱ make |m| as large as it can be
+        p.grad = torch.full((1,), (0.999 / 0.9) ** i, dtype=torch.float64)
+        opt.step()
+    assert 0.95 < excess_of_moments(opt) <= 1
+
+
+@pytest.mark.parametrize(("key", "factor"), [("exp_avg", 100.0), ("exp_avg_sq", 1e-6)])
+def test_moments_that_were_changed_contradict_each_other(key, factor):
+    opt, state = stepped()
+    state[key].mul_(factor)
+    assert excess_of_moments(opt) > 5
+
+
+def test_what_has_no_such_moments_is_unknown():
+    sgd, _ = stepped(torch.optim.SGD, momentum=0.9)
+    assert math.isnan(excess_of_moments(sgd))
+    opt, state = stepped()
+    state["exp_avg_sq"].zero_()  # rounded, or not
+    assert math.isnan(excess_of_moments(opt))
+
+
+def test_a_state_that_is_wrong_is_a_warning_even_if_the_loss_heals():
+    run = spiky(lasting(), {})
+    run.measured(Spikes).found[0].ratio = 30.0
+    found = only(LossSpikes, run)
+    assert found.severity == "warning"
+    assert "some elements of exp_avg are 30 times as large as any gradients" in found.message
