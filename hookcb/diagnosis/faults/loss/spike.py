@@ -44,13 +44,13 @@ class LossSpikes(Fault):
     What came first, in this order. The batch, if the next three losses are usual, as its step has then left
     the weights as good as they were, or if most of its samples have usual losses and the next losses keep
     less than a third of the excess. The learning rate, if it has risen by half or more from one step to the
-    next within the 64 steps before. The state of torch's Adam, if |m| > C √v before the step of that batch, in
-    any of up to 1,024 sampled elements of each parameter, C = (1 - β₁) / √((1 - β₂)(1 - β₁²/β₂)): no gradients can
-    make that, by the inequality of Cauchy and Schwarz; on a CPU, in float32. A layer or parameter whose
-    standard deviation, largest magnitude or norm was outside of its band in the last two looks before the
-    spike, at most 128 batches before: six robust deviations of the logarithm over eight looks or more, a
-    factor of two, and a jump of six times its usual change between two looks. The weights, if later losses
-    are higher or keep half of the excess. What is not known is said.
+    next within the 64 steps before. The state of torch's Adam, if |m| > C √v before the step of that batch,
+    in any of up to 1,024 sampled elements of each parameter, C = (1 - β₁) / √((1 - β₂)(1 - β₁²/β₂)): no
+    gradients can make that, by the inequality of Cauchy and Schwarz; on a CPU, in float32. A layer or
+    parameter whose standard deviation, largest magnitude or norm was outside of its band in the last two
+    looks before the spike, at most 128 batches before: six robust deviations of the logarithm over eight
+    looks or more, a factor of two, and a jump of six times its usual change between two looks. The weights,
+    if later losses are higher or keep half of the excess. What is not known is said.
 
     Source: J. von Neumann et al., "The mean square successive difference", 1941, and P. J. Huber, "Robust
     Statistics", 1981, for the noise. The batch or the state of the weights: A. Chowdhery et al., "PaLM",
