@@ -78,8 +78,8 @@ class LossSpikes(Fault):
         spike = max(spikes, key=lambda x: x.excess)
         others = [x for x in spikes if x is not spike]
         return self.finding(
-            f"The loss jumps to {spike.value:.3g} at step {spike.step:,}, batch {spike.batch:,} of epoch "
-            f"{spike.epoch} (from 0), while up to {spike.limit:.3g} is noise: {cause.text}. "
+            f"The loss jumps to {spike.value:.3g} at step {spike.step:,}{_place(spike)}, while up to "
+            f"{spike.limit:.3g} is noise: {cause.text}. "
             f"{_healing(spike, run)}{_repeated(spike, others)}",
             "warning" if cause.kind == "state" or any(_has_stayed(x, run) for x in spikes) else "info",
             at=cause.at,
@@ -238,15 +238,24 @@ def _has_stayed(spike: Spike, run: Run) -> bool:
     return len(spike.after) == N_AFTER and run.loss.median(MIN_BEFORE) > spike.limit
 
 
+def _place(spike: Spike) -> str:
+    """The batch within its epoch, as far as the loop tells of epochs."""
+    return f", batch {spike.batch:,} of epoch {spike.epoch} (from 0)" if spike.epoch else ""
+
+
 def _repeated(spike: Spike, others: Sequence[Spike]) -> str:
     """The other spikes of the same cause, as further sentences."""
     if not others:
         return "."
-    at_place = [x for x in others if x.batch == spike.batch and x.epoch != spike.epoch]
-    is_by_place = len(at_place) > 1 and len(at_place) >= len(others) / 2
-    same = f", {len(at_place)} of them at the same batch of other epochs" if is_by_place else ""
-    steps = ", ".join(f"{x.step:,}" for x in others[:5]) + " …" * (len(others) > 5)
-    return f". So it does {len(others)} more time{'s' * (len(others) > 1)}, at step {steps}{same}."
+    steps = sorted(x.step for x in (spike, *others))
+    gaps = {b - a for a, b in pairwise(steps)}
+    if len(steps) > 2 and len(gaps) == 1:
+        return f". So it does every {gaps.pop():,} batches, {len(steps)} times from step {steps[0]:,} on."
+    n_alike = sum(x.batch == spike.batch and x.epoch != spike.epoch for x in others)
+    is_by_place = n_alike > 1 and n_alike >= len(others) / 2
+    same = f", {n_alike} of them at the same batch of other epochs" if is_by_place else ""
+    shown = ", ".join(f"{x.step:,}" for x in others[:5]) + " …" * (len(others) > 5)
+    return f". So it does {len(others)} more time{'s' * (len(others) > 1)}, at step {shown}{same}."
 
 
 def _stands_out(spike: Spike) -> bool:
