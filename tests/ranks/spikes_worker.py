@@ -1,0 +1,95 @@
+"""One of two ranks whose losses spike: `spikes_worker.py FOLDER`."""
+
+import sys
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from hookcb import Diagnose, Learner, watch
+from tests.ranks.support import join_group, run_cases
+
+RANK, WORLD, AT, N_STEP = 0, 1, 60, 100
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def batches(bad_rank, stream):
+    """Batches of a stream; in one, two samples of a rank are far away, with wrong labels."""
+    generator = torch.Generator().manual_seed(stream)
+    found = []
+    for i in range(N_STEP):
+        y = torch.randint(3, (16,), generator=generator)
+        x = nn.functional.one_hot(y, 4).float() * 2 + torch.randn(16, 4, generator=generator) / 2
+        if i == AT and bad_rank in (RANK, None):
+            x[[3, 7]] *= 60
+            y[[3, 7]] = (y[[3, 7]] + 1) % 3
+        found.append((x, y))
+    return found
+
+
+def told(verdict):
+    return [
+        [f.severity, f.step, list(f.ranks), f.message] for f in verdict.findings if f.code == "loss.spike"
+    ]
+
+
+def watched(net, data):
+    opt = torch.optim.Adam(net.parameters(), lr=0.01)
+    with watch(net, opt, Diagnose(show=False)) as w:
+        for x, y in data:
+            opt.zero_grad()
+            cross_entropy(net(x), y).backward()
+            opt.step()
+    return told(w.diagnose())
+
+
+@case
+def one_rank_has_the_batch_in_ddp():
+    return watched(DistributedDataParallel(model()), batches(1, RANK))
+
+
+@case
+def one_rank_has_the_batch_in_a_learner():
+    learn = Learner(
+        batches(1, RANK), DistributedDataParallel(model()), cross_entropy, torch.optim.Adam, lr=0.01
+    )
+    with learn.no_logging():
+        learn.fit(1, cbs=Diagnose(show=False))
+    return told(learn.diagnose())
+
+
+@case
+def one_rank_has_the_batch_in_fsdp2():
+    net = model()
+    fully_shard(net[0])
+    fully_shard(net)
+    return watched(net, batches(1, RANK))
+
+
+@case
+def all_ranks_share_the_batch_in_tensor_parallelism():
+    net = model()
+    parallelize_module(
+        net, init_device_mesh("cpu", (WORLD,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
+    return watched(net, batches(None, 0))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    RANK, WORLD = join_group()
+    run_cases(CASES, sys.argv[1])
