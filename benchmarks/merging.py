@@ -36,7 +36,7 @@ from hookcb.activations.bins import Bins
 from hookcb.processes.exchange import Exchange
 
 ROOT = Path(__file__).parents[1]
-OUTPUTS = ("mean", "std", "min", "max", "abs_max", "near_zero", "zeros", "nonfinite")
+OUTPUTS = ("mean", "std", "min", "max", "abs_max", "near_zero", "zeros", "nonfinite", "rms", "kurtosis")
 GRADIENTS = ("norm", "clipped_norm", "rms", "abs_max", "nonfinite", "zero_rows")
 WEIGHTS = ("weight_norm", "weight_mean", "weight_std", "update_ratio", "drift")
 OFFSET, N_STEPS = 1e6, 3
@@ -187,7 +187,9 @@ def of_output(x: np.ndarray, eps: float = 0.05) -> list[float]:
     )
     centered = x - x.mean()
     std = np.sqrt((centered**2).sum() / (len(x) - 1))
-    return [x.mean(), std, low, high, max(high, -low), near_zero, zeros, len(x) - len(good)]
+    kurtosis = (centered**4).mean() / (centered**2).mean() ** 2 if low < high else np.nan
+    last = np.hypot(x.mean(), centered.std()), kurtosis
+    return [x.mean(), std, low, high, max(high, -low), near_zero, zeros, len(x) - len(good), *last]
 
 
 def of_param(

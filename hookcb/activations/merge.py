@@ -143,7 +143,7 @@ class Merger:
             ends.index_copy_(0, at, torch.stack([rows[:, HIGH], -rows[:, LOW]], 1).where(n > 0, -math.inf))
         maxs[-1] = float(is_new)
         self.ranks.share(sums, maxs)
-        merged = stats_of(joined(sums[:, 2:], pivots, -ends[:, 1], ends[:, 0]))
+        merged = stats_of(joined(sums[:, 2:], pivots, -ends[:, 1], ends[:, 0]), torch.finfo(self._dtype).eps)
         merged[:, len(LAYER_STATS) :] *= (sums[:, 1] / sums[:, 2])[:, None]
         merged = merged.where(sums[:, :1] > 0, math.nan)
         merged[:, len(LAYER_STATS) :].round_()
