@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hookcb import ActivationStats, Callback, GradientClip, GradientHealth, Learner
 from hookcb.activations.bins import Bins
+from hookcb.activations.stats import STORED
 from hookcb.processes.exchange import Exchange
 
 ROOT = Path(__file__).parents[1]
@@ -286,7 +287,7 @@ def compare(
                 note("output", what, f"{name}, batch {i}", stats.stats[i][name][stat], wanted, scale)
             wide = torch.float64 if dtype is torch.float64 else torch.float32
             counts = Bins(stats.records.bins).counts_of(torch.from_numpy(x)[None].to(wide))[0]
-            found = stats.records.store_of("train").series(name)[i][len(OUTPUTS) :]
+            found = stats.records.store_of("train").series(name)[i][len(STORED) :]
             note("output", "histogram", name, float((found - counts).abs().max().round(decimals=6)), 0.0, 1.0)
     for i, grads in enumerate(oracle.grads):
         for name, g in grads.items():

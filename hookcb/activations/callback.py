@@ -58,8 +58,9 @@ class ActivationStats(HookCallback):
             sides of 0: the same for all layers, so that counts of records, layers and ranks can be added.
         sample: `"auto"` uses every element for mean, std, min, max, abs_max and nonfinite, and for shares
             and histogram every one up to 8,192, above that 4,096 (standard error of a share ≤ 0.8 %); on a
-            GPU with Triton every one for shares too, and 4,096 or more for a histogram. rms uses all, kurtosis
-            those of shares (standard error 0.08 for 4,096 from a normal distribution, more with outliers).
+            GPU with Triton every one for shares too, and 4,096 or more for a histogram. rms uses all,
+            kurtosis those of shares (standard error 0.08 of 4,096 from a normal distribution, more if there
+            are outliers).
             An int uses that many elements at most, for all; None uses every one for all, for which large
             outputs are copied until the batch ends.
         keep: maximum number of records; of more every second, fourth … is kept, and the newest.
@@ -95,6 +96,7 @@ class ActivationStats(HookCallback):
     stats = forwarded_property(ActivationRecords.stats)
     valid_stats = forwarded_property(ActivationRecords.valid_stats)
     series = forwarded(ActivationRecords.series)
+    merged = forwarded(ActivationRecords.merged)
     store_of = forwarded(ActivationRecords.store_of)
     table = forwarded(ActivationRecords.table)
     to_frame = forwarded(ActivationRecords.to_frame)

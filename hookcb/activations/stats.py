@@ -28,6 +28,7 @@ LAYER_STATS = (
     "rms",
     "kurtosis",
 )
+STORED = (*LAYER_STATS, "n", "skewness")  # with these, statistics of several outputs can be merged
 # numbers of elements, and sums of powers of z = (x - pivot) · scale: what parts add up to
 ADDED = ("n", "sum1", "sum2", "near_zero", "zeros", "nonfinite", "sum3", "sum4")
 # extremes are those of finite elements, inf and -inf if none is; the counts of a histogram may follow
@@ -97,11 +98,12 @@ def layer_stats(x: Tensor, eps: float = 0.05) -> Tensor:
     fastai counts each negative value as near zero; here the magnitude counts.
     """
     elements, _ = take(x.detach(), None)
-    return stats_of(summarize(elements.reshape(1, -1), (), eps, x.numel()))[0].to(elements.dtype)
+    found = stats_of(summarize(elements.reshape(1, -1), (), eps, x.numel()))[0, : len(LAYER_STATS)]
+    return found.to(elements.dtype)
 
 
 def stats_of(sums: Tensor, rounding: float = ROUNDING) -> Tensor:
-    """`LAYER_STATS`, then the counts of a histogram, `(..., columns)`, from sums in the order of `COLUMNS`.
+    """`STORED`, then the counts of a histogram, `(..., columns)`, from sums in the order of `COLUMNS`.
 
     With NaN or infinities mean, std and rms follow arithmetic. Kurtosis is Pearson's, the fourth central
     moment by the square of the second: 3 for a normal distribution, 1 at least. It is NaN if all elements are
@@ -114,14 +116,16 @@ def stats_of(sums: Tensor, rounding: float = ROUNDING) -> Tensor:
     n, sum1, sum2, near_zero, zeros, nonfinite, sum3, sum4, _, scale, low, high = sums[
         ..., : len(COLUMNS)
     ].unbind(-1)
-    mean, (second, _, fourth) = mean_of(sums), central(n, sum1, sum2, sum3, sum4)
+    mean, (second, third, fourth) = mean_of(sums), central(n, sum1, sum2, sum3, sum4)
     second = second.clamp(min=0)
     std, rms = (second / (n - 1)).sqrt() / scale, torch.hypot(mean, (second / n).sqrt() / scale)
     least = (sum4.abs() + 6 * (sum1 / n).square() * sum2) * (rounding / DIGITS)
-    kurtosis = (n * fourth / second.square()).where((fourth > least) & (low < high), math.nan)
+    is_known = (fourth > least) & (low < high) & (nonfinite == 0)
+    kurtosis = (n * fourth / second.square()).where(is_known, math.nan)
+    skewness = (n.sqrt() * third / second**1.5).where(is_known, math.nan)
     known = [low, high, torch.maximum(high, -low), near_zero / n, zeros / n]
     known = [x.masked_fill(low > high, math.nan) for x in known]  # no element is finite
-    found = [mean, std, *known, nonfinite, rms, kurtosis.masked_fill(nonfinite > 0, math.nan)]
+    found = [mean, std, *known, nonfinite, rms, kurtosis, n, skewness]
     return torch.cat([torch.stack(found, -1), sums[..., len(COLUMNS) :]], -1)
 
 
@@ -167,6 +171,19 @@ def joined(total: Tensor, pivots: Tensor, low: Tensor, high: Tensor) -> Tensor:
     one = torch.ones_like(low)
     others = torch.stack([pivots * one, one, low, high], 1)
     return torch.cat([total[:, : len(ADDED)], others, total[:, len(ADDED) :]], 1)
+
+
+def sums_from(stats: Tensor) -> Tensor:
+    """Sums in the order of `COLUMNS`, `(R, 12)`, from `STORED`, `(R, 12)`: inverse of `stats_of`."""
+    mean, std, low, high, _, near_zero, zeros, nonfinite, _, kurtosis, n, skewness = stats.double().unbind(1)
+    sum2 = std.square() * (n - 1)
+    sum2 = sum2.where(n > 1, 0.0)  # a single element has no std
+    is_equal, second = ~(low < high), sum2 / n
+    higher = [skewness * second**1.5 * n, kurtosis * second.square() * n]
+    sum3, sum4 = [x.masked_fill(is_equal, 0.0) for x in higher]
+    zero, counts = torch.zeros_like(n), [x.nan_to_num(0.0) * n for x in (near_zero, zeros)]
+    ends = low.nan_to_num(math.inf), high.nan_to_num(-math.inf)
+    return torch.stack([n, zero, sum2, *counts, nonfinite, sum3, sum4, mean, zero + 1, *ends], 1)
 
 
 def take(

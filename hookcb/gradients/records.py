@@ -14,6 +14,7 @@ from hookcb.core.text import join_names
 from hookcb.gradients import plots
 from hookcb.gradients.capture import About, StepCapture, reduce_steps, step_columns
 from hookcb.gradients.flow import STORED, GradientFlow, flow_of
+from hookcb.gradients.groups import merged_series
 from hookcb.gradients.outputs import OutputGradients
 from hookcb.gradients.report import GradientReport, param_rows
 from hookcb.gradients.stats import BUFFER_STATS, GRAD_STATS, STEP_STATS, Number
@@ -234,6 +235,24 @@ class GradientRecords(SavedRecords):
     def _buffers(self) -> BufferRecords:
         self.reduce()
         return BufferRecords(self._stores["buffers"])
+
+    def merged(self, param: Layer, stat: str) -> Series:
+        """One statistic of several parameters together, as if they were one, a value for each record.
+
+        See `merged_series` for the statistics that merge: a norm is the root of the sum of squares.
+
+        Args:
+            param: index, name, slice, or glob on names: `"blocks.*.mlp.*"`.
+            stat: name of the statistic.
+
+        Raises:
+            LookupError: If there is no such parameter or statistic.
+            ValueError: If the statistic of several parameters does not follow from those of each.
+        """
+        at, names, store = self.place_of(stat), self.names_of(param), self.store_of("train")
+        rows = torch.stack([store.series(name) for name in names])
+        columns = {stat: rows[..., at], "nonfinite": rows[..., self.place_of("nonfinite")]}
+        return Series(self.steps(), merged_series(stat, columns, [self.about[x][0] for x in names]).tolist())
 
     def detailed(self, name: str) -> list[int]:
         """Indices of the records with details of a parameter, see `GradientHealth`."""

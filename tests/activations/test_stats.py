@@ -45,7 +45,8 @@ def by_name(x, **options):
 def of_taken(taken):
     """The statistics of what `take` has returned."""
     elements, known = taken
-    return stats_of(summarize(elements.reshape(1, -1), () if known is None else (known,), 0.05, 0))[0]
+    sums = summarize(elements.reshape(1, -1), () if known is None else (known,), 0.05, 0)
+    return stats_of(sums)[0, : len(LAYER_STATS)]
 
 
 def check(x, rel=1e-5, abs_tol=1e-6):
@@ -664,9 +665,8 @@ def of_parts(*parts, pivot=6.0):
     """Statistics of all elements of parts, each of which is elements and the number that they stand for."""
     sums = torch.cat([summarize(x[None], (), 0.05, n) for x, n in parts])
     total, pivots = added(sums, torch.tensor(pivot)).sum(0, True), torch.tensor([pivot])
-    return stats_of(joined(total, pivots, sums[:, LOW].amin(0, True), sums[:, HIGH].amax(0, True)))[
-        0
-    ].tolist()
+    whole = joined(total, pivots, sums[:, LOW].amin(0, True), sums[:, HIGH].amax(0, True))
+    return stats_of(whole)[0, : len(LAYER_STATS)].tolist()
 
 
 @pytest.mark.parametrize("sizes", [[1, 99, 900], [1000], [0, 1000], [333, 0, 667], [10, 990]], ids=str)
