@@ -108,6 +108,7 @@ class ActivationStats(HookCallback):
     plot_layer_stats = forwarded(ActivationRecords.plot_layer_stats)
     plot_depth = forwarded(ActivationRecords.plot_depth)
     dead_chart = forwarded(ActivationRecords.dead_chart)
+    plot_layers = forwarded(ActivationRecords.plot_layers)
     report = forwarded(ActivationRecords.report)
     save = forwarded(ActivationRecords.save)
     clear = forwarded(ActivationRecords.clear)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, overload
 
 import torch
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SERIES = ("mean", "std", "near_zero")
+SHARES = ("near_zero", "zeros")
+MAPS = ("rms", "kurtosis", "near_zero")  # of all layers, which a log gets during the training
 OPTIONS = ("with_hist", "eps", "bins", "hist_range", "sample", "keep")
 STATE = ("outputs", "left_out", "slices", "of_ranks")
 
@@ -328,7 +331,22 @@ class ActivationRecords(SavedRecords):
         """Share of near-zero elements of every layer over the steps, a row for each layer."""
         title = f"share of activations within ±{self.eps:g} of zero"
         shares = {name: self.layer_series(name, "near_zero") for name in self.names}
-        return plots.share_chart(shares, self.steps(), title, figsize, ax)
+        return plots.layer_chart(shares, self.steps(), title, figsize, ax)
+
+    def plot_layers(
+        self, stat: str = "rms", figsize: tuple[float, float] | None = None, ax: "Axes | None" = None
+    ) -> "Figure":
+        """Heat map of one statistic of every layer over the steps, a row for each layer.
+
+        Shares are drawn as they are, of other statistics the logarithm, so it is of no use for the mean.
+
+        Raises:
+            LookupError: If there is no such statistic.
+            ValueError: If nothing was recorded.
+            ModuleNotFoundError: Without matplotlib.
+        """
+        rows = {name: self.layer_series(name, stat) for name in self.names}
+        return plots.layer_chart(rows, self.steps(), stat, figsize, ax, stat in SHARES)
 
     def report(
         self, *, worst: Worst = "auto", depth: int | None = None, verdict: VerdictLike | None = None
@@ -438,6 +456,11 @@ class ActivationRecords(SavedRecords):
             yield f"{name}/depth", self.plot_depth
             if self.with_hist:
                 yield f"{name}/histograms", self.color_dim
+
+    def maps(self, name: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Heat maps of all layers over the steps."""
+        if len(self.stats):
+            yield from ((f"{name}/{stat}", partial(self.plot_layers, stat)) for stat in MAPS)
 
     # ---- saving
 

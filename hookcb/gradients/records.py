@@ -9,6 +9,7 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor
 
+from hookcb.activations.plots import layer_chart
 from hookcb.core.arguments import check_count
 from hookcb.core.text import join_names
 from hookcb.gradients import plots
@@ -429,6 +430,12 @@ class GradientRecords(SavedRecords):
         """Flow of gradients."""
         if len(self.stats):
             yield f"{name}/flow", self.plot_flow
+
+    def maps(self, name: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Heat map of the norms of all parameters' gradients over the steps."""
+        if len(self.stats):
+            rows = {param: self.layer_series(param, "norm") for param in self.names}
+            yield f"{name}/norm", lambda: layer_chart(rows, self.steps(), "gradient norm", is_share=False)
 
     # ---- saving
 
