@@ -149,7 +149,7 @@ class Log(Callback):
 
     def after_fit(self) -> None:
         self._batch = None
-        if self._n_epochs.bit_count() > 1:
+        if self._n_epochs.bit_count() != 1:  # also of a loop that tells of no epochs
             self._show_maps()
         self._group.end()
 

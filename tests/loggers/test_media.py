@@ -4,8 +4,9 @@ import json
 import math
 
 import pytest
+import torch
 
-from hookcb import ActivationStats, Callback, Diagnose, GradientHealth, synth_learner
+from hookcb import ActivationStats, Callback, Diagnose, GradientHealth, synth_learner, watch
 from hookcb.loggers import JSONLLogger, Log, TensorBoardLogger, read_jsonl
 
 MAPS = {f"figures/activation_stats/{stat}" for stat in ("rms", "kurtosis", "near_zero")}
@@ -77,6 +78,17 @@ def test_heat_maps_are_logged_after_few_epochs_and_at_the_end():
     norms = learn.gradient_health.series("*", "norm")
     assert image.get_array().shape == (len(norms), 50)
     assert image.get_array()[0, 7] == pytest.approx(math.log10(norms[0][7]), rel=1e-5)
+
+
+def test_heat_maps_are_logged_at_the_end_of_a_loop_that_tells_of_no_epochs():
+    kept, model = Kept(), torch.nn.Linear(3, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, opt, ActivationStats(), Log(kept)):
+        for _ in range(4):
+            model(torch.ones(2, 3)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+    assert [name.rpartition("/")[2] for name, *_ in kept.figures] == ["rms", "kurtosis", "near_zero"]
 
 
 def test_without_maps_and_a_diagnosis_nothing_but_numbers_is_logged():

@@ -19,7 +19,8 @@ from hookcb.records.store import StatStore
 
 MAX_KURTOSIS = 20.0  # of the RMS of channels; 1 if all are alike, their number if there is only one
 MIN_CHANNELS = 64  # fewer could not be above the limit by much
-N_POSITIONS = 64  # of all samples, from which the RMS of each channel is taken
+N_POSITIONS, N_WIDE = 64, 16  # of all samples, from which the RMS of each channel is taken; if they are wide
+MAX_ELEMENTS = 16_384  # read of one output, unless it has more than 1,024 channels
 NEAR = 4.0  # factor below the largest number of float16
 FLOAT16 = torch.finfo(torch.float16).max
 COLUMNS = ("channels", "largest")
@@ -30,10 +31,10 @@ class OutlierChannels(Fault):
     """A few channels that are far larger than the others, as outlier features of transformers are.
 
     Formula: kurtosis of the RMS of the channels of a linear or normalization layer, mean(s⁴) / mean(s²)² for
-    the mean squares s² of at least 64 channels over 64 positions; the median over five records up to the
-    last one. Limit: 20; if all channels are alike it is 1, and n if one of n channels has everything. One
-    channel with a share p of the sum of squares gives about p² · n. A note, as a model may train well with
-    them: they cost digits once weights or activations are quantized. A warning if the layer's output is
+    the mean squares s² of 64 channels or more over at most 64 positions; the median over five records up to
+    the last one. Limit: 20; if all channels are alike it is 1, and n if one of n channels has everything.
+    One channel with a share p of the sum of squares gives about p² · n. A note, as a model may train well
+    with them: they cost digits once weights or activations are quantized. A warning if the layer's output is
     float16 and its largest number is above a quarter of 65,504 in a record; bfloat16 has the range of
     float32. The last layer with weights is left out, as its outputs are classes or tokens.
 
@@ -127,17 +128,18 @@ def peaks(x: Tensor) -> Tensor:
     `x` is `(..., channels)`; NaN if all is zero or any number is not finite.
     """
     rows = x.reshape(-1, x.shape[-1])
-    if rows.shape[0] > N_POSITIONS:
-        rows = rows.index_select(0, _places(rows.shape[0], x.device))
+    n = min(N_POSITIONS, max(N_WIDE, MAX_ELEMENTS // rows.shape[1]))
+    if rows.shape[0] > n:
+        rows = rows.index_select(0, _places(rows.shape[0], n, x.device))
     squares = widened(rows).square().mean(0)  # squares of float32 have no room in float32
     total = squares.sum()
     return torch.stack([squares.square().sum() * len(squares) / total.square(), squares.max() / total])[None]
 
 
 @lru_cache(maxsize=64)
-def _places(n: int, device: torch.device) -> Tensor:
-    """Some of `n` positions, spread so that those in sequences of any length are at many places of them."""
-    places = torch.linspace(0, n - 1, N_POSITIONS, dtype=torch.float64, device="cpu").long()
+def _places(n: int, k: int, device: torch.device) -> Tensor:
+    """`k` of `n` positions, spread so that those in sequences of any length are at many places of them."""
+    places = torch.linspace(0, n - 1, k, dtype=torch.float64, device="cpu").long()
     return places.to(device)
 
 

@@ -38,7 +38,7 @@ def test_the_ends_are_one_and_the_number_of_channels():
 
 @pytest.mark.parametrize("length", [16, 64, 100, 1024])
 def test_the_positions_are_at_many_places_of_a_sequence(length):
-    places = _places(8 * length, torch.device("cpu"))
+    places = _places(8 * length, N_POSITIONS, torch.device("cpu"))
     assert len({place % length for place in places.tolist()}) >= min(length, N_POSITIONS) / 2
 
 
