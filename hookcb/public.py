@@ -2,6 +2,7 @@
 
 import hookcb.adapters  # noqa: F401  # the attribute, which imports an adapter when it is used
 from hookcb.activations.callback import ActivationStats
+from hookcb.activations.coord_check import CoordCheck, coord_check
 from hookcb.activations.records import ActivationRecords
 from hookcb.core.callback import Callback
 from hookcb.core.events import (
@@ -95,6 +96,7 @@ __all__ = [
     "ChannelsLast",
     "Checkpoint",
     "Compile",
+    "CoordCheck",
     "Coverage",
     "DetectAnomaly",
     "Diagnose",
@@ -147,6 +149,7 @@ __all__ = [
     "check_callback",
     "check_gradients",
     "compare",
+    "coord_check",
     "count_hooks",
     "diagnose",
     "dummy_eval",

@@ -16,6 +16,7 @@ from faults_numbers import NUMBER_FAULTS
 from faults_optim import OPTIM_FAULTS
 from faults_rare import RARE_FAULTS
 from faults_time import TIME_FAULTS
+from spikes import SPIKES
 
 FAULTS: list[Case] = [
     *FACTS_DATA_FAULTS,
@@ -26,6 +27,7 @@ FAULTS: list[Case] = [
     *NUMBER_FAULTS,
     *LANGUAGE_FAULTS,
     *TIME_FAULTS,
+    *SPIKES,
     *RARE_FAULTS,
     *FACTS_NAN_FAULTS,
     *FACTS_GRADS_FAULTS,

@@ -12,6 +12,7 @@ from more_controls_losses import LOSS_CONTROLS
 from more_controls_nets import NET_CONTROLS
 from more_controls_runtime import RUNTIME_CONTROLS
 from more_controls_steps import STEP_CONTROLS
+from spikes import SPIKE_CONTROLS
 from stranger_controls import STRANGER_CONTROLS
 from time_controls import TIME_CONTROLS
 
@@ -26,6 +27,7 @@ MORE_CONTROLS: list[Case] = [
     *STRANGER_CONTROLS,
     *LANGUAGE_CONTROLS,
     *TIME_CONTROLS,
+    *SPIKE_CONTROLS,
     *FACTS_GRADS_CONTROLS,
     *FACTS_LEFT_CONTROLS,
     *FACTS_VALID_CONTROLS,

@@ -101,6 +101,15 @@ def _export(args: argparse.Namespace) -> int:
         return _fail(args, error)
 
 
+def _replay(args: argparse.Namespace) -> int:
+    from hookcb.cli.replay import replay
+
+    try:
+        return replay(args.folder, args.step, args.script)
+    except (OSError, ValueError) as error:
+        return _fail(args, error)
+
+
 def _report(args: argparse.Namespace) -> int:
     from hookcb.report.foreign_facts import facts_of
     from hookcb.report.page import Page
@@ -139,5 +148,6 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "report": _report,
     "compare": _compare,
     "export": _export,
+    "replay": _replay,
     "completion": _complete,
 }

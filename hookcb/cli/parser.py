@@ -45,6 +45,7 @@ def make_parser() -> Parser:
         _add_report,
         _add_compare,
         _add_export,
+        _add_replay,
         _add_completion,
     ):
         add_to(commands.add_parser)
@@ -236,6 +237,32 @@ def _add_export(add: AddCommand) -> None:
     parser.add_argument("file", type=Path, help="what to write: .safetensors, or else as torch.save does")
 
 
+def _add_replay(add: AddCommand) -> None:
+    parser = add(
+        "replay",
+        help="run one batch of a fit again, from the checkpoint before it, and show it layer by layer",
+        description="Run a script of a Learner again up to one batch, from the newest Checkpoint before it, "
+        "with its random state, and show what each layer and parameter did there and in the batch before, "
+        "and which samples have the largest losses. Nothing is written by callbacks of hookcb.",
+    )
+    parser.add_argument("folder", type=Path, help="folder of the fit's Checkpoint")
+    parser.add_argument(
+        "--step",
+        type=_read_by(_step),
+        required=True,
+        metavar="N",
+        help="number of the training batch, counted from 0 since the training began, as in a verdict",
+    )
+    parser.add_argument(
+        "--script",
+        nargs=argparse.REMAINDER,
+        default=[],
+        metavar="SCRIPT ARGS",
+        help="the script and its arguments, as the last option; by default the one that has written the "
+        "checkpoint, as it was called",
+    )
+
+
 def _add_completion(add: AddCommand) -> None:
     parser = add(
         "completion",
@@ -275,6 +302,12 @@ def _count_of(what: str) -> Callable[[str], int]:
         return int(text)
 
     return _read_by(count)
+
+
+def _step(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"step must be a whole number, 0 or more, got {text!r}")
+    return int(text)
 
 
 def _minutes(text: str) -> float:

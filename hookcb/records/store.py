@@ -226,6 +226,11 @@ class Transfer:
             self._event = stream.record_event()
         values.record_stream(stream)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether it has arrived, so that nothing waits."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def arrived(self) -> Tensor:
         """The tensor on the host; waits for the transfer."""
         if self._event is not None:

@@ -60,7 +60,7 @@ class Curves(Measurement):
         self._loss, self._rate, self._wait, self._length = (Curve() for _ in range(4))
         self._losses = defaultdict[int, Curve](Curve)  # by id of the optimizer
         self._memory = Curve(MAX_MEMORY)
-        self._last_loss: float | Tensor | None = None
+        self.last_loss: float | Tensor | None = None  # of the newest batch that has one
         # time at which the first backward of the last batch had ended, NaN where an epoch begins
         self._ended, self._has_ended = math.nan, False
         self._statm: FileIO | None = None  # on Linux only
@@ -78,8 +78,8 @@ class Curves(Measurement):
             self._wait.add((run.step, run.measured(Clock).waited))
 
     def on_loss(self, run: Run) -> None:
-        self._last_loss = detached_scalar(run.loop.loss)
-        self._loss.add((run.step, self._last_loss))
+        self.last_loss = detached_scalar(run.loop.loss)
+        self._loss.add((run.step, self.last_loss))
 
     def on_gradients(self, run: Run) -> None:
         if self._has_ended:
@@ -91,8 +91,8 @@ class Curves(Measurement):
 
     def on_between(self, run: Run) -> None:
         if (opt := run.loop.opt) is not None:
-            if self._last_loss is not None:
-                self._losses[id(opt)].add((run.step, self._last_loss))
+            if self.last_loss is not None:
+                self._losses[id(opt)].add((run.step, self.last_loss))
             self._rate.add((run.step, largest_lr(opt)))
 
     def on_batch_end(self, run: Run) -> None:
@@ -120,4 +120,4 @@ class Curves(Measurement):
             self._statm.close()
 
     def freeze(self) -> None:
-        self._statm = self._last_loss = None
+        self._statm = self.last_loss = None

@@ -1,6 +1,8 @@
 """Checkpoint: files, and folders of several ranks, from which a fit can be resumed bit-identically."""
 
 import math
+import os
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,7 @@ class Checkpoint(Callback):
         self._top: list[tuple[float, str]] = []  # value and file of the best epochs, the best one first
         self._position = Position()
         self._random: dict[str, Any] = {}
+        self._command = own_command()
         check_monitor(self.learn, self.monitor or "train_loss")
         check_whole(self.learn)
         if self.learn.ranks.world > 1:
@@ -172,6 +175,7 @@ class Checkpoint(Callback):
             "written": self._written,
             "top": self._top,
             "random_of_phase": self._random,
+            "command": self._command,
         }
         position = self._position.saved(self.learn) if self.learn.training else None
         return state | ({} if position is None else {"position": position})
@@ -206,3 +210,21 @@ class Checkpoint(Callback):
         if is_best:
             ranks.max([0])  # until it is there
         self._written = [file for file in self._written if file in kept]
+
+
+def own_command() -> dict[str, Any]:
+    """How this process was started, for `hookcb replay`; {} in a notebook or an interactive session.
+
+    Returns:
+        "script": absolute path, or name of the module if "is_module"; "args", a list; "folder", where it was.
+    """
+    main = sys.modules.get("__main__")
+    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    if file is None:
+        return {}
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:  # it was deleted
+        return {}
+    script = os.path.abspath(file) if spec is None else spec.name.removesuffix(".__main__")
+    return {"script": script, "is_module": spec is not None, "args": sys.argv[1:], "folder": folder}

@@ -1,72 +1,272 @@
-"""loss.spike: single losses far above those before them."""
+"""loss.spike: losses far above those before them, and what came first."""
 
 import math
-from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
+from hookcb.core.text import as_layer
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
-from hookcb.diagnosis.measurements.curves import Curves
-from hookcb.diagnosis.rules import spread
-from hookcb.diagnosis.run import Passed, Run, Series, Skipped
+from hookcb.diagnosis.measurements.spikes import CALM, MIN_BEFORE, N_AFTER, Spike, Spikes
+from hookcb.diagnosis.rules import SIGMA, median, spread
+from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series, Skipped
+from hookcb.diagnosis.verdict import Finding
 
-SPIKE, SPIKE_WINDOW, SPIKE_BEFORE, N_SPIKES = 6.0, 128, 32, 2  # standard deviations, batches before
-N_LATEST = 4_096  # batches that are searched for spikes, so that a long run takes less than a second
+N_SPIKES, ALONE, ALONE_RATIO = 2, 8.0, 1.25  # how many, or how far above in noise and in relation
+JUMP = 1.5  # ratio of the rates of two steps in a row
+FALLS = 1 / 3  # part of the excess that the next batches keep at most, if it was the batch's
+N_BAND, N_BEFORE, BAND, RATIO = 8, 2, 6.0, 2.0  # looks of a band, and after it; deviations, and factor
+MIN_SIGMA = 0.05  # smallest robust deviation of the logarithms
+OF_LAYERS = {"std": "standard deviation of the output", "abs_max": "largest output"}
+OF_PARAMS = {"rms": "RMS of the gradient", "weight_norm": "norm"}
+
+Kind = Literal["batch", "rate", "state", "layer", "weights", "unknown"]
+
+
+class Cause(NamedTuple):
+    """Cause of a spike: its kind, the end of a sentence on it, and the layer or parameter it is about."""
+
+    kind: Kind
+    text: str
+    at: Layer | Param | None = None
 
 
 @fault("loss.spike", Site.RUN, needs="loss", shown_by="run.loss", draws_limit=True)
 class LossSpikes(Fault):
-    """Single losses far above those before them: a note, never an alarm.
+    """Losses far above those before them: what came first, and whether they healed.
 
-    Formula: at least two of the last 4,096 losses are above the median of the up to 128 batches before them
-    (at least 32) by six robust standard deviations.
+    Formula: at least two losses, each above the usual one by six times the noise, after 32 batches; or one by
+    eight times and by a quarter, or one that lasts for more than three batches. The usual loss is the median
+    of the last 32 or of the last 4, whichever is higher; the noise, 1.4826 times the median difference of two
+    losses in a row over up to 128 batches, divided by √2. A note; a warning if the loss had not come back
+    after 128 batches and is still above that limit at the end, or if the state of the optimizer is wrong.
 
-    Source: P. J. Huber, "Robust Statistics", 1981, for the median absolute deviation.
+    What came first, in this order. The batch, if the next three losses are usual, as its step has then left
+    the weights as good as they were, or if most of its samples have usual losses and the next losses keep
+    less than a third of the excess. The learning rate, if it has risen by half or more from one step to the
+    next within the 64 steps before. The state of torch's Adam, if |m| > C √v before the step of that batch,
+    in any of up to 1,024 sampled elements of each parameter, C = (1 - β₁) / √((1 - β₂)(1 - β₁²/β₂)): no
+    gradients can make that, by the inequality of Cauchy and Schwarz; on a CPU, in float32. A layer or
+    parameter whose standard deviation, largest magnitude or norm was outside of its band in the last two
+    looks before the spike, at most 128 batches before: six robust deviations of the logarithm over eight
+    looks or more, a factor of two, and a jump of six times its usual change between two looks. The weights,
+    if later losses are higher or keep half of the excess. What is not known is said.
+
+    Source: J. von Neumann et al., "The mean square successive difference", 1941, and P. J. Huber, "Robust
+    Statistics", 1981, for the noise. The batch or the state of the weights: A. Chowdhery et al., "PaLM",
+    2022, section 5.1, whose spikes needed both.
     """
 
-    headline = "The loss jumps in single batches"
-    uses = (Curves,)
+    headline = "The loss spikes"
+    uses = (Spikes,)
     severity = "info"
 
     def findings(self, run: Run) -> Iterator[Result]:
-        if len(run.loss) <= SPIKE_BEFORE:
-            yield Skipped(f"fewer than {SPIKE_BEFORE} batches")
-        elif len(spikes := _spikes(run.loss)) < N_SPIKES:
-            yield Passed(f"spikes of the loss ({len(spikes)})")
+        measured = run.measured(Spikes)
+        if len(run.loss) <= MIN_BEFORE:
+            yield Skipped(f"fewer than {MIN_BEFORE} batches")
+        elif not (spikes := measured.found) or (measured.n < N_SPIKES and not _stands_out(spikes[0])):
+            yield Passed(f"spikes of the loss ({measured.n})")
         else:
-            step, value, limit = max(spikes, key=lambda spike: spike[1] - spike[2])
-            yield self.finding(
-                f"The loss jumps in {len(spikes):,} batches, most at step {step}: to {value:.3g}, while up "
-                f"to {limit:.3g} is noise.",
-                when=(spikes[0][0], spikes[-1][0]),
-                value=value,
-                limit=limit,
-                causes=("unusual samples", "a learning rate that is slightly too high"),
-                next_steps=(f"Look at the batch of step {step}", run.advise("clip")),
-            )
+            for cause, together in _by_cause(spikes, run):
+                yield self._finding(run, cause, together)
+
+    def _finding(self, run: Run, cause: Cause, spikes: Sequence[Spike]) -> Finding:
+        """A finding on the spikes of one cause, that of the largest."""
+        spike = max(spikes, key=lambda x: x.excess)
+        others = [x for x in spikes if x is not spike]
+        return self.finding(
+            f"The loss jumps to {spike.value:.3g} at step {spike.step:,}, batch {spike.batch:,} of epoch "
+            f"{spike.epoch} (from 0), while up to {spike.limit:.3g} is noise: {cause.text}. "
+            f"{_healing(spike, run)}{_repeated(spike, others)}",
+            "warning" if cause.kind == "state" or any(_has_stayed(x, run) for x in spikes) else "info",
+            at=cause.at,
+            when=(spikes[0].step, spikes[-1].step),
+            value=spike.value,
+            limit=spike.limit,
+            causes=CAUSES[cause.kind],
+            next_steps=_next_steps(spike, cause, run),
+            ranks=spike.ranks,
+        )
 
 
-def _spikes(loss: Series) -> list[tuple[int, float, float]]:
-    """Step and loss of each spike, and the loss up to which it would have been noise."""
-    spikes = []
-    steps, values = loss.steps[-N_LATEST:], loss.values[-N_LATEST:]
-    in_order: list[float] = []  # the finite ones of the window
-    for i, value in enumerate(values):
-        if i >= SPIKE_BEFORE and values[i - 1] < value < math.inf and in_order and value > _least(in_order):
-            middle, sigma = spread(in_order)
-            if value > (limit := middle + SPIKE * max(sigma, 1e-3 * abs(middle))):
-                spikes.append((steps[i], value, limit))
-        if math.isfinite(value):
-            insort(in_order, value)
-        if i >= SPIKE_WINDOW and math.isfinite(old := values[i - SPIKE_WINDOW]):
-            del in_order[bisect_left(in_order, old)]
-    return spikes
+def _by_cause(spikes: Sequence[Spike], run: Run) -> list[tuple[Cause, list[Spike]]]:
+    """Spikes of each kind of cause, with that of the largest.
 
-
-def _least(in_order: Sequence[float]) -> float:
-    """A number that is quickly found, and not above the limit of a spike.
-
-    The median absolute deviation is at least the smaller distance from the median to a quartile.
+    One that comes soon after another and is no larger is an aftershock, and has the cause of that.
     """
-    n = len(in_order)
-    lower, upper = in_order[(n - 1) // 2], in_order[n // 2]
-    return lower + SPIKE * min(in_order[-1 - n // 4] - upper, lower - in_order[n // 4])
+    found: dict[Kind, list[tuple[Spike, Cause]]] = {}
+    first, cause, last = spikes[0], cause_of(spikes[0], run), spikes[0].step
+    for spike in spikes:
+        if spike.step > last + N_AFTER or spike.excess > first.excess:
+            first, cause = spike, cause_of(spike, run)
+        last = spike.step
+        found.setdefault(cause.kind, []).append((spike, cause))
+    return [
+        (max(pairs, key=lambda pair: pair[0].excess)[1], [spike for spike, _ in pairs])
+        for pairs in found.values()
+    ]
+
+
+CAUSES: dict[Kind, tuple[str, ...]] = {
+    "batch": ("unusual or damaged samples",),
+    "rate": ("a learning rate that rises too fast or too far",),
+    "state": ("a state that was loaded, scaled or reset in part, or of another training",),
+    "layer": ("activations, gradients or weights of that layer that grow",),
+    "weights": (
+        "an update that was too large, as the optimizer's state lags",
+        "a learning rate that is too high",
+    ),
+    "unknown": ("unusual samples", "a learning rate that is slightly too high"),
+}
+
+
+def cause_of(spike: Spike, run: Run) -> Cause:
+    """Finds what came first at a spike, as far as it was seen."""
+    found = _of_batch(spike) or _of_rate(spike) or _of_state(spike) or _of_layers(spike, run)
+    found = found or _of_weights(spike)
+    return found or Cause("unknown", "the batch came first, or the step before it, which was not seen")
+
+
+def _of_batch(spike: Spike) -> Cause | None:
+    """The batch, if the weights are seen to be good before it, or after its step."""
+    samples = _samples(spike)
+    if spike.lasted == 1:
+        return Cause(
+            "batch", f"it is this batch alone, as the next ones are usual{samples and f'; {samples}'}"
+        )
+    if samples and spike.typical <= spike.limit and _rest(spike) < FALLS:
+        return Cause("batch", f"this batch came first, as most of its samples are usual; {samples}")
+    return None
+
+
+def _of_rate(spike: Spike) -> Cause | None:
+    for (_, before), (step, rate) in pairwise(spike.rates):
+        if 0 < JUMP * before <= rate:
+            rise = f"the learning rate had risen from {before:.3g} to {rate:.3g} at step {step:,}"
+            return Cause("rate", rise)
+    return None
+
+
+def _of_state(spike: Spike) -> Cause | None:
+    """The state of Adam, if no gradients can have made it."""
+    if not spike.ratio > 1:
+        return None
+    return Cause(
+        "state",
+        f"the state of the optimizer is wrong, as some elements of exp_avg are {spike.ratio:.2g} times as "
+        "large as any gradients with their exp_avg_sq can make them",
+    )
+
+
+def _of_layers(spike: Spike, run: Run) -> Cause | None:
+    """The layer or parameter that left its band first, before the loss did."""
+    places: list[tuple[Layer | Param, dict[str, str]]] = [(x, OF_LAYERS) for x in run.layers.values()]
+    places += [(p, OF_PARAMS) for p in run.params.values()]
+    found = [
+        (*left, words, place)
+        for place, stats in places
+        for stat, words in stats.items()
+        if (left := _left_band(place.series(stat), spike.step)) is not None
+    ]
+    if not found:
+        return None
+    step, ratio, what, at = min(found, key=lambda x: (x[0], -x[1]))
+    words = f"the {what} of {as_layer(at.name)} was {ratio:.3g} times its usual value from step {step:,} on"
+    return Cause("layer", f"{words}, before the loss", at)
+
+
+def _left_band(series: Series, until: int) -> tuple[int, float] | None:
+    """Step and ratio at which a number has jumped out of its band, and not come back before a step."""
+    pairs = [(step, math.log(x)) for step, x in series if step < until and 0 < x < math.inf]
+    usual, last = pairs[:-N_BEFORE], pairs[-N_BEFORE:]
+    if len(usual) < N_BAND or last[0][0] < until - N_AFTER:
+        return None
+    numbers = [x for _, x in usual[-4 * N_BAND :]]
+    middle, sigma = spread(numbers)
+    change = SIGMA * median(abs(y - x) for x, y in pairwise(numbers))  # as of a training that goes on
+    apart = [x - middle for _, x in last]
+    jump = last[0][1] - numbers[-1]
+    if min(apart) < max(BAND * max(sigma, MIN_SIGMA), math.log(RATIO)) or jump < BAND * change:
+        return None
+    return last[0][0], math.exp(apart[-1])
+
+
+def _of_weights(spike: Spike) -> Cause | None:
+    near = spike.after[:16]
+    if near and (highest := max(near)) > spike.value:
+        n = near.index(highest) + 1
+        climb = f"it is {highest:.3g} {n} batch{'es' * (n > 1)} later"
+        return Cause("weights", f"{climb}, so the weights have moved, by this step or one before it")
+    if near and _rest(spike) >= 1 / 2:
+        return Cause(
+            "weights",
+            "the next batches have such losses too, so the weights have moved, by this step or before",
+        )
+    return None
+
+
+def _rest(spike: Spike) -> float:
+    """Part of the excess that the median of the next three losses keeps; NaN if there are fewer."""
+    near = sorted(spike.after[:3])
+    return (near[1] - spike.middle) / (spike.value - spike.middle) if len(near) == 3 else math.nan
+
+
+def _samples(spike: Spike) -> str:
+    """The samples of the batch that stand out; "" if none is known to."""
+    worst = [f"{i} ({x:.3g})" for i, x in spike.worst if x > spike.limit]
+    if not worst:
+        return ""
+    of = f"of its {spike.n_samples:,} samples, counted from 0, the worst are"
+    return f"{of} {', '.join(worst)}, where the median is {spike.typical:.3g}"
+
+
+def _healing(spike: Spike, run: Run) -> str:
+    if spike.lasted is not None:
+        return f"It healed within {spike.lasted:,} batch{'es' * (spike.lasted > 1)}"
+    if _has_stayed(spike, run):
+        return f"It has not healed: the last losses are {run.loss.median(MIN_BEFORE):.3g}"
+    if len(spike.after) == N_AFTER:
+        return f"It took more than {N_AFTER} batches to heal"
+    return "The training ended before it could heal"
+
+
+def _has_stayed(spike: Spike, run: Run) -> bool:
+    return len(spike.after) == N_AFTER and run.loss.median(MIN_BEFORE) > spike.limit
+
+
+def _repeated(spike: Spike, others: Sequence[Spike]) -> str:
+    """The other spikes of the same cause, as further sentences."""
+    if not others:
+        return "."
+    at_place = [x for x in others if x.batch == spike.batch and x.epoch != spike.epoch]
+    is_by_place = len(at_place) > 1 and len(at_place) >= len(others) / 2
+    same = f", {len(at_place)} of them at the same batch of other epochs" if is_by_place else ""
+    steps = ", ".join(f"{x.step:,}" for x in others[:5]) + " …" * (len(others) > 5)
+    return f". So it does {len(others)} more time{'s' * (len(others) > 1)}, at step {steps}{same}."
+
+
+def _stands_out(spike: Spike) -> bool:
+    """Whether a single spike is worth a note."""
+    is_high = spike.excess >= ALONE and spike.value > spike.middle + (ALONE_RATIO - 1) * abs(spike.middle)
+    return is_high or len(spike.after) > 2 * CALM
+
+
+def _next_steps(spike: Spike, cause: Cause, run: Run) -> tuple[str, ...]:
+    folder = run.measured(Spikes).folder
+    again = f"hookcb replay {folder} --step {spike.step} runs it again, layer by layer" if folder else ""
+    if cause.kind == "batch":
+        samples = "the samples that are named" if _samples(spike) else "the samples"
+        return f"Look at {samples}, in the batch of step {spike.step}{again and f': {again}'}", run.advise(
+            "clip"
+        )
+    if cause.kind == "rate":
+        return "Let the learning rate rise more slowly, or not as far", run.advise("clip")
+    if cause.kind == "state":
+        return "Look for code that writes to optimizer.state, or loads a part of it", run.advise("clip")
+    if cause.kind == "layer":
+        place = as_layer(cause.at.name) if cause.at else "that layer"
+        return f"Look at {place} from that step on", run.advise("clip")
+    adam = "with Adam, lower beta2 to 0.95, so that it follows gradients that grow"
+    steps = run.advise("clip"), f"Lower the learning rate, or {adam}"
+    return (f"Look at step {spike.step} and the one before: {again}", *steps) if folder else steps

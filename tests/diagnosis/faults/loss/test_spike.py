@@ -1,28 +1,280 @@
-"""loss.spike: single losses that jump."""
+"""loss.spike: losses that jump, what came first, and whether they heal."""
+
+import math
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
+from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.faults.loss.spike import LossSpikes
-from hookcb.diagnosis.run import Passed, Skipped
+from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.spikes import N_KEPT, N_SENT, SpikeFinder, Spikes, excess_of_moments
+from hookcb.diagnosis.run import Layer, Passed, Run, Skipped
 from tests.diagnosis.faults.loss.support import losses, noisy
-from tests.diagnosis.support import only
+from tests.diagnosis.support import only, series
 
 
-def test_two_jumps_are_a_note():
-    values = noisy([1.0] * 200, 0.05)
-    values[80], values[150] = 5.0, 9.0
-    found = only(LossSpikes, losses(values))
+def spiky(values, at, rates=(), **kwargs):
+    """A run with these losses, after others have replaced some of them."""
+    for i, x in at.items():
+        values[i] = x
+    run, finder = losses(values, **kwargs), SpikeFinder()
+    for step, x in enumerate(values):
+        if (spike := finder.add(x, step, step // 50, step % 50)) is not None:
+            spike.rates = tuple(rates)
+    run.measured(Spikes).found, run.measured(Spikes).n = finder.found, finder.n
+    return run
+
+
+def level(n=300, size=0.05):
+    return noisy([1.0] * n, size)
+
+
+def test_two_jumps_of_single_batches_are_a_note_on_these():
+    found = only(LossSpikes, spiky(level(), {80: 5.0, 250: 9.0}))
     assert (found.code, found.severity) == ("loss.spike", "info")
-    assert (found.step, found.last_step, found.value) == (80, 150, 9.0)
+    assert (found.step, found.last_step, found.value) == (80, 250, 9.0)
+    assert "step 250, batch 0 of epoch 5" in found.message
+    assert "it is this batch alone" in found.message
+    assert "It healed within 1 batch. So it does 1 more time, at step 80." in found.message
 
 
-@pytest.mark.parametrize("at", [(), (80,), (5, 10)])
-def test_noise_one_jump_and_the_beginning_are_no_spikes(at):
-    values = noisy([1.0] * 200, 0.05)
-    for i in at:
-        values[i] = 5.0
-    assert isinstance(only(LossSpikes, losses(values)), Passed)
+def test_a_single_jump_counts_if_it_stands_out():
+    assert only(LossSpikes, spiky(level(), {80: 5.0})).step == 80
+    assert isinstance(only(LossSpikes, spiky(level(), {80: 1.4})), Passed)
+
+
+@pytest.mark.parametrize("at", [{}, {5: 5.0, 10: 5.0}])
+def test_noise_and_the_beginning_are_no_spikes(at):
+    assert isinstance(only(LossSpikes, spiky(level(), at)), Passed)
 
 
 def test_thirty_two_batches_are_too_few_for_spikes():
-    assert isinstance(only(LossSpikes, losses([1.0] * 31 + [9.0])), Skipped)
+    assert isinstance(only(LossSpikes, spiky([1.0] * 32, {31: 9.0})), Skipped)
+
+
+def test_the_same_batch_of_each_epoch_is_named_as_such():
+    found = only(LossSpikes, spiky(level(), {60: 5.0, 110: 9.0, 160: 5.0}))
+    assert "at step 60, 160, 2 of them at the same batch of other epochs." in found.message
+
+
+def test_a_rate_that_rose_before_comes_first():
+    values = level()
+    for i in range(100, 140):
+        values[i] += 4 - 0.1 * (i - 100)
+    found = only(LossSpikes, spiky(values, {}, rates=[(97, 0.1), (98, 1.0), (99, 1.0)]))
+    assert "the learning rate had risen from 0.1 to 1 at step 98. It healed within 3" in found.message
+
+
+def test_a_batch_that_heals_at_once_is_told_even_if_the_rate_rose():
+    found = only(LossSpikes, spiky(level(), {100: 9.0}, rates=[(98, 0.1), (99, 1.0)]))
+    assert "it is this batch alone" in found.message
+
+
+def lasting(n=40, start=3.0):
+    values = level()
+    values[100 : 100 + n] = [start + 0.2 * i for i in range(n)]
+    return values
+
+
+def test_losses_that_climb_on_are_of_the_weights():
+    found = only(LossSpikes, spiky(lasting(), {}))
+    assert "it is 6.2 16 batches later, so the weights have moved" in found.message
+    assert "It healed within 40 batches." in found.message
+    assert found.severity == "info"
+
+
+def test_a_layer_that_left_its_band_before_comes_first():
+    steps = list(range(0, 200, 10))
+    usual = series(noisy([1.0] * 8, 0.01) + [30.0, 60.0] + [1.0] * 10, every=10)
+    body = Layer("body", "Linear", "Linear 4→4", 0, {"abs_max": usual})
+    other = Layer("other", "Linear", "Linear 4→4", 1, {"abs_max": series(noisy([1.0] * 20, 0.01), every=10)})
+    assert usual.steps == steps
+    found = only(LossSpikes, spiky(lasting(), {}, layers={"other": other, "body": body}))
+    assert found.layer == "body"
+    assert "the largest output of body was 60.2 times its usual value from step 80 on" in found.message
+
+
+def test_a_layer_that_leaves_its_band_with_the_loss_is_not_to_blame():
+    with_it = series(noisy([1.0] * 10, 0.01) + [30.0] * 10, every=10)  # from step 100 on
+    body = Layer("body", "Linear", "Linear 4→4", 0, {"abs_max": with_it})
+    assert only(LossSpikes, spiky(lasting(), {}, layers={"body": body})).layer == ""
+
+
+def test_a_loss_that_does_not_come_back_is_a_warning():
+    found = only(LossSpikes, spiky(level(120) + noisy([4.0] * 180, 0.05), {}))
+    assert found.severity == "warning"
+    assert "It has not healed: the last losses are 4" in found.message
+
+
+def test_spikes_after_a_larger_one_have_its_cause():
+    values = lasting()
+    values[160] = 2.0
+    found = only(LossSpikes, spiky(values, {}))
+    assert "so the weights have moved" in found.message
+    assert "at step 160" in found.message
+
+
+def test_the_largest_spikes_of_many_are_kept():
+    finder = SpikeFinder()
+    for step, x in enumerate(level(8_000)):
+        finder.add(50.0 if step == 1_000 else 5.0 if step > 40 and step % 100 == 0 else x, step)
+    assert finder.n == 79
+    assert len(finder.found) == N_KEPT
+    assert any(spike.step == 1_000 for spike in finder.found)
+    assert [x.step for x in finder.found] == sorted(x.step for x in finder.found)
+
+
+def test_losses_on_their_way_from_a_device_are_all_seen_in_order():
+    measured, run = Spikes(), Run()
+    run.loop = type("Loop", (), {"train_iter": 0, "epoch": 0, "iter": 0, "opt": None})()
+    values = level(200)
+    values[150] = 9.0
+    for step, x in enumerate(values):
+        run.loop.train_iter = run.loop.iter = step
+        run.measured(Curves).last_loss = torch.tensor(x)  # as on a GPU
+        measured.on_loss(run)
+        if step % 50 == N_SENT:
+            measured._send()
+    measured.tell(run)
+    assert [(x.step, x.batch, x.lasted, x.worst) for x in measured.found] == [(150, 150, 1, ())]
+
+
+def test_ranks_tell_who_has_seen_a_spike():
+    measured = Spikes()
+    of_ranks = []
+    for at in ({80: 5.0}, {80: 9.0, 200: 5.0}):
+        run = spiky(level(), at)
+        of_ranks.append(run.measured(Spikes).state(run))
+    measured.merge(Run(), of_ranks, 0)
+    assert [(x.step, x.value, x.ranks) for x in measured.found] == [(80, 9.0, (0, 1)), (200, 5.0, (1,))]
+
+
+# ---- in a training
+
+
+class Data:
+    """Batches of three clouds; in one, two samples are far away, with wrong labels."""
+
+    def __init__(self, n=90, at=60, bad=(3, 7)):
+        self.n, self.at, self.bad = n, at, list(bad)
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(0)
+        for i in range(self.n):
+            y = torch.randint(3, (16,), generator=generator)
+            x = F.one_hot(y, 4).float() * 2 + torch.randn(16, 4, generator=generator) / 2
+            if i == self.at:
+                x[self.bad] *= 60
+                y[self.bad] = (y[self.bad] + 1) % 3
+            yield x, y
+
+    def __len__(self):
+        return self.n
+
+
+def train(loop, kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+    opt = torch.optim.Adam(model.parameters(), lr=0.01)
+    if kind == "learner":
+        learn = Learner(loop, model, F.cross_entropy, opt)
+        with learn.no_logging():
+            learn.fit(1, cbs=Diagnose(show=False))
+        return learn
+    with watch(model, opt, Diagnose(show=False)) as w:
+        for x, y in loop:
+            opt.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+    return w
+
+
+@pytest.mark.parametrize("kind", ["learner", "watch"])
+def test_the_worst_samples_of_the_batch_are_named(kind):
+    trained = train(Data(), kind)
+    (found,) = [x for x in trained.diagnose().findings if x.code == "loss.spike"]
+    assert (found.step, found.severity) == (60, "info")
+    assert "of its 16 samples, counted from 0, the worst are" in found.message
+    assert "7 (" in found.message
+    assert "3 (" in found.message
+    assert found.next_steps[0] == "Look at the samples that are named, in the batch of step 60"
+
+
+def test_a_loss_that_is_not_finite_is_no_spike():
+    assert isinstance(only(LossSpikes, spiky(level(), {80: math.nan, 90: math.inf})), Passed)
+
+
+@pytest.mark.cuda
+def test_a_spike_on_a_gpu_is_known_without_waiting():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1, device="cuda")
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+    x = torch.randn(200, 16, 4, device="cuda")
+    y = torch.randn(200, 16, 1, device="cuda")
+    y[150] += 100
+    torch.cuda.synchronize()
+    with watch(model, opt, Diagnose(show=False)) as w:
+        for i in range(200):
+            opt.zero_grad()
+            if i > 8:
+                torch.cuda.set_sync_debug_mode("error")
+            F.mse_loss(model(x[i]), y[i]).backward()
+            opt.step()
+            torch.cuda.set_sync_debug_mode("default")
+    (found,) = [x for x in w.diagnose().findings if x.code == "loss.spike"]
+    assert (found.step, found.value > 1_000) == (150, True)
+
+
+# ---- the state of Adam
+
+
+def stepped(kind=torch.optim.Adam, n=30, **options):
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(64))
+    opt = kind([p], lr=0.01, **options)
+    for i in range(n):
+        p.grad = torch.randn(64) * (1e-3 if i % 7 else 1.0)
+        opt.step()
+    return opt, opt.state[p]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.5)])
+def test_moments_that_gradients_have_made_agree(kind, betas):
+    opt, _ = stepped(kind, betas=betas)
+    assert excess_of_moments(opt) <= 1
+
+
+def test_the_bound_of_the_moments_is_reached_by_the_worst_gradients():
+    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    opt = torch.optim.Adam([p], lr=0.01)
+    for i in range(300):  # gradients that grow as (β₂ / β₁)ⁱ make |m| as large as it can be
+        p.grad = torch.full((1,), (0.999 / 0.9) ** i, dtype=torch.float64)
+        opt.step()
+    assert 0.95 < excess_of_moments(opt) <= 1
+
+
+@pytest.mark.parametrize(("key", "factor"), [("exp_avg", 100.0), ("exp_avg_sq", 1e-6)])
+def test_moments_that_were_changed_contradict_each_other(key, factor):
+    opt, state = stepped()
+    state[key].mul_(factor)
+    assert excess_of_moments(opt) > 5
+
+
+def test_what_has_no_such_moments_is_unknown():
+    sgd, _ = stepped(torch.optim.SGD, momentum=0.9)
+    assert math.isnan(excess_of_moments(sgd))
+    opt, state = stepped()
+    state["exp_avg_sq"].zero_()  # rounded, or not
+    assert math.isnan(excess_of_moments(opt))
+
+
+def test_a_state_that_is_wrong_is_a_warning_even_if_the_loss_heals():
+    run = spiky(lasting(), {})
+    run.measured(Spikes).found[0].ratio = 30.0
+    found = only(LossSpikes, run)
+    assert found.severity == "warning"
+    assert "some elements of exp_avg are 30 times as large as any gradients" in found.message

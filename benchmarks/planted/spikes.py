@@ -1,0 +1,112 @@
+"""Spikes of the loss in small language models, each with a cause of its own, and spikes that are harmless."""
+
+import torch
+from case import Callbacks, Case, Run, control, fault, fit, follow
+from data import Batch, generator
+from language import LENGTH, N_CHARACTER, LanguageModel, adamw, character_batches
+from nets import token_loss
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from hookcb import GradientClip
+
+SPIKES: list[Case] = []
+SPIKE_CONTROLS: list[Case] = []
+AT, N_STEP = 120, 260  # step of the cause, and of the end
+CODES = ["loss.spike", "loss.diverging", "update.too_large", "update.spike", "loss.trivial"]
+SAYS: dict[str, str] = {}  # what the finding on the spike must say, by case
+
+
+def spike(name: str, says: str):
+    """Add a training with a spike of a known cause; it may be told as a note if it heals."""
+    SAYS[name] = says
+    return fault(SPIKES, name, codes=CODES, planted_at=AT, note_suffices=True)
+
+
+def batches_with(seed: int, rows: int, n_step: int = N_STEP) -> list[Batch]:
+    """Characters; in one batch some rows are noise."""
+    batches, size = character_batches(seed, n_step), (rows, LENGTH)
+    x, y = (x.clone() for x in batches[AT])
+    x[:rows] = torch.randint(N_CHARACTER, size, generator=generator(seed + 1))
+    y[:rows] = torch.randint(N_CHARACTER, size, generator=generator(seed + 2))
+    batches[AT] = x, y
+    return batches
+
+
+@spike("LM: a quarter of a batch is noise, clipped at 1", says="it is this batch alone")
+def noisy_rows(seed: int, cbs: Callbacks) -> Run:
+    model = LanguageModel()
+    opt = adamw(model, lr=3e-3)
+    return follow(model, token_loss, opt, batches_with(seed, 6), cbs, seed, clip=1.0)
+
+
+@spike("LM: a whole batch is noise, by a Learner", says="it is this batch alone")
+def noisy_batch(seed: int, cbs: Callbacks) -> Run:
+    model = LanguageModel()
+    batches = batches_with(seed, 16)
+    return fit(model, token_loss, adamw(model, lr=3e-3), batches, [*cbs, GradientClip(1.0)], seed)
+
+
+@spike("LM: the rate rises to fifty times as much, for good", says="the learning rate had risen")
+def fast_for_good(seed: int, cbs: Callbacks) -> Run:
+    return _with_rate(seed, cbs, lambda step: 50.0 if step >= AT else 1.0)
+
+
+@spike("LM: the rate rises to thirty times as much, for twenty steps", says="the learning rate had risen")
+def fast_for_a_while(seed: int, cbs: Callbacks) -> Run:
+    return _with_rate(seed, cbs, lambda step: 30.0 if AT <= step < AT + 20 else 1.0)
+
+
+def _with_rate(seed: int, cbs: Callbacks, factor) -> Run:
+    model = LanguageModel()
+    opt = adamw(model, lr=3e-3)
+    batches = character_batches(seed, N_STEP)
+    return follow(model, token_loss, opt, batches, cbs, seed, schedule=LambdaLR(opt, factor))
+
+
+def _changed(opt: Optimizer, key: str, factor: float):
+    def change(step: int) -> None:
+        if step == AT - 1:
+            for state in opt.state.values():
+                state[key].mul_(factor)
+
+    return change
+
+
+@spike("LM: Adam's first moment is multiplied by 100", says="the state of the optimizer is wrong")
+def wrong_momentum(seed: int, cbs: Callbacks) -> Run:
+    model = LanguageModel()
+    opt = adamw(model, lr=3e-3)
+    changed = _changed(opt, "exp_avg", 100.0)
+    return follow(model, token_loss, opt, character_batches(seed, N_STEP), cbs, seed, after_step=changed)
+
+
+@spike("LM: Adam's second moment is lost", says="the state of the optimizer is wrong")
+def lost_second_moment(seed: int, cbs: Callbacks) -> Run:
+    model = LanguageModel()
+    opt = adamw(model, lr=5e-3)
+    changed = _changed(opt, "exp_avg_sq", 1e-6)
+    return follow(model, token_loss, opt, character_batches(seed, N_STEP), cbs, seed, after_step=changed)
+
+
+@control(SPIKE_CONTROLS, "LM: one row of a batch is noise, which heals", target=2.9)
+def one_noisy_row(seed: int, cbs: Callbacks) -> Run:
+    model = LanguageModel()
+    opt = adamw(model, lr=3e-3)
+    return follow(model, token_loss, opt, batches_with(seed, 1), cbs, seed, clip=1.0)
+
+
+@control(SPIKE_CONTROLS, "LM: a warm restart of a cosine", target=2.9)
+def warm_restart(seed: int, cbs: Callbacks) -> Run:
+    model = LanguageModel()
+    opt = adamw(model, lr=3e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(opt, AT, eta_min=1e-4)
+    return follow(model, token_loss, opt, character_batches(seed, 2 * AT), cbs, seed, schedule=schedule)
+
+
+@control(SPIKE_CONTROLS, "LM: batches of two rows, whose losses scatter", target=3.2)
+def small_batches(seed: int, cbs: Callbacks) -> Run:
+    model = LanguageModel()
+    opt = adamw(model, lr=3e-3)
+    batches = [(x[:2], y[:2]) for x, y in character_batches(seed, 2 * N_STEP)]
+    return follow(model, token_loss, opt, batches, cbs, seed, clip=1.0)
