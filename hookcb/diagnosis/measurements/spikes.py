@@ -35,6 +35,7 @@ N_RATES, N_KEPT = 64, 32  # steps before a spike whose rates are kept, and spike
 N_SENT, MAX_WAITING = 16, 4_096  # losses that leave a GPU at once, and that wait on another device
 N_WORST = 3  # samples that are named
 MIN_SQUARE, ROUNDING = 1e-30, 0.01  # second moment that is no rounded zero; error of the ratio by rounding
+MIN_INPUTS, TINY = 8, 1e-12  # inspected batches whose inputs are compared with, and their smallest size
 ADAMS = {torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam}
 WIDE_ENOUGH = {torch.float32, torch.float64}
 MAIN = 0.5  # share of the loss that those of the samples must make up, as it may have other terms
@@ -55,6 +56,8 @@ class Spike:
         n_samples, typical: number of these samples, and the median of their losses.
         ratio: largest ratio of Adam's |m| to what its v allows, over sampled elements of all parameters,
             before the step of its first batch; NaN if unknown.
+        inputs: largest magnitude of the inputs of its first batch, relative to those of all batches that were
+            inspected before it; NaN if unknown.
         ranks: those that have seen it, if there are several.
     """
 
@@ -71,6 +74,7 @@ class Spike:
     n_samples: int = 0
     typical: float = math.nan
     ratio: float = math.nan
+    inputs: float = math.nan
     ranks: tuple[int, ...] = ()
 
     @property
@@ -182,6 +186,7 @@ class Spikes(Measurement):
         self._sent = deque[Transfer]()
         self._waiting = deque[Tensor](maxlen=MAX_WAITING)  # losses that were not sent yet, or cannot be
         self.n, self.found = 0, list[Spike]()
+        self._inputs: list[float] = []  # the largest of each inspected batch
         self._betas: dict[int, Any] = {}  # of the beginning, by id of the optimizer
         self._new: Spike | None = None  # in this batch
         self.folder = ""  # of the loop's Checkpoint, from which a batch can be run again
@@ -189,6 +194,10 @@ class Spikes(Measurement):
     def on_model(self, run: Run) -> None:
         folders = [cb.folder for cb in run.loop.cbs if isinstance(cb, Checkpoint)]
         self.folder = os.path.relpath(folders[0]) if folders else ""
+
+    def on_batch(self, run: Run) -> None:
+        if run.looking and (size := largest_input(run.loop.xb)) is not None:
+            self._inputs.append(size)
 
     def on_loss(self, run: Run) -> None:
         loop, value = run.loop, run.measured(Curves).last_loss
@@ -233,6 +242,8 @@ class Spikes(Measurement):
         spike.rates = tuple(x for x in self._rates if x[0] < spike.step)[-N_RATES:]
         if is_here:
             self._new = spike
+            if len(self._inputs) >= MIN_INPUTS and (size := largest_input(run.loop.xb)) is not None:
+                spike.inputs = size / max(*self._inputs, TINY)
             _add_samples(spike, run)
 
     def tell(self, run: Run) -> None:
@@ -330,6 +341,14 @@ def element_losses(term: Term, x: Tensor, y: Tensor, are_logarithms: bool) -> Te
     if term.kind == "binary cross-entropy" and term.takes == "scores":
         return F.binary_cross_entropy_with_logits(x.float(), y.float(), reduction="none")
     return None
+
+
+def largest_input(xb: Any) -> float | None:
+    """Largest magnitude of the first float input, on the CPU; None if there is none."""
+    x = next((x for _, x in parts(xb) if isinstance(x, Tensor) and x.is_floating_point()), None)
+    if x is None or not x.is_cpu or x.layout is not torch.strided or not x.numel():
+        return None
+    return max(abs(float(bound)) for bound in torch.aminmax(x.detach()))
 
 
 def betas_of(opt: Optimizer) -> list[Any]:

@@ -8,15 +8,15 @@ from typing import Literal, NamedTuple
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.spikes import CALM, MIN_BEFORE, N_AFTER, Spike, Spikes
-from hookcb.diagnosis.rules import SIGMA, median, spread
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series, Skipped
 from hookcb.diagnosis.verdict import Finding
 
 N_SPIKES, ALONE, ALONE_RATIO = 2, 8.0, 1.25  # how many, or how far above in noise and in relation
 JUMP = 1.5  # ratio of the rates of two steps in a row
 FALLS = 1 / 3  # part of the excess that the next batches keep at most, if it was the batch's
-N_BAND, N_BEFORE, BAND, RATIO = 8, 2, 6.0, 2.0  # looks of a band, and after it; deviations, and factor
-MIN_SIGMA = 0.05  # smallest robust deviation of the logarithms
+N_BAND, N_RECENT, N_BEFORE = 8, 5, 2  # looks before a jump, those it is compared with, and those after it
+RATIO = 2.0  # of a jump to the number before, and to the largest change between the looks it is compared with
+MAX_INPUT = 4.0  # ratio of the largest input to that of all inspected batches
 OF_LAYERS = {"std": "standard deviation of the output", "abs_max": "largest output"}
 OF_PARAMS = {"rms": "RMS of the gradient", "weight_norm": "norm"}
 
@@ -29,6 +29,7 @@ class Cause(NamedTuple):
     kind: Kind
     text: str
     at: Layer | Param | None = None
+    since: int | None = None  # step of what is a fact
 
 
 @fault("loss.spike", Site.RUN, needs="loss", shown_by="run.loss", draws_limit=True)
@@ -43,14 +44,15 @@ class LossSpikes(Fault):
 
     What came first, in this order. The batch, if the next three losses are usual, as its step has then left
     the weights as good as they were, or if most of its samples have usual losses and the next losses keep
-    less than a third of the excess. The learning rate, if it has risen by half or more from one step to the
+    less than a third of the excess, or if its inputs are four times as large as those of all inspected
+    batches. The learning rate, if it has risen by half or more from one step to the
     next within the 64 steps before. The state of torch's Adam, if |m| > C √v before the step of that batch,
     in any of up to 1,024 sampled elements of each parameter, C = (1 - β₁) / √((1 - β₂)(1 - β₁²/β₂)): no
     gradients can make that, by the inequality of Cauchy and Schwarz; on a CPU, in float32. A layer or
-    parameter whose standard deviation, largest magnitude or norm was outside of its band in the last two
-    looks before the spike, at most 128 batches before: six robust deviations of the logarithm over eight
-    looks or more, a factor of two, and a jump of six times its usual change between two looks. The weights,
-    if later losses are higher or keep half of the excess. What is not known is said.
+    parameter whose standard deviation, largest magnitude or norm has jumped in the last two looks before the
+    spike, at most 128 batches before: above the five looks before by a factor of two, and by twice their
+    largest change in logarithms, after eight looks or more. The weights, if later losses are higher or keep
+    half of the excess. What is not known is said.
 
     Source: J. von Neumann et al., "The mean square successive difference", 1941, and P. J. Huber, "Robust
     Statistics", 1981, for the noise. The batch or the state of the weights: A. Chowdhery et al., "PaLM",
@@ -76,8 +78,8 @@ class LossSpikes(Fault):
         spike = max(spikes, key=lambda x: x.excess)
         others = [x for x in spikes if x is not spike]
         return self.finding(
-            f"The loss jumps to {spike.value:.3g} at step {spike.step:,}, batch {spike.batch:,} of epoch "
-            f"{spike.epoch} (from 0), while up to {spike.limit:.3g} is noise: {cause.text}. "
+            f"The loss jumps to {spike.value:.3g} at step {spike.step:,}{_place(spike)}, while up to "
+            f"{spike.limit:.3g} is noise: {cause.text}. "
             f"{_healing(spike, run)}{_repeated(spike, others)}",
             "warning" if cause.kind == "state" or any(_has_stayed(x, run) for x in spikes) else "info",
             at=cause.at,
@@ -98,8 +100,10 @@ def _by_cause(spikes: Sequence[Spike], run: Run) -> list[tuple[Cause, list[Spike
     found: dict[Kind, list[tuple[Spike, Cause]]] = {}
     first, cause, last = spikes[0], cause_of(spikes[0], run), spikes[0].step
     for spike in spikes:
-        if spike.step > last + N_AFTER or spike.excess > first.excess:
-            first, cause = spike, cause_of(spike, run)
+        own = cause_of(spike, run)
+        is_new = spike.step > last + N_AFTER or spike.excess > first.excess
+        if is_new or (own.since is not None and own.since > first.step):
+            first, cause = spike, own
         last = spike.step
         found.setdefault(cause.kind, []).append((spike, cause))
     return [
@@ -131,6 +135,9 @@ def cause_of(spike: Spike, run: Run) -> Cause:
 def _of_batch(spike: Spike) -> Cause | None:
     """The batch, if the weights are seen to be good before it, or after its step."""
     samples = _samples(spike)
+    if spike.inputs > MAX_INPUT:
+        scale = f"its inputs are {spike.inputs:.3g} times as large as those of all inspected batches"
+        return Cause("batch", f"this batch came first, as {scale}{samples and f'; {samples}'}")
     if spike.lasted == 1:
         return Cause(
             "batch", f"it is this batch alone, as the next ones are usual{samples and f'; {samples}'}"
@@ -144,7 +151,7 @@ def _of_rate(spike: Spike) -> Cause | None:
     for (_, before), (step, rate) in pairwise(spike.rates):
         if 0 < JUMP * before <= rate:
             rise = f"the learning rate had risen from {before:.3g} to {rate:.3g} at step {step:,}"
-            return Cause("rate", rise)
+            return Cause("rate", rise, since=step)
     return None
 
 
@@ -156,6 +163,7 @@ def _of_state(spike: Spike) -> Cause | None:
         "state",
         f"the state of the optimizer is wrong, as some elements of exp_avg are {spike.ratio:.2g} times as "
         "large as any gradients with their exp_avg_sq can make them",
+        since=spike.step,
     )
 
 
@@ -177,19 +185,14 @@ def _of_layers(spike: Spike, run: Run) -> Cause | None:
 
 
 def _left_band(series: Series, until: int) -> tuple[int, float] | None:
-    """Step and ratio at which a number has jumped out of its band, and not come back before a step."""
+    """Step and ratio at which a number has jumped, and not come back before a step."""
     pairs = [(step, math.log(x)) for step, x in series if step < until and 0 < x < math.inf]
-    usual, last = pairs[:-N_BEFORE], pairs[-N_BEFORE:]
+    usual, last = [x for _, x in pairs[:-N_BEFORE]], pairs[-N_BEFORE:]
     if len(usual) < N_BAND or last[0][0] < until - N_AFTER:
         return None
-    numbers = [x for _, x in usual[-4 * N_BAND :]]
-    middle, sigma = spread(numbers)
-    change = SIGMA * median(abs(y - x) for x, y in pairwise(numbers))  # as of a training that goes on
-    apart = [x - middle for _, x in last]
-    jump = last[0][1] - numbers[-1]
-    if min(apart) < max(BAND * max(sigma, MIN_SIGMA), math.log(RATIO)) or jump < BAND * change:
-        return None
-    return last[0][0], math.exp(apart[-1])
+    change = max(abs(y - x) for x, y in pairwise(usual[-N_RECENT:]))  # of a training that goes on
+    jump = min(x for _, x in last) - max(usual[-N_RECENT:])
+    return (last[0][0], math.exp(jump)) if jump > max(RATIO * change, math.log(RATIO)) else None
 
 
 def _of_weights(spike: Spike) -> Cause | None:
@@ -235,15 +238,24 @@ def _has_stayed(spike: Spike, run: Run) -> bool:
     return len(spike.after) == N_AFTER and run.loss.median(MIN_BEFORE) > spike.limit
 
 
+def _place(spike: Spike) -> str:
+    """The batch within its epoch, as far as the loop tells of epochs."""
+    return f", batch {spike.batch:,} of epoch {spike.epoch} (from 0)" if spike.epoch else ""
+
+
 def _repeated(spike: Spike, others: Sequence[Spike]) -> str:
     """The other spikes of the same cause, as further sentences."""
     if not others:
         return "."
-    at_place = [x for x in others if x.batch == spike.batch and x.epoch != spike.epoch]
-    is_by_place = len(at_place) > 1 and len(at_place) >= len(others) / 2
-    same = f", {len(at_place)} of them at the same batch of other epochs" if is_by_place else ""
-    steps = ", ".join(f"{x.step:,}" for x in others[:5]) + " …" * (len(others) > 5)
-    return f". So it does {len(others)} more time{'s' * (len(others) > 1)}, at step {steps}{same}."
+    steps = sorted(x.step for x in (spike, *others))
+    gaps = {b - a for a, b in pairwise(steps)}
+    if len(steps) > 2 and len(gaps) == 1:
+        return f". So it does every {gaps.pop():,} batches, {len(steps)} times from step {steps[0]:,} on."
+    n_alike = sum(x.batch == spike.batch and x.epoch != spike.epoch for x in others)
+    is_by_place = n_alike > 1 and n_alike >= len(others) / 2
+    same = f", {n_alike} of them at the same batch of other epochs" if is_by_place else ""
+    shown = ", ".join(f"{x.step:,}" for x in others[:5]) + " …" * (len(others) > 5)
+    return f". So it does {len(others)} more time{'s' * (len(others) > 1)}, at step {shown}{same}."
 
 
 def _stands_out(spike: Spike) -> bool:
