@@ -33,10 +33,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hookcb import ActivationStats, Callback, GradientClip, GradientHealth, Learner
 from hookcb.activations.bins import Bins
+from hookcb.activations.stats import STORED
 from hookcb.processes.exchange import Exchange
 
 ROOT = Path(__file__).parents[1]
-OUTPUTS = ("mean", "std", "min", "max", "abs_max", "near_zero", "zeros", "nonfinite")
+OUTPUTS = ("mean", "std", "min", "max", "abs_max", "near_zero", "zeros", "nonfinite", "rms", "kurtosis")
 GRADIENTS = ("norm", "clipped_norm", "rms", "abs_max", "nonfinite", "zero_rows")
 WEIGHTS = ("weight_norm", "weight_mean", "weight_std", "update_ratio", "drift")
 OFFSET, N_STEPS = 1e6, 3
@@ -187,7 +188,9 @@ def of_output(x: np.ndarray, eps: float = 0.05) -> list[float]:
     )
     centered = x - x.mean()
     std = np.sqrt((centered**2).sum() / (len(x) - 1))
-    return [x.mean(), std, low, high, max(high, -low), near_zero, zeros, len(x) - len(good)]
+    kurtosis = (centered**4).mean() / (centered**2).mean() ** 2 if low < high else np.nan
+    last = np.hypot(x.mean(), centered.std()), kurtosis
+    return [x.mean(), std, low, high, max(high, -low), near_zero, zeros, len(x) - len(good), *last]
 
 
 def of_param(
@@ -284,7 +287,7 @@ def compare(
                 note("output", what, f"{name}, batch {i}", stats.stats[i][name][stat], wanted, scale)
             wide = torch.float64 if dtype is torch.float64 else torch.float32
             counts = Bins(stats.records.bins).counts_of(torch.from_numpy(x)[None].to(wide))[0]
-            found = stats.records.store_of("train").series(name)[i][len(OUTPUTS) :]
+            found = stats.records.store_of("train").series(name)[i][len(STORED) :]
             note("output", "histogram", name, float((found - counts).abs().max().round(decimals=6)), 0.0, 1.0)
     for i, grads in enumerate(oracle.grads):
         for name, g in grads.items():

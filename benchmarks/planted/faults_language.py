@@ -39,6 +39,25 @@ from hookcb import GradientClip, Schedule
 LANGUAGE_FAULTS: list[Case] = []
 
 
+# ---- scales
+
+
+@fault(
+    LANGUAGE_FAULTS,
+    "LM: one channel of a norm ×30",
+    codes=["act.outliers"],
+    layers=["blocks.1.norm1"],
+    note_suffices=True,
+)
+def outlier_channel(seed: int, cbs: Callbacks) -> Run:
+    model = LanguageModel()
+    with torch.no_grad():
+        model.blocks[1].norm1.weight[5] *= 30
+    opt = adamw(model)
+    batches = character_batches(seed, n_step=80)
+    return follow(model, token_loss, opt, batches, cbs, seed, clip=1.0, schedule=warm_up(opt))
+
+
 # ---- masks
 
 

@@ -37,6 +37,19 @@ from hookcb import GradientAccumulation, GradientClip, MixedPrecision, Schedule
 LANGUAGE_CONTROLS: list[Case] = []
 
 
+# ---- scales
+
+
+@control(LANGUAGE_CONTROLS, "LM: one channel of a norm ×4", target=3.0)
+def large_channel(seed: int, cbs: Callbacks) -> Run:
+    model = LanguageModel()
+    with torch.no_grad():
+        model.blocks[1].norm1.weight[5] *= 4
+    opt = adamw(model)
+    batches = character_batches(seed)
+    return follow(model, token_loss, opt, batches, cbs, seed, clip=1.0, schedule=warm_up(opt))
+
+
 # ---- masks
 
 

@@ -37,7 +37,7 @@ class OutputBuffer:
     Reducing a few elements takes about as long as reducing thousands, so batches wait for one another.
 
     Args:
-        stores: receive `LAYER_STATS`, then `bins.n + 2` counts if there are bins, by phase.
+        stores: receive `STORED`, then `bins.n + 2` counts if there are bins, by phase.
         eps: see `layer_stats`.
         bins: bins of the histograms, None for no histograms.
         sample: see `ActivationStats`.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hookcb.activations.buffer import OutputBuffer
 from hookcb.activations.slab import Output
-from hookcb.activations.stats import ADDED, HIGH, LAYER_STATS, LOW, added, joined, mean_of, stats_of
+from hookcb.activations.stats import ADDED, HIGH, LOW, STORED, added, joined, mean_of, stats_of
 from hookcb.core.alone import Ranks
 from hookcb.core.precision import moved, numbers_to, widest
 from hookcb.records.records import PHASES
@@ -143,10 +143,10 @@ class Merger:
             ends.index_copy_(0, at, torch.stack([rows[:, HIGH], -rows[:, LOW]], 1).where(n > 0, -math.inf))
         maxs[-1] = float(is_new)
         self.ranks.share(sums, maxs)
-        merged = stats_of(joined(sums[:, 2:], pivots, -ends[:, 1], ends[:, 0]))
-        merged[:, len(LAYER_STATS) :] *= (sums[:, 1] / sums[:, 2])[:, None]
+        merged = stats_of(joined(sums[:, 2:], pivots, -ends[:, 1], ends[:, 0]), torch.finfo(self._dtype).eps)
+        merged[:, len(STORED) :] *= (sums[:, 1] / sums[:, 2])[:, None]
         merged = merged.where(sums[:, :1] > 0, math.nan)
-        merged[:, len(LAYER_STATS) :].round_()
+        merged[:, len(STORED) :].round_()
         pivots.copy_(merged[:, 0].where(merged[:, 0].isfinite(), pivots))
         return merged, maxs[-1]
 

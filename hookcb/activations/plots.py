@@ -129,22 +129,35 @@ def depth_lines(
     return ax.figure.figure
 
 
-def share_chart(
-    shares: ByName, x: Sequence[int], title: str, figsize: Size = None, ax: "Axes | None" = None
+def layer_chart(
+    rows: ByName,
+    x: Sequence[int],
+    title: str,
+    figsize: Size = None,
+    ax: "Axes | None" = None,
+    is_share: bool = True,
 ) -> "Figure":
     """Heat map of shares in 0..1: a row for each layer, a column for each record, made at the steps `x`.
 
-    The first layer is on top; gray is NaN: the layer was not called.
+    Of other numbers, which are magnitudes, it shows the logarithm; 0 and infinity have the colors of the
+    smallest and the largest of the others. The first layer is on top; gray is NaN: the layer was not called.
     """
-    check_any(shares, len(x))
-    n = len(shares)
+    check_any(rows, len(x))
+    n = len(rows)
     ax = ax if ax is not None else make_panels(1, 1, figsize or (8, min(1.6 + 0.2 * n, 14)))[0]
-    values = torch.tensor([list(row) for row in shares.values()], device="cpu")
+    values = torch.tensor([list(row) for row in rows.values()], dtype=torch.float64, device="cpu")
+    ends = 0.0, 1.0
+    if not is_share:
+        values = values.log10()
+        known = values[values.isfinite()]
+        ends = (known.min().item(), known.max().item()) if len(known) else ends
+        values = values.clamp(*ends)
     image = draw_image(ax, values, -0.5, n - 0.5, 1.0)
+    image.set_clim(ends[0], ends[1] if ends[1] > ends[0] else ends[0] + 1)
     ax.set_ylim(n - 0.5, -0.5)
     width, height = (side / ax.figure.dpi for side in ax.bbox.size)
     every = math.ceil(n / max(1, height / 0.15))  # a label of 8 points needs 0.15 inches
-    ax.set_yticks(range(0, n, every), shortened_names(shares, int(5 * width))[::every], fontsize=8)
+    ax.set_yticks(range(0, n, every), shortened_names(rows, int(5 * width))[::every], fontsize=8)
     label_steps(ax, x)
     ax.set_xlabel("step")
     gaps = bool(values.isnan().any())
@@ -152,7 +165,7 @@ def share_chart(
     if gaps:
         _mark_missing(ax)
         ax.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, borderpad=0, fontsize=8)
-    add_colorbar(image, [ax], 1, "share")
+    add_colorbar(image, [ax], 1, "share" if is_share else "log10")
     return ax.figure.figure
 
 

@@ -3,8 +3,10 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, overload
 
+import torch
 from fastcore.foundation import L
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -12,10 +14,11 @@ from torch.compiler import is_compiling
 from hookcb.activations import plots
 from hookcb.activations.bins import Bins, from_levels, trimmed
 from hookcb.activations.buffer import OutputBuffer
+from hookcb.activations.groups import merged_stats
 from hookcb.activations.merge import Merger
 from hookcb.activations.report import ActivationReport, ActivationRow
 from hookcb.activations.slab import Output
-from hookcb.activations.stats import LAYER_STATS, SAMPLED, WHOLE, Sample, has_stats, kind_of
+from hookcb.activations.stats import LAYER_STATS, SAMPLED, STORED, WHOLE, Sample, has_stats, kind_of
 from hookcb.core.arguments import check_count
 from hookcb.core.text import as_layer, join_names
 from hookcb.core.torch_private import in_transform, is_jit_tracing
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SERIES = ("mean", "std", "near_zero")
+SHARES = ("near_zero", "zeros")
+MAPS = ("rms", "kurtosis", "near_zero")  # of all layers, which a log gets during the training
 OPTIONS = ("with_hist", "eps", "bins", "hist_range", "sample", "keep")
 STATE = ("outputs", "left_out", "slices", "of_ranks")
 
@@ -94,7 +99,7 @@ class ActivationRecords(SavedRecords):
     def clear(self) -> None:
         """Forgets what was recorded."""
         bins = Bins(self.bins, self.hist_range) if self.with_hist else None
-        columns = [*LAYER_STATS, *(f"bin {i}" for i in range(bins.n + 2 if bins else 0))]
+        columns = [*STORED, *(f"bin {i}" for i in range(bins.n + 2 if bins else 0))]
         self._stores = {phase: StatStore(columns, self.keep) for phase in PHASES}
         self.buffer = OutputBuffer(self._stores, self.eps, bins, self.sample)
         self.outputs: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -177,6 +182,48 @@ class ActivationRecords(SavedRecords):
         self.buffer.read()
         return self._stores[phase]
 
+    def merged(self, layer: Layer, stat: str, phase: str = "train", batches: int = 1) -> Series:
+        """One statistic of several layers together, as if their outputs were one.
+
+        All statistics merge, exactly to the digits of the records; the kurtosis of large outputs keeps the
+        error of its samples. A layer that was not called adds nothing; NaN if none was.
+
+        Each record is that of one batch. If gradients accumulate over n batches, `batches=n` gives the
+        statistics of all samples of a step, of one layer or of several.
+
+        Args:
+            layer: index, name, slice, or glob on names: `"blocks.*.mlp"`.
+            stat: name of the statistic.
+            phase: "train" or "valid".
+            batches: merges the records of this many training batches, of batches 0 to n - 1, of n to 2n - 1 …
+
+        Returns:
+            A value for each record; for several batches one, at the step of the first that was recorded.
+
+        Raises:
+            LookupError: If there is no such layer or statistic.
+            ValueError: If `batches` is above 1 in validation, or an older version has made the records.
+
+        >>> from hookcb import synth_learner, ActivationStats
+        >>> learn = synth_learner()
+        >>> with learn.no_logging():
+        ...     learn.fit(1, cbs=ActivationStats())
+        >>> both = learn.activation_stats.merged("*", "max")
+        >>> both.values == [max(pair) for pair in zip(*learn.activation_stats.series("*", "max"))]
+        True
+        """
+        if check_count("batches", batches, "batches") > 1 and phase == "valid":
+            raise ValueError(
+                f"batches must be 1 in validation, where no batch is a part of a step, got {batches}"
+            )
+        at, names, steps = self.place_of(stat), self.names_of(layer), self.steps(phase)
+        keys = range(len(steps)) if batches == 1 else [step // batches for step in steps]
+        numbers: dict[int, int] = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        rows = torch.cat([self.store_of(phase).series(name)[:, : len(STORED)].double() for name in names])
+        found = merged_stats(rows, [numbers[key] for key in keys] * len(names))
+        first = {numbers[key]: step for key, step in zip(reversed(keys), reversed(steps), strict=True)}
+        return Series([first[i] for i in range(len(numbers))], found[:, at].tolist())
+
     def layer_stats(self, layer: Layer) -> Any:
         """Mean, standard deviation and share near zero of a layer: an `L` of three series."""
         return self.of_layers(layer, self._three)
@@ -220,7 +267,7 @@ class ActivationRecords(SavedRecords):
 
     def layer_hist(self, name: str, phase: str = "train") -> Tensor:
         """Elements in each bin, `(n_records, bins + 2)`, NaN if the layer was not called."""
-        return self.store_of(phase).series(name)[:, len(self.columns) :]
+        return self.store_of(phase).series(name)[:, len(STORED) :]
 
     def shown_hist(self, name: str) -> tuple[Tensor, Tensor]:
         """Counts of a layer in training, `(n_records, m + 2)`, and edges, of bins that hold 99 % of them."""
@@ -284,7 +331,22 @@ class ActivationRecords(SavedRecords):
         """Share of near-zero elements of every layer over the steps, a row for each layer."""
         title = f"share of activations within ±{self.eps:g} of zero"
         shares = {name: self.layer_series(name, "near_zero") for name in self.names}
-        return plots.share_chart(shares, self.steps(), title, figsize, ax)
+        return plots.layer_chart(shares, self.steps(), title, figsize, ax)
+
+    def plot_layers(
+        self, stat: str = "rms", figsize: tuple[float, float] | None = None, ax: "Axes | None" = None
+    ) -> "Figure":
+        """Heat map of one statistic of every layer over the steps, a row for each layer.
+
+        Shares are drawn as they are, of other statistics the logarithm, so it is of no use for the mean.
+
+        Raises:
+            LookupError: If there is no such statistic.
+            ValueError: If nothing was recorded.
+            ModuleNotFoundError: Without matplotlib.
+        """
+        rows = {name: self.layer_series(name, stat) for name in self.names}
+        return plots.layer_chart(rows, self.steps(), stat, figsize, ax, stat in SHARES)
 
     def report(
         self, *, worst: Worst = "auto", depth: int | None = None, verdict: VerdictLike | None = None
@@ -384,7 +446,7 @@ class ActivationRecords(SavedRecords):
         store, edges = self.store_of("train"), tuple(self.edges.tolist())
         for name in store.names:
             if f"{name}/min" in reading.values:
-                below, *counts, above = store.row(reading.record, name)[len(self.columns) :].tolist()
+                below, *counts, above = store.row(reading.record, name)[len(STORED) :].tolist()
                 low, high = reading.values[f"{name}/min"], reading.values[f"{name}/max"]
                 yield name, Histogram(edges[0], edges[-1], tuple(counts), below, above, low, high, edges)
 
@@ -394,6 +456,11 @@ class ActivationRecords(SavedRecords):
             yield f"{name}/depth", self.plot_depth
             if self.with_hist:
                 yield f"{name}/histograms", self.color_dim
+
+    def maps(self, name: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Heat maps of all layers over the steps."""
+        if len(self.stats):
+            yield from ((f"{name}/{stat}", partial(self.plot_layers, stat)) for stat in MAPS)
 
     # ---- saving
 

@@ -12,15 +12,29 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.linalg import vecdot
 
 from hookcb.core.precision import WIDE, at_least_float32, numbers_to, scale_of, widest
 
-LAYER_STATS = ("mean", "std", "min", "max", "abs_max", "near_zero", "zeros", "nonfinite")
+LAYER_STATS = (
+    "mean",
+    "std",
+    "min",
+    "max",
+    "abs_max",
+    "near_zero",
+    "zeros",
+    "nonfinite",
+    "rms",
+    "kurtosis",
+)
+STORED = (*LAYER_STATS, "n", "skewness")  # with these, statistics of several outputs can be merged
 # numbers of elements, and sums of powers of z = (x - pivot) · scale: what parts add up to
-ADDED = ("n", "sum1", "sum2", "near_zero", "zeros", "nonfinite")
+ADDED = ("n", "sum1", "sum2", "near_zero", "zeros", "nonfinite", "sum3", "sum4")
 # extremes are those of finite elements, inf and -inf if none is; the counts of a histogram may follow
-COLUMNS = (*ADDED, "sum3", "sum4", "pivot", "scale", "min", "max")
+COLUMNS = (*ADDED, "pivot", "scale", "min", "max")
 LOW, HIGH = COLUMNS.index("min"), COLUMNS.index("max")
+CUBES = COLUMNS.index("sum3")  # sums of fourth powers come after those of cubes
 WHOLE = 8_192  # number of elements up to which shares and histograms use all
 SAMPLED = 4_096  # number they use above: the standard error of a share is at most 0.8 %
 ROW = 65_536  # elements whose squares are summed in float32
@@ -28,6 +42,8 @@ AT_ONCE = 16 * ROW  # elements that are widened at a time
 # Variance by mean square above which float32 gives a std to 3e-4, though it rounds squares of few distinct
 # values all in one direction: |mean|/std below 3.
 EXACT = 0.1
+ROUNDING = 2.0**-23  # of sums of a kernel, relative to their terms
+DIGITS = 0.01  # by which the fourth moment may be off; else the kurtosis is NaN
 
 USUAL = {torch.float32, torch.bfloat16, torch.float16}  # types of most outputs
 
@@ -73,31 +89,53 @@ def layer_stats(x: Tensor, eps: float = 0.05) -> Tensor:
         eps: magnitude up to which an element counts as near zero, in the unit of `x`.
 
     Returns:
-        A tensor `(8,)` on the device of `x`, float64 if `x` is, else float32: mean and unbiased standard
+        A tensor `(10,)` on the device of `x`, float64 if `x` is, else float32: mean and unbiased standard
         deviation; minimum, maximum and largest magnitude of the finite elements, all in the unit of `x`;
-        shares of |x| ≤ eps and of exact zeros, 0..1; number of NaN and infinite elements. NaN if there
-        are too few elements, and if none is finite.
+        shares of |x| ≤ eps and of exact zeros, 0..1; number of NaN and infinite elements; root of the mean
+        square, in the unit of `x`; kurtosis, see `stats_of`. NaN if there are too few elements, and if none
+        is finite.
 
     fastai counts each negative value as near zero; here the magnitude counts.
     """
     elements, _ = take(x.detach(), None)
-    return stats_of(summarize(elements.reshape(1, -1), (), eps, x.numel()))[0].to(elements.dtype)
+    found = stats_of(summarize(elements.reshape(1, -1), (), eps, x.numel()))[0, : len(LAYER_STATS)]
+    return found.to(elements.dtype)
 
 
-def stats_of(sums: Tensor) -> Tensor:
-    """`LAYER_STATS`, then the counts of a histogram, `(..., columns)`, from sums in the order of `COLUMNS`.
+def stats_of(sums: Tensor, rounding: float = ROUNDING) -> Tensor:
+    """`STORED`, then the counts of a histogram, `(..., columns)`, from sums in the order of `COLUMNS`.
 
-    With NaN or infinities mean and std follow arithmetic.
+    With NaN or infinities mean, std and rms follow arithmetic. Kurtosis is Pearson's, the fourth central
+    moment by the square of the second: 3 for a normal distribution, 1 at least. It is NaN if all elements are
+    equal, if any is not finite, and if sums around a pivot far from the mean have lost its digits.
+
+    Args:
+        sums: the sums.
+        rounding: relative error of the sums.
     """
-    n, sum1, sum2, near_zero, zeros, nonfinite, _, _, _, scale, low, high = sums[..., : len(COLUMNS)].unbind(
-        -1
-    )
-    std = ((sum2 - sum1.square() / n).clamp(min=0) / (n - 1)).sqrt() / scale  # NaN for one element
+    n, sum1, sum2, near_zero, zeros, nonfinite, sum3, sum4, _, scale, low, high = sums[
+        ..., : len(COLUMNS)
+    ].unbind(-1)
+    mean, (second, third, fourth) = mean_of(sums), central(n, sum1, sum2, sum3, sum4)
+    second = second.clamp(min=0)
+    std, rms = (second / (n - 1)).sqrt() / scale, torch.hypot(mean, (second / n).sqrt() / scale)
+    least = (sum4.abs() + 6 * (sum1 / n).square() * sum2) * (rounding / DIGITS)
+    is_known = (fourth > least) & (low < high) & (nonfinite == 0)
+    kurtosis = (n * fourth / second.square()).where(is_known, math.nan)
+    skewness = (n.sqrt() * third / second**1.5).where(is_known, math.nan)
     known = [low, high, torch.maximum(high, -low), near_zero / n, zeros / n]
     known = [x.masked_fill(low > high, math.nan) for x in known]  # no element is finite
-    return torch.cat(
-        [torch.stack([mean_of(sums), std, *known, nonfinite], -1), sums[..., len(COLUMNS) :]], -1
-    )
+    found = [mean, std, *known, nonfinite, rms, kurtosis, n, skewness]
+    return torch.cat([torch.stack(found, -1), sums[..., len(COLUMNS) :]], -1)
+
+
+def central(n: Tensor, sum1: Tensor, sum2: Tensor, sum3: Tensor, sum4: Tensor) -> tuple[Tensor, ...]:
+    """Sums of the second, third and fourth powers of z around its mean, from sums of its powers."""
+    shift = sum1 / n
+    square = shift.square()
+    third = sum3 - shift * (3 * sum2 - 2 * n * square)
+    fourth = sum4 - 4 * shift * sum3 + square * (6 * sum2 - 3 * n * square)
+    return sum2 - n * square, third, fourth
 
 
 def mean_of(sums: Tensor) -> Tensor:
@@ -111,20 +149,41 @@ def added(sums: Tensor, pivots: Tensor) -> Tensor:
 
     Zeros of a part without elements.
 
-    Source: T. Chan, G. Golub, R. LeVeque, "Algorithms for computing the sample variance", 1983.
+    Source: T. Chan, G. Golub, R. LeVeque, "Algorithms for computing the sample variance", 1983; third and
+    fourth powers: P. Pébay, "Formulas for robust, one-pass parallel computation of covariances and
+    arbitrary-order statistical moments", SAND2008-6212, 2008.
     """
-    n, sum1, sum2, *counts = sums[:, : len(ADDED)].unbind(1)
+    n, sum1, sum2, *counts, sum3, sum4 = sums[:, : len(ADDED)].unbind(1)
     scale, shift = sums[:, COLUMNS.index("scale")], mean_of(sums) - pivots
-    sum2 = (sum2 - sum1.square() / n) / scale.square() + n * shift.square()
-    found = torch.stack([n, n * shift, sum2, *counts], 1)
+    around = central(n, sum1, sum2, sum3, sum4)
+    sum2, sum3, sum4 = [x / scale**k for k, x in enumerate(around, 2)]
+    square = shift.square()
+    powers = [
+        sum3 + shift * (3 * sum2 + n * square),
+        sum4 + 4 * shift * sum3 + square * (6 * sum2 + n * square),
+    ]
+    found = torch.stack([n, n * shift, sum2 + n * square, *counts, *powers], 1)
     return torch.cat([found, sums[:, len(COLUMNS) :]], 1).where(n[:, None] > 0, 0.0)
 
 
 def joined(total: Tensor, pivots: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Sums in the order of `COLUMNS` of all parts, from the total of `added` and from extremes."""
     one = torch.ones_like(low)
-    others = torch.stack([one * 0, one * 0, pivots * one, one, low, high], 1)
+    others = torch.stack([pivots * one, one, low, high], 1)
     return torch.cat([total[:, : len(ADDED)], others, total[:, len(ADDED) :]], 1)
+
+
+def sums_from(stats: Tensor) -> Tensor:
+    """Sums in the order of `COLUMNS`, `(R, 12)`, from `STORED`, `(R, 12)`: inverse of `stats_of`."""
+    mean, std, low, high, _, near_zero, zeros, nonfinite, _, kurtosis, n, skewness = stats.double().unbind(1)
+    sum2 = std.square() * (n - 1)
+    sum2 = sum2.where(n > 1, 0.0)  # a single element has no std
+    is_equal, second = ~(low < high), sum2 / n
+    higher = [skewness * second**1.5 * n, kurtosis * second.square() * n]
+    sum3, sum4 = [x.masked_fill(is_equal, 0.0) for x in higher]
+    zero, counts = torch.zeros_like(n), [x.nan_to_num(0.0) * n for x in (near_zero, zeros)]
+    ends = low.nan_to_num(math.inf), high.nan_to_num(-math.inf)
+    return torch.stack([n, zero, sum2, *counts, nonfinite, sum3, sum4, mean, zero + 1, *ends], 1)
 
 
 def take(
@@ -180,14 +239,39 @@ def summarize(rows: Tensor, known: Sequence[Known], eps: float, n: int) -> Tenso
     """Sums of outputs of `n` elements, `(R, 12)`, from rows of elements, `(R, k)`.
 
     `known` are `moments` of all elements, or nothing. Else these elements estimate those of all, but for the
-    number of elements that are not finite.
+    number of elements that are not finite. Sums of third and fourth powers give all elements the skewness and
+    the kurtosis of these elements: exact if these are all, else with a standard error of sqrt(24 / k) for the
+    kurtosis of a normal distribution, 0.08 of 4,096 elements; more if there are rare large ones.
+
+    Source: the standard error: M. Kendall, A. Stuart, "The advanced theory of statistics", volume 1.
     """
     k = rows.shape[1]
     sums = together(known, rows.device) if known else moments(rows)
     if not known and k < n:
         sums[:, :3] *= numbers_to(rows.device, [n / k, n / k, (n - 1) / (k - 1)], sums.dtype)
     sums[:, 3:5] = shares(rows, eps) * sums[:, :1]
+    sums[:, CUBES : CUBES + 2] = _higher(rows, sums)
     return sums
+
+
+def _higher(rows: Tensor, sums: Tensor) -> Tensor:
+    """Sums of third and fourth powers, `(R, 2)`, of all elements that have `moments` and these elements.
+
+    They are standardized before, so that their powers stay in the range of float32.
+    """
+    n, k, second = sums[:, 0], rows.shape[1], sums[:, 2] / sums[:, 0]
+    factor = sums[:, COLUMNS.index("scale")] / second.sqrt()
+    center, factor = mean_of(sums).to(rows.dtype)[:, None], factor.to(rows.dtype)[:, None]
+    total = sums.new_zeros(4, len(rows))
+    for some in torch.split(rows, AT_ONCE, 1):
+        z = (some - center).mul_(factor)
+        squares = z.square()
+        powers = [z.sum(1), squares.sum(1), vecdot(squares, z), vecdot(squares, squares)]
+        total += torch.stack(powers).to(total.dtype)
+    square, third, fourth = (x / k for x in central(torch.full_like(n, k), *total))
+    found = torch.stack([third * (second / square) ** 1.5, fourth * (second / square) ** 2], 1)
+    # equal elements add nothing to those of other parts
+    return (n[:, None] * found).masked_fill((sums[:, LOW] >= sums[:, HIGH])[:, None], 0.0)
 
 
 def shares(rows: Tensor, eps: float) -> Tensor:

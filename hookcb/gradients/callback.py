@@ -300,6 +300,7 @@ class GradientHealth(Callback):
     buffer_stats = forwarded_property(GradientRecords.buffer_stats)
     skipped = forwarded_property(GradientRecords.skipped)
     series = forwarded(GradientRecords.series)
+    merged = forwarded(GradientRecords.merged)
     steps = forwarded(GradientRecords.steps)
     table = forwarded(GradientRecords.table)
     to_frame = forwarded(GradientRecords.to_frame)

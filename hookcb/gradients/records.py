@@ -9,11 +9,13 @@ import torch
 from fastcore.foundation import L
 from torch import Tensor
 
+from hookcb.activations.plots import layer_chart
 from hookcb.core.arguments import check_count
 from hookcb.core.text import join_names
 from hookcb.gradients import plots
 from hookcb.gradients.capture import About, StepCapture, reduce_steps, step_columns
 from hookcb.gradients.flow import STORED, GradientFlow, flow_of
+from hookcb.gradients.groups import merged_series
 from hookcb.gradients.outputs import OutputGradients
 from hookcb.gradients.report import GradientReport, param_rows
 from hookcb.gradients.stats import BUFFER_STATS, GRAD_STATS, STEP_STATS, Number
@@ -235,6 +237,24 @@ class GradientRecords(SavedRecords):
         self.reduce()
         return BufferRecords(self._stores["buffers"])
 
+    def merged(self, param: Layer, stat: str) -> Series:
+        """One statistic of several parameters together, as if they were one, a value for each record.
+
+        See `merged_series` for the statistics that merge: a norm is the root of the sum of squares.
+
+        Args:
+            param: index, name, slice, or glob on names: `"blocks.*.mlp.*"`.
+            stat: name of the statistic.
+
+        Raises:
+            LookupError: If there is no such parameter or statistic.
+            ValueError: If the statistic of several parameters does not follow from those of each.
+        """
+        at, names, store = self.place_of(stat), self.names_of(param), self.store_of("train")
+        rows = torch.stack([store.series(name) for name in names])
+        columns = {stat: rows[..., at], "nonfinite": rows[..., self.place_of("nonfinite")]}
+        return Series(self.steps(), merged_series(stat, columns, [self.about[x][0] for x in names]).tolist())
+
     def detailed(self, name: str) -> list[int]:
         """Indices of the records with details of a parameter, see `GradientHealth`."""
         pairs = zip(self.layer_series(name, "abs_max"), self.layer_series(name, "nonfinite"), strict=True)
@@ -410,6 +430,12 @@ class GradientRecords(SavedRecords):
         """Flow of gradients."""
         if len(self.stats):
             yield f"{name}/flow", self.plot_flow
+
+    def maps(self, name: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Heat map of the norms of all parameters' gradients over the steps."""
+        if len(self.stats):
+            rows = {param: self.layer_series(param, "norm") for param in self.names}
+            yield f"{name}/norm", lambda: layer_chart(rows, self.steps(), "gradient norm", is_share=False)
 
     # ---- saving
 

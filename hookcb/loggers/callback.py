@@ -33,6 +33,11 @@ class Log(Callback):
     seconds, of `StepTimer`. After an epoch it logs the row of the epoch, `epoch/<column>`,
     and new records. If a recorder was given a name, that takes the place of the first part.
 
+    After epochs 1, 2, 4, 8 …, and at the end, heat maps show one statistic of all layers over the steps:
+    `figures/<callback>/rms`, `kurtosis` and `near_zero` of outputs, and `norm` of gradients. They need
+    matplotlib, and go to TensorBoard, MLflow, wandb and trackio; `maps=False` leaves them out. In TensorBoard
+    the tab Custom Scalars has one chart for each statistic, with a line for each layer.
+
     If there is a `Diagnose`, its verdict is logged at the end of the fit as a text, `verdict`, and what was
     recorded as figures, `figures/<name>`, if matplotlib is installed: to TensorBoard, MLflow, wandb and
     trackio; JSONL gets the text.
@@ -49,6 +54,7 @@ class Log(Callback):
             `log(values, step=…)`, such as a run of wandb; or a list of these.
         every: log training batches 0, every, 2·every …
         on_epoch: log after each epoch too.
+        maps: log heat maps too.
         ranks: "main", or "all" for a file of each rank: `run.jsonl`, `run.rank1.jsonl` …; with TensorBoard a
             folder inside of that of rank 0. Any other logger is then used on all ranks as it is.
         name: name of the callback in the learner.
@@ -80,6 +86,7 @@ class Log(Callback):
         every: int = 50,
         *,
         on_epoch: bool = True,
+        maps: bool = True,
         ranks: str = "main",
         name: str | None = None,
     ) -> None:
@@ -91,6 +98,7 @@ class Log(Callback):
             raise ValueError(f"ranks must be 'main' or 'all', got {ranks!r:.80}")
         self.ranks, self._writes, self._rank = ranks, True, 0
         self.every, self.on_epoch = check_count("every", every, "training batches"), on_epoch
+        self.maps = maps
         self._group = LoggerGroup([as_logger(thing) for thing in given])
         self._begin()
 
@@ -103,6 +111,7 @@ class Log(Callback):
         self._seen: dict[str, dict[str, int]] = {}  # records that were logged, by callback and part
         self._batch: dict[str, float | Tensor] | None = None  # loss and rate, if the batch is to be logged
         self._is_cancelled = False
+        self._n_epochs = 0
 
     def before_fit(self) -> None:
         self._begin()
@@ -134,10 +143,22 @@ class Log(Callback):
             row = {"epoch": self.epoch, **self.learn.row}
             numbers = {f"epoch/{name}": float(x) for name, x in row.items() if isinstance(x, Real | Tensor)}
             self._log(numbers, max(0, self.train_iter - 1))
+        self._n_epochs += 1
+        if self._n_epochs.bit_count() == 1:  # a power of 2
+            self._show_maps()
 
     def after_fit(self) -> None:
         self._batch = None
+        if self._n_epochs.bit_count() != 1:  # also of a loop that tells of no epochs
+            self._show_maps()
         self._group.end()
+
+    def _show_maps(self) -> None:
+        """Logs heat maps of what the callbacks of this fit have recorded."""
+        if self.maps and self._writes and find_spec("matplotlib") is not None:
+            maps = [found for name, own in recordings_of(self.learn.cbs) for found in own.maps(name)]
+            figures = {f"figures/{name}": draw for name, draw in maps}
+            self._group.show(max(0, self.train_iter - 1), {}, figures)
 
     def take_verdict(self, verdict: Any) -> None:
         """Logs the verdict of the fit, and figures; `Diagnose` calls it once the fit has ended."""

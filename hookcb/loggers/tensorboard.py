@@ -1,7 +1,9 @@
 """TensorBoardLogger: numbers and histograms for TensorBoard."""
 
 import math
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,10 @@ PROTOS = "tensorboard.compat.proto"
 
 class TensorBoardLogger:
     """Writes numbers and histograms to a folder for TensorBoard: `tensorboard --logdir FOLDER`.
+
+    Numbers named `activations/<layer>/<stat>` have a chart each in the tabs Time Series and Scalars. In the
+    tab Custom Scalars a statistic has one chart with a line for each layer. TensorBoard takes one such layout
+    of each folder, the last, so one of your own belongs into another folder.
 
     When `log` returns, the operating system has the record, so it survives if the process is killed. If a
     training is resumed in a folder with events, TensorBoard discards events of later steps, left by a crash.
@@ -32,6 +38,7 @@ class TensorBoardLogger:
         self.folder = Path(folder).absolute()
         self._writer: Any = None  # opened at the first log
         self._has_written = False  # if it has, events in the folder are its own
+        self._in_layout: set[tuple[str, str]] = set()  # first and last parts of names that a chart has
         _import("torch.utils.tensorboard")
 
     @property
@@ -42,6 +49,20 @@ class TensorBoardLogger:
     def log(self, values: Mapping[str, float], /, step: int) -> None:
         """Writes scalars, rounded to float32."""
         self._write([{"tag": name, "simple_value": float(x)} for name, x in values.items()], step)
+        self._lay_out(values, step)
+
+    def _lay_out(self, names: Iterable[str], step: int) -> None:
+        """Writes the charts of Custom Scalars, once names have a layer between prefix and statistic."""
+        ends = Counter((x[0], x[-1]) for x in (name.split("/") for name in names) if len(x) > 2)
+        several = {pair for pair, n in ends.items() if n > 1}
+        if several <= self._in_layout:
+            return
+        self._in_layout |= several
+        layout: dict[str, dict[str, list[Any]]] = {}
+        for prefix, stat in sorted(self._in_layout):
+            pattern = f"^{re.escape(prefix)}/.*/{re.escape(stat)}$"  # matched by Python's re, see its plugin
+            layout.setdefault(prefix, {})[stat] = ["Multiline", [pattern]]
+        self._add(_import("torch.utils.tensorboard.summary").custom_scalars(layout), step)
 
     def log_histograms(self, hists: Mapping[str, Histogram], /, step: int) -> None:
         """Writes histograms, for the tabs Distributions and Histograms."""

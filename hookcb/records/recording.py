@@ -81,6 +81,10 @@ class Recording:
         """Names of figures that can be drawn, and functions that draw them; `name` is the callback's."""
         yield from ()
 
+    def maps(self, name: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """The same for heat maps of all layers, one for each statistic that is worth a look in training."""
+        yield from ()
+
 
 def recordings_of(cbs: Iterable[Callback]) -> Iterator[tuple[str, Recording]]:
     """Names of the callbacks that record, and what they have recorded."""

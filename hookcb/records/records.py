@@ -131,10 +131,18 @@ class LayerRecords(Recording, ABC):
 
     def layer_series(self, name: str, stat: str, phase: str = "train") -> list[float]:
         """One statistic of the layer with exactly this name, like `series`."""
+        values: list[float] = self.store_of(phase).series(name)[:, self.place_of(stat)].tolist()
+        return values
+
+    def place_of(self, stat: str) -> int:
+        """Place of a statistic in `columns`.
+
+        Raises:
+            LookupError: If there is no such statistic.
+        """
         if stat not in self.columns:
             raise LookupError(f"there is no statistic {stat!r}; there are {', '.join(self.columns)}")
-        values: list[float] = self.store_of(phase).series(name)[:, self.columns.index(stat)].tolist()
-        return values
+        return self.columns.index(stat)
 
     def shown_series(
         self, name: str, steps: Sequence[int], stats: Sequence[str] | None = None

@@ -12,7 +12,7 @@ from hookcb import ActivationStats, Learner
 from tests.hooks import support as zoo
 from tests.support import fit
 
-STATS = ("mean", "std", "min", "max", "abs_max", "near_zero", "zeros", "nonfinite")
+STATS = ("mean", "std", "min", "max", "abs_max", "near_zero", "zeros", "nonfinite", "rms", "kurtosis")
 NAN, INF = float("nan"), float("inf")
 
 
@@ -104,15 +104,29 @@ def oracle(t, eps=0.05):
         "near_zero": near_zero if len(finite) else NAN,
         "zeros": zeros if len(finite) else NAN,
         "nonfinite": n - len(finite),
+        "rms": math.nan if mean.isnan() else scaled_rms(x),
+        "kurtosis": kurtosis(x - mean) if len(finite) == n and extremes[0] < extremes[1] else NAN,
     }
+
+
+def scaled_rms(x):
+    """Root of the mean square, for values whose squares have no room in float64."""
+    size = x.abs().max()
+    return (size * (x / size).square().mean().sqrt()).item() if 0 < size < math.inf else size.item()
+
+
+def kurtosis(z):
+    """Fourth moment of a centered tensor by the square of its second."""
+    z = z / z.abs().max()
+    return (z**4).mean().item() / z.square().mean().item() ** 2
 
 
 def close(got, want, tol=0.0):
     return got == want or (math.isnan(got) and math.isnan(want)) or abs(got - want) <= tol
 
 
-def assert_stats(got, t, eps=0.05, shares=1e-6, std=1e-3):
-    """`got` are the statistics of `t`; shares may be off by `shares`, the std by this part of itself."""
+def assert_stats(got, t, eps=0.05, shares=1e-6, std=1e-3, kurtosis=1e-4):
+    """`got` are the statistics of `t`; shares may be off by `shares`, std and kurtosis by a part of them."""
     want = oracle(t, eps)
     assert set(got) == set(STATS)
     size = want["abs_max"] if math.isfinite(want["abs_max"]) else 0.0
@@ -120,7 +134,11 @@ def assert_stats(got, t, eps=0.05, shares=1e-6, std=1e-3):
     tol = {"min": 1e-6 * size, "max": 1e-6 * size, "abs_max": 1e-6 * size}
     tol |= {"near_zero": shares, "zeros": shares}
     tol |= {"nonfinite": 0, "mean": 1e-4 * spread + 1e-6 * size, "std": std * spread or 1e-7 * size}
-    wrong = {k: (got[k], want[k]) for k in STATS if not close(got[k], want[k], tol[k])}
+    tol |= {"rms": 1e-6 * size + 1e-3 * spread}
+    tol |= {
+        "kurtosis": (kurtosis if shares <= 1e-6 else max(kurtosis, 0.3)) * want["kurtosis"]
+    }  # of a sample, as shares
+    wrong = {k: (got[k], want[k]) for k in STATS if tol[k] != INF and not close(got[k], want[k], tol[k])}
     assert not wrong
     assert {type(value) for value in got.values()} <= {int, float}
 

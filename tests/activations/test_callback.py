@@ -29,6 +29,7 @@ from hookcb.activations.stats import layer_stats
 from tests.activations.support import (
     INF,
     NAN,
+    STATS,
     Around,
     Tagged,
     assert_same_readings,
@@ -552,7 +553,7 @@ def test_reading_in_mid_fit_sees_each_finished_batch_and_changes_nothing():
         if stats.names:
             layer = stats.names[-1]
             assert len(stats.series(layer, "mean")) == len(stats.stats) == stats.hist(layer).shape[1]
-            assert len(stats.table()) == len(stats.stats) * len(stats.names) * 8
+            assert len(stats.table()) == len(stats.stats) * len(stats.names) * len(STATS)
         stats.report()
 
     cbs = [Callback(name=event, **{event: lambda cb, event=event: read(cb, event)}) for event in BATCH[:-1]]

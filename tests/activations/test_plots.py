@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hookcb import ActivationStats
-from hookcb.activations.plots import Hist, color_dim, depth_lines, layer_lines, share_chart
+from hookcb.activations.plots import Hist, color_dim, depth_lines, layer_chart, layer_lines
 from hookcb.records.plots import ALARM
 from tests.support import each, make_learner
 
@@ -74,7 +74,7 @@ def charts():
     return [
         dim(hists(3)),
         layer_lines("fc", {"mean": gaps, "near_zero": [0.0, 1.0, NAN, 0.5]}, [0, 10, 20, 30]),
-        share_chart({"conv": [0.0, 1.0], "fc": [NAN, 0.5]}, [3, 4], "near zero"),
+        layer_chart({"conv": [0.0, 1.0], "fc": [NAN, 0.5]}, [3, 4], "near zero"),
     ]
 
 
@@ -371,7 +371,7 @@ def test_series_and_steps_of_different_length_are_refused():
 
 
 def test_shares_are_a_row_per_layer_with_the_first_on_top():
-    fig = share_chart({"conv": [0.0, 0.25, 1.0], "fc": [0.5, 0.5, 0.75]}, [0, 50, 100], "near zero")
+    fig = layer_chart({"conv": [0.0, 0.25, 1.0], "fc": [0.5, 0.5, 0.75]}, [0, 50, 100], "near zero")
     (panel,) = panels_of(fig)
     (image,) = panel.images
     same(shown(image), torch.tensor([[0.0, 0.25, 1.0], [0.5, 0.5, 0.75]]))
@@ -387,7 +387,7 @@ def test_shares_are_a_row_per_layer_with_the_first_on_top():
 
 
 def test_a_layer_that_did_not_fire_is_grey_and_the_legend_says_so():
-    (panel,) = panels_of(share_chart({"conv": [0.1, NAN], "fc": [NAN, NAN]}, [0, 1], "near zero"))
+    (panel,) = panels_of(layer_chart({"conv": [0.1, NAN], "fc": [NAN, NAN]}, [0, 1], "near zero"))
     same(shown(panel.images[0]), torch.tensor([[0.1, NAN], [NAN, NAN]]))
     grey = panel.get_facecolor()
     assert grey == (0.85, 0.85, 0.85, 1.0)
@@ -399,7 +399,7 @@ def test_a_layer_that_did_not_fire_is_grey_and_the_legend_says_so():
 @pytest.mark.parametrize(("n", "figsize"), each(3, [(60, None), (400, None), (60, (4, 3))]))
 def test_names_of_many_layers_do_not_overlap(n, figsize):
     names = [f"encoder.layers.{i}.attention.self.query.projection" for i in range(n)]
-    fig = share_chart({name: [i / n] for i, name in enumerate(names)}, [0], "near zero", figsize)
+    fig = layer_chart({name: [i / n] for i, name in enumerate(names)}, [0], "near zero", figsize)
     (panel,) = panels_of(fig)
     assert len(panel.images[0].get_array()) == n
     fig.draw_without_rendering()
@@ -414,7 +414,7 @@ def test_names_of_many_layers_do_not_overlap(n, figsize):
 
 def test_averaged_shares_leave_out_what_did_not_fire():
     row = [0.0, NAN, 1.0, NAN] * 2_500
-    (panel,) = panels_of(share_chart({"fc": row}, list(range(10_000)), "near zero", figsize=(2, 1)))
+    (panel,) = panels_of(layer_chart({"fc": row}, list(range(10_000)), "near zero", figsize=(2, 1)))
     picture = shown(panel.images[0])
     step = 10_000 / picture.shape[1]
     assert picture.shape[1] <= panel.figure.bbox.width == 200
@@ -425,7 +425,7 @@ def test_averaged_shares_leave_out_what_did_not_fire():
 def test_shares_are_drawn_where_the_user_wants_them():
     fig = Figure()
     ax = fig.subplots()
-    assert share_chart({"fc": [0.5]}, [0], "near zero", ax=ax) is fig
+    assert layer_chart({"fc": [0.5]}, [0], "near zero", ax=ax) is fig
     assert len(ax.images) == 1
 
 
@@ -439,8 +439,8 @@ def test_shares_are_drawn_where_the_user_wants_them():
         lambda: dim({"fc": (torch.zeros(8, 0), 0.0, 1.0)}),
         lambda: layer_lines("fc", {}, [0]),
         lambda: layer_lines("fc", {"mean": []}, []),
-        lambda: share_chart({}, [0], "near zero"),
-        lambda: share_chart({"fc": []}, [], "near zero"),
+        lambda: layer_chart({}, [0], "near zero"),
+        lambda: layer_chart({"fc": []}, [], "near zero"),
         lambda: depth_lines([], {}),
     ],
 )
@@ -453,7 +453,7 @@ def test_figures_are_as_large_as_asked():
     for fig in (
         dim(hists(4), figsize=(5, 4)),
         layer_lines("fc", {"mean": [1.0], "std": [1.0]}, [0], figsize=(5, 4)),
-        share_chart({"fc": [1.0]}, [0], "near zero", figsize=(5, 4)),
+        layer_chart({"fc": [1.0]}, [0], "near zero", figsize=(5, 4)),
     ):
         assert tuple(fig.get_size_inches()) == (5, 4)
         assert type(fig.get_layout_engine()).__name__ == "ConstrainedLayoutEngine"
@@ -497,7 +497,7 @@ def test_without_matplotlib_the_error_says_how_to_get_it(monkeypatch, missing):
     for draw in (
         lambda: dim(hists(2)),
         lambda: layer_lines("fc", {"mean": [1.0]}, [0]),
-        lambda: share_chart({"fc": [0.5]}, [0], "near zero"),
+        lambda: layer_chart({"fc": [0.5]}, [0], "near zero"),
     ):
         with pytest.raises(ModuleNotFoundError, match=r"pip install 'hookcb\[plot\]'"):
             draw()

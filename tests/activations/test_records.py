@@ -202,7 +202,7 @@ def test_a_table_has_one_row_for_each_number_and_its_fields_are_columns():
     rows = stats.table()
     assert isinstance(rows, list)
     assert rows[0]._fields == ("record", "epoch", "step", "phase", "layer", "stat", "value")
-    assert len(rows) == 10 * 7 * 8
+    assert len(rows) == 10 * 7 * len(STATS)
     columns = {field: [row[k] for row in rows] for k, field in enumerate(rows[0]._fields)}
     assert sorted(set(columns["record"])) == list(range(10))
     assert {type(value) for value in columns["value"]} <= {int, float}
@@ -226,7 +226,7 @@ def test_a_layer_that_did_not_fire_has_no_rows_and_one_of_nan_has():
     fit(numbered(3, 0, stats, Sometimes(Puts([torch.full((5,), NAN)]))))
     rows = [(row.record, row.step, row.stat) for row in stats.table() if row.layer == "odd"]
     assert rows == [(1, 1, stat) for stat in STATS]
-    assert len(stats.table()) == 4 * 8
+    assert len(stats.table()) == 4 * len(STATS)
     values = {row.stat: row.value for row in stats.table() if row.layer == "odd"}
     assert values["nonfinite"] == 5
     assert math.isnan(values["mean"])

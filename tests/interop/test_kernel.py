@@ -16,7 +16,7 @@ from hookcb.activations import buffer, slab
 from hookcb.activations.bins import Bins
 from hookcb.activations.kernel import BLOCK
 from hookcb.activations.slab import NOT_CALLED, SHARE, Slab, can_take
-from hookcb.activations.stats import COLUMNS, layer_stats, stats_of
+from hookcb.activations.stats import COLUMNS, LAYER_STATS, layer_stats, stats_of
 from hookcb.core import triton_kernel
 from tests.support import notice_waits, pairs
 
@@ -41,19 +41,25 @@ PIVOT, SCALE = POWERS[5:]
 
 
 def oracle(x, eps=EPS):
-    """The eight statistics as Python floats, from a list of Python floats."""
+    """The ten statistics as Python floats, from a list of Python floats."""
     x = x.detach().cpu()
     x = x if x.dtype is torch.float64 else x.float()
     values, limit = x.flatten().tolist(), torch.tensor(eps, dtype=x.dtype).item()
     n, finite = len(values), [v for v in values if math.isfinite(v)]
     if n == 0:
-        return [NAN] * 7 + [0]
+        return [NAN] * 7 + [0, NAN, NAN]
     mean = math.fsum(values) / n if len(finite) == n else sum(values) / n
     std = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1)) if n > 1 else NAN
     low, high = (min(finite), max(finite)) if finite else (NAN, NAN)
     near, zeros = sum(abs(v) <= limit for v in values), sum(v == 0 for v in values)
     shares = (near / n, zeros / n) if finite else (math.nan, math.nan)
-    return [mean, std, low, high, max(abs(low), abs(high)), *shares, n - len(finite)]
+    size = max(abs(low), abs(high))
+    rms = size * math.sqrt(math.fsum((v / (size or 1)) ** 2 for v in values) / n) if finite else abs(mean)
+    rms, kurtosis = (rms, NAN) if len(finite) == n else (abs(mean), NAN)
+    if len(finite) == n and low < high:
+        z = [(v - mean) / (high - low) for v in values]
+        kurtosis = n * math.fsum(v**4 for v in z) / math.fsum(v * v for v in z) ** 2
+    return [mean, std, low, high, size, *shares, n - len(finite), rms, kurtosis]
 
 
 class Rows:
@@ -86,12 +92,12 @@ def sums_of(x, eps=EPS, bins=None, most=None, counts_all=True):
 
 
 def kernel_stats(x, eps=EPS, most=None):
-    return stats_of(sums_of(x, eps, most=most))
+    return stats_of(sums_of(x, eps, most=most))[: len(LAYER_STATS)]
 
 
 def check(x, eps=EPS, most=None):
     got = kernel_stats(x, eps, most)
-    assert got.shape == (8,)
+    assert got.shape == (10,)
     assert got.device == x.device
     expected = torch.tensor(oracle(x, eps), dtype=torch.float64)
     spread, size = (expected[k].nan_to_num(0, 0).item() for k in (1, 4))
@@ -102,7 +108,9 @@ def check(x, eps=EPS, most=None):
         got[1:2].cpu(), expected[1:2], atol=0, **close | {"rtol": max(1e-8, 3 * digits)}
     )
     exact = {"rtol": 0, "atol": 0, "equal_nan": True}
-    torch.testing.assert_close(got[2:].cpu(), expected[2:], **exact)
+    torch.testing.assert_close(got[2:8].cpu(), expected[2:8], **exact)
+    torch.testing.assert_close(got[8:9].cpu(), expected[8:9], atol=0, **close | {"rtol": 3 * digits})
+    torch.testing.assert_close(got[9:].cpu(), expected[9:], atol=0, **close | {"rtol": 1e-2})
 
 
 def normal(*shape, seed=0):

@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import pickle
+import re
 import struct
 import sys
 import time
@@ -43,6 +44,10 @@ def trained(*loggers, n_train=5, n_epoch=2):
 def equal(got, expected, **tolerance):
     assert got.keys() == expected.keys()
     assert got == pytest.approx(expected, nan_ok=True, **({"rel": 0, "abs": 0} | tolerance))
+
+
+def is_png(path):
+    return path.read_bytes().startswith(b"\x89PNG")
 
 
 # ---- TensorBoard
@@ -92,6 +97,25 @@ def test_what_is_outside_of_a_histogram_is_between_its_edge_and_the_extreme(tmp_
     assert whole.sum_squares == 5 * 4 + 3 * 0.25 + 1 * 2.25 + 2 * 25
     assert empty.num == 0
     logger.close()
+
+
+def test_tensorboard_shows_a_statistic_of_all_layers_in_one_chart_and_as_images(tmp_path):
+    trained(TensorBoardLogger(tmp_path))
+    events = accumulated(tmp_path)
+    config = importlib.import_module("tensorboard.plugins.custom_scalar.metadata").CONFIG_SUMMARY_TAG
+    layout = importlib.import_module("tensorboard.plugins.custom_scalar.layout_pb2").Layout()
+    layout.ParseFromString(events.Tensors(config)[-1].tensor_proto.string_val[0])
+    charts = {
+        category.title: {x.title: x.multiline.tag for x in category.chart} for category in layout.category
+    }
+    assert set(charts) == {"activations", "gradients"}
+    (pattern,) = charts["activations"]["rms"]
+    shown = [name for name in events.Tags()["scalars"] if re.match(pattern, name)]  # as the plugin does
+    assert shown == ["activations/0/rms", "activations/2/rms"]
+    for stat in ("rms", "kurtosis", "near_zero"):
+        images = events.Images(f"figures/activation_stats/{stat}")
+        assert [x.step for x in images] == [4, 9]
+        assert images[-1].encoded_image_string.startswith(b"\x89PNG")
 
 
 def test_tensorboard_can_be_read_while_nothing_is_closed(tmp_path):
@@ -154,7 +178,7 @@ def records(path):
             part = b""
 
 
-def history(folder):
+def history(folder, without=("_", "figures/")):
     """What an offline run that was finished has in its file, by name and step."""
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     began = time.monotonic()
@@ -165,7 +189,7 @@ def history(folder):
         (name, record.history.step.num): json.loads(item.value_json)
         for record in records(path)
         for item in record.history.item
-        if not (name := item.key or "/".join(item.nested_key)).startswith("_")
+        if not (name := item.key or "/".join(item.nested_key)).startswith(without)
     }
 
 
@@ -176,6 +200,12 @@ def test_a_run_of_wandb_gets_everything(wandb, tmp_path):
         assert not run._is_finished  # whoever began it ends it
     expected |= {(name, 20): x for name, x in NUMBERS.items()}
     equal(history(tmp_path), expected)
+    paths = {
+        key: x for key, x in history(tmp_path, "_").items() if key[0] == "figures/activation_stats/rms/path"
+    }
+    assert sorted(step for _, step in paths) == [4, 9]
+    for path in paths.values():
+        assert is_png(*tmp_path.glob(f"wandb/offline-run-*/files/{path}"))
 
 
 def test_the_module_wandb_itself_can_be_given_before_a_run_begins(wandb, tmp_path):
@@ -210,7 +240,11 @@ def test_trackio_gets_everything(trackio, as_module, tmp_path):
     assert (tmp_path / "hookcb.db").exists()
     logs = importlib.import_module("trackio.sqlite_storage").SQLiteStorage.get_logs("hookcb", "first")
     got = {(name, row["step"]): x for row in logs for name, x in row.items()}
+    images = {key: got.pop(key) for key in list(got) if key[0].startswith("figures/")}
     equal({key: x for key, x in got.items() if key[0] not in ("step", "timestamp")}, expected)
+    assert sorted(step for name, step in images if name == "figures/activation_stats/rms") == [4, 9]
+    for image in images.values():
+        assert is_png(*tmp_path.rglob(image["file_path"].rpartition("/")[2]))
 
 
 # ---- MLflow
@@ -245,6 +279,8 @@ def test_a_run_of_an_experiment_is_begun_and_ended_by_the_fit(mlflow):
     assert mlflow.get_experiment_by_name("digits") is None
     expected, _ = trained(logger)
     assert metrics(mlflow, logger.run_id) == pytest.approx(expected, nan_ok=True)
+    images = mlflow.MlflowClient().list_artifacts(logger.run_id, "figures/activation_stats")
+    assert [x.path.rpartition("/")[2] for x in images] == ["kurtosis.png", "near_zero.png", "rms.png"]
     assert status(mlflow, logger.run_id) == "FINISHED"
     assert (
         mlflow.get_experiment_by_name("digits").experiment_id

@@ -1,11 +1,16 @@
 """The verdict goes to loggers as a text, and what was recorded as figures."""
 
 import json
+import math
 
 import pytest
+import torch
 
-from hookcb import ActivationStats, Callback, Diagnose, GradientHealth, synth_learner
+from hookcb import ActivationStats, Callback, Diagnose, GradientHealth, synth_learner, watch
 from hookcb.loggers import JSONLLogger, Log, TensorBoardLogger, read_jsonl
+
+MAPS = {f"figures/activation_stats/{stat}" for stat in ("rms", "kurtosis", "near_zero")}
+MAPS |= {"figures/gradient_health/norm"}
 
 
 class Kept:
@@ -56,14 +61,39 @@ def test_the_verdict_and_figures_arrive_at_the_end():
     assert text.startswith(learn.diagnosis.verdict.headline)
     assert all(finding.message[:20] in text for finding in learn.diagnosis.verdict.findings)
     names = ["run", "activation_stats/depth", "activation_stats/histograms", "gradient_health/flow"]
-    assert sorted(name for name, *_ in kept.figures) == sorted(f"figures/{name}" for name in names)
-    assert {step for *_, step in kept.figures} == {19}
+    assert {name for name, *_ in kept.figures} >= MAPS
+    maps = MAPS | {name.replace("/", "/diagnosis_", 1) for name in MAPS}  # what Diagnose records, too
+    shown = [(name, step) for name, _, step in kept.figures if name not in maps]
+    assert sorted(shown) == sorted((f"figures/{name}", 19) for name in names)
     assert plain.n == kept.n
 
 
-def test_without_a_diagnosis_nothing_more_is_logged():
+def test_heat_maps_are_logged_after_few_epochs_and_at_the_end():
     kept = Kept()
-    fit(ActivationStats(), Log(kept))
+    learn = fit(ActivationStats(), GradientHealth(), Log(kept), n=5)
+    assert kept.texts == []
+    assert {name for name, *_ in kept.figures} == MAPS
+    assert [step for name, _, step in kept.figures if "norm" in name] == [9, 19, 39, 49]
+    (image,) = kept.figures[-1][1].axes[0].images
+    norms = learn.gradient_health.series("*", "norm")
+    assert image.get_array().shape == (len(norms), 50)
+    assert image.get_array()[0, 7] == pytest.approx(math.log10(norms[0][7]), rel=1e-5)
+
+
+def test_heat_maps_are_logged_at_the_end_of_a_loop_that_tells_of_no_epochs():
+    kept, model = Kept(), torch.nn.Linear(3, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, opt, ActivationStats(), Log(kept)):
+        for _ in range(4):
+            model(torch.ones(2, 3)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+    assert [name.rpartition("/")[2] for name, *_ in kept.figures] == ["rms", "kurtosis", "near_zero"]
+
+
+def test_without_maps_and_a_diagnosis_nothing_but_numbers_is_logged():
+    kept = Kept()
+    fit(ActivationStats(), Log(kept, maps=False))
     assert kept.texts == kept.figures == []
 
 
@@ -80,7 +110,7 @@ def test_a_logger_that_fails_ends_no_training():
 
     fails, kept = Fails(), Kept()
     with pytest.warns(UserWarning, match="full"):
-        learn = fit(Log([fails, kept]), Diagnose(show=False))
+        learn = fit(Log([fails, kept], maps=False), Diagnose(show=False))
     assert len(kept.texts) == 1
     assert fails.figures == []
     assert len(learn.recorder.losses) == 20

@@ -44,7 +44,7 @@ from tests.ranks.trace_worker import Trace
 
 RANK, WORLD = 0, 1
 FOLDER = Path()
-STATS = ("mean", "std", "min", "max", "abs_max", "near_zero", "zeros", "nonfinite")
+STATS = ("mean", "std", "min", "max", "abs_max", "near_zero", "zeros", "nonfinite", "rms", "kurtosis")
 SIZES = [[3, 5, 1, 4], [7, 2, 6, 8], [1, 1, 2, 3], [9, 1, 1, 1]]  # of batches, by rank
 
 
@@ -81,7 +81,10 @@ def oracle(x, eps=0.05):
     good = x[x.isfinite()]
     near, zeros = (x.abs() <= eps).double().mean().item(), (x == 0).double().mean().item()
     low, high = good.min().item(), good.max().item()
-    return [x.mean().item(), x.std().item(), low, high, max(high, -low), near, zeros, len(x) - len(good)]
+    z = x - x.mean()
+    last = x.square().mean().sqrt().item(), ((z**4).mean() / z.square().mean() ** 2).item()
+    first = x.mean().item(), x.std().item(), low, high, max(high, -low)
+    return [*first, near, zeros, len(x) - len(good), *last]
 
 
 def off(found, expected):
@@ -332,7 +335,7 @@ def beside_one_process(wrap, n_data=1):
     alone, stats = of_block(lambda m: m, together), of_block(wrap, mine)
     apart = {
         name: max(
-            abs(a[name][stat] - b[name][stat])
+            abs(a[name][stat] - b[name][stat]) / max(1, abs(a[name][stat]))
             for a, b in zip(alone.stats, stats.stats, strict=True)
             for stat in STATS
         )

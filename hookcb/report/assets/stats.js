@@ -16,7 +16,8 @@ const STATS = {
   grad_nonfinite: "NaN or inf in the gradient",
   norm: "gradient norm",
   clipped_norm: "gradient norm after clipping",
-  rms: "gradient rms",
+  rms: "rms",
+  kurtosis: "kurtosis",
   zero_rows: "rows without gradient",
   weight_norm: "weight norm",
   weight_mean: "weight mean",
@@ -28,6 +29,7 @@ const GRADIENT = {
   __proto__: null,
   abs_max: "largest gradient",
   nonfinite: "NaN or inf in the gradient",
+  rms: "gradient rms",
 }; // of parameters
 const SHARES = new Set(["near_zero", "zeros", "saturated", "dead", "zero_rows"]); // 0 to 1
 const FIRST = ["std", "near_zero", "norm", "update_ratio", "dead"]; // those asked for most
