@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hookcb.core.call_hook import CallHook
+from tests.support import in_turn
 
 
 class Observed:
@@ -280,7 +281,7 @@ def ends_iteration(self):
     raise StopIteration  # which Python makes a RuntimeError
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("method", "kind"),
     [
         (breaks_at_once, ZeroDivisionError),

@@ -10,6 +10,7 @@ from hookcb import Callback, MaxTime
 from tests.support import (
     events,
     fit,
+    in_turn,
     make_batches,
     make_learner,
     make_model,
@@ -78,7 +79,7 @@ def test_time_counts_in_a_fit_only(clock):
     assert len(learn.recorder.losses) == 1
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("seconds", "error"), [(0, ValueError), (-1.0, ValueError), (math.nan, ValueError), ("1h", TypeError)]
 )
 def test_an_invalid_time_is_refused(seconds, error):
@@ -98,7 +99,7 @@ def test_a_fit_ends_after_the_batch_in_which_the_time_was_up(seconds):
     assert "before_validate" not in events(log)
 
 
-@pytest.mark.parametrize("seconds", [3600, 3600.0, datetime.timedelta(hours=1), math.inf])
+@in_turn("seconds", [3600, 3600.0, datetime.timedelta(hours=1), math.inf])
 def test_time_that_is_not_up_changes_nothing(seconds):
     plain, learn = (quiet(batches_of(RAGGED), batches_of([2])) for _ in range(2))
     plain.fit(2)
