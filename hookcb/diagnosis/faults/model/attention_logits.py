@@ -1,0 +1,118 @@
+"""attn.logits: attention logits that grow without end."""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+from torch import Tensor
+
+from hookcb.core.text import as_layer
+from hookcb.diagnosis.fault import Result, Site, fault
+from hookcb.diagnosis.faults.model.attention import OfCalls
+from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.operations import Operations
+from hookcb.diagnosis.rules import MIN_BATCHES, format_factor, still_falls
+from hookcb.diagnosis.run import Passed, Run, Series
+from hookcb.diagnosis.verdict import Finding
+
+MAX_LOGIT, FAR_TOO_LARGE = 100.0, 1e3
+APART, RISE, N_RISING = 1.5, 1.3, 3  # ratio of their steps, ratio of their logits, looks that are compared
+MORE_FROM = 16  # step from which each inspected batch is looked at
+
+
+@fault(
+    "attn.logits",
+    Site.MODULES,
+    needs="batches",
+    leads_to="attn.collapse loss.* grad.* update.* nonfinite.* train.unfinished",
+    subject="attention",
+)
+class GrowingLogits(OfCalls):
+    """Attention logits that grow without end, which makes attention sharp and the training unstable.
+
+    Formula: the largest logit, q·k times the scale, that the mask leaves, of up to 32 queries of each head
+    and sample, in inspected batches. It is 1.3 times what it was, or more, in each of the last three looks
+    that are so far apart that the step of each is 1.5 times that of the one before. Limit: 100 if the loss of
+    the last half of the batches no longer falls, else 1,000, and from 100 on a note. A large logit that does
+    not grow is no finding.
+
+    Source: Dehghani et al., "Scaling Vision Transformers to 22 Billion Parameters", 2023; Wortsman et al.,
+    "Small-scale proxies for large-scale Transformer training instabilities", 2023. The limits are those of
+    Kimi Team, "Kimi K2", 2025: QK-Clip holds logits at 100, and without it they rose above 1,000.
+    """
+
+    headline = "Attention logits grow without end"
+    passed = "attention logits that grow"
+    uses = (Operations, Curves)
+    is_under_way = False  # whether `Operations` is to measure each inspected batch
+
+    def on_batch(self, run: Run) -> None:
+        super().on_batch(run)
+        self.is_under_way = run.step >= MORE_FROM
+
+    def see_logits(self, layer: str, largest: Tensor) -> None:
+        """Keeps the largest logit of a call."""
+        self.keep(layer, largest)
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        found = sorted(self._found(run), key=lambda x: -x.value)
+        last = (series.values[-1] for series in self._series().values() if len(series))
+        if found or not run.measured(Operations).has_attention:
+            yield from super().told(run, found, run.why_not("attention"))
+        else:
+            yield Passed(self.passed, max(last, default=math.nan), MAX_LOGIT)
+
+    def _series(self) -> dict[str, Series]:
+        """The largest logit of each layer by step."""
+        of_layers: dict[str, Series] = {}
+        for layer, numbers in self.numbers.items():
+            largest: dict[int, float] = {}
+            for step, x in numbers:
+                if math.isfinite(x):
+                    largest[step] = max(x, largest.get(step, x))
+            of_layers[layer] = Series([*largest], [*largest.values()])
+        return of_layers
+
+    def _found(self, run: Run) -> Iterator[Finding]:
+        is_known = len(run.loss) >= MIN_BATCHES
+        is_falling = not is_known or still_falls(run)
+        for layer, series in self._series().items():
+            looks = apart(series)
+            last = looks[0][1] if looks else 0.0
+            if last <= MAX_LOGIT or not is_rising(looks):
+                continue
+            is_note = is_falling and last < FAR_TOO_LARGE
+            limit = MAX_LOGIT if is_note or not is_falling else FAR_TOO_LARGE
+            (first, low), (end, _) = looks[-1], looks[0]
+            yield self.finding(
+                f"The largest attention logit of {as_layer(layer) or 'the model'} has grown from {low:.3g} "
+                f"at step {first} to {format_factor(last)} at step {end} (limit {limit:g}), and still grows."
+                f"{' The loss still falls.' if is_falling and is_known else ''}",
+                "info" if is_note else "warning",
+                at=layer,
+                when=(first, end),
+                value=last,
+                limit=limit,
+                causes=("queries and keys that grow together", "a learning rate that is high for this width"),
+                next_steps=(
+                    "Normalize queries and keys of each head (QK-norm), or cap the logits",
+                    "Lower the learning rate, or lengthen its warmup; decay the weights of queries and keys",
+                ),
+            )
+
+
+def apart(series: Series) -> list[tuple[int, float]]:
+    """The last look, and two before it that are each at most at 1/1.5 of its step; the last one first."""
+    looks: list[tuple[int, float]] = []
+    for step, x in zip(reversed(series.steps), reversed(series.values), strict=True):
+        if not looks or step <= looks[-1][0] / APART:
+            looks.append((step, x))
+        if len(looks) == N_RISING:
+            break
+    return looks
+
+
+def is_rising(looks: list[tuple[int, float]]) -> bool:
+    """Whether each of three looks, the last one first, has a number 1.3 times that of the look before it."""
+    rises = [late > RISE * early for (_, late), (_, early) in pairwise(looks)]
+    return len(looks) == N_RISING and all(rises) and looks[-1][1] > 0
