@@ -3,10 +3,13 @@
 import torch
 from case import Callbacks, Case, Run, fault, follow
 from experts import MixtureModel, train_experts
-from language import LanguageModel, character_batches
+from language import LanguageModel, TorchEncoder, character_batches, future
 from nets import token_loss
+from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LinearLR
+
+from hookcb import watch
 
 LARGE_FAULTS: list[Case] = []
 
@@ -43,3 +46,37 @@ def shut_out(seed: int, cbs: Callbacks) -> Run:
     with torch.no_grad():
         model.mixtures[1].router.bias[[2, 5]] = -20.0
     return train_experts(model, seed, cbs, coefficient=1e-2, lr=3e-3)
+
+
+# ---- moments of Adam
+
+
+def clip_at_first(seed: int, cbs: Callbacks, beta2: float) -> Run:
+    """Train a post-norm transformer with gradients that are clipped at 1e-3 in the first 200 of 260 steps."""
+    model = TorchEncoder(mask=future, pre_norm=False)
+    opt = AdamW(model.parameters(), lr=1e-2, betas=(0.9, beta2))
+    torch.manual_seed(seed)
+    with watch(model, opt, *cbs) as w:
+        run = Run(w, [], model=model)
+        for step, (x, y) in enumerate(character_batches(seed, n_step=260)):
+            loss = w.report_loss(token_loss(model(x), y))
+            run.losses.append(loss.item())
+            loss.backward()
+            if step < 200:
+                w.begin_step(opt)
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            opt.step()
+            opt.zero_grad()
+    return run
+
+
+@fault(
+    LARGE_FAULTS,
+    "LM: clipping that ends at step 200, and a second moment of 1,000 steps",
+    codes=["update.spike"],
+    planted_at=200,
+    note_suffices=True,
+)
+def stale_moment(seed: int, cbs: Callbacks) -> Run:
+    """Gradients become larger at once, and the second moment does not."""
+    return clip_at_first(seed, cbs, beta2=0.999)

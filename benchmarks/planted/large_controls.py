@@ -3,9 +3,20 @@
 import math
 from functools import partial
 
+import torch
 from case import Callbacks, Case, Run, control, follow
+from data import generator
 from experts import MixtureModel, train_experts
-from language import LanguageModel, SelfAttention, adamw, character_batches, future, warm_up
+from faults_large import clip_at_first
+from language import (
+    N_CHARACTER,
+    LanguageModel,
+    SelfAttention,
+    adamw,
+    character_batches,
+    future,
+    warm_up,
+)
 from nets import token_loss
 from torch import Tensor
 from torch.optim import AdamW
@@ -52,3 +63,25 @@ def balanced(seed: int, cbs: Callbacks) -> Run:
 @control(LARGE_CONTROLS, "MoE: two of four experts, load-balancing loss of 0.01", target=2.9)
 def two_of_four(seed: int, cbs: Callbacks) -> Run:
     return train_experts(MixtureModel(n=4, k=2), seed, cbs, coefficient=1e-2, lr=3e-3)
+
+
+# ---- moments of Adam
+
+
+@control(LARGE_CONTROLS, "LM: clipping that ends at step 200, and a second moment of 20 steps", target=2.5)
+def fresh_moment(seed: int, cbs: Callbacks) -> Run:
+    return clip_at_first(seed, cbs, beta2=0.95)
+
+
+@control(LARGE_CONTROLS, "LM: one batch of random characters", target=2.9)
+def one_bad_batch(seed: int, cbs: Callbacks) -> Run:
+    """Its loss and its gradients are far larger, and the next ones as before."""
+    batches = character_batches(seed)
+    x, y = batches[100]
+    rng = generator(seed)
+    batches[100] = (
+        torch.randint(N_CHARACTER, x.shape, generator=rng),
+        torch.randint(N_CHARACTER, y.shape, generator=rng),
+    )
+    model = LanguageModel()
+    return follow(model, token_loss, adamw(model), batches, cbs, seed)

@@ -16,7 +16,8 @@ from hookcb.diagnosis.run import Passed, Run, Series
 from hookcb.diagnosis.verdict import Finding
 
 MAX_LOGIT, FAR_TOO_LARGE = 100.0, 1e3
-APART, RISE, N_RISING = 1.5, 1.3, 3  # ratio of their steps, ratio of their logits, looks that are compared
+APART, N_RISING = 1.5, 3  # ratio of the steps of looks, and how many are compared
+MIN_RISE, MAX_RISE = 1.3, 30.0  # ratios of their logits
 MORE_FROM = 16  # step from which each inspected batch is looked at
 
 
@@ -24,7 +25,7 @@ MORE_FROM = 16  # step from which each inspected batch is looked at
     "attn.logits",
     Site.MODULES,
     needs="batches",
-    leads_to="attn.collapse loss.* grad.* update.* nonfinite.* train.unfinished",
+    leads_to="attn.collapse loss.* grad.* nonfinite.* train.unfinished",
     subject="attention",
 )
 class GrowingLogits(OfCalls):
@@ -34,7 +35,7 @@ class GrowingLogits(OfCalls):
     and sample, in inspected batches. It is 1.3 times what it was, or more, in each of the last three looks
     that are so far apart that the step of each is 1.5 times that of the one before. Limit: 100 if the loss of
     the last half of the batches no longer falls, else 1,000, and from 100 on a note. A large logit that does
-    not grow is no finding.
+    not grow is no finding, nor one that is 30 times what it was: then everything diverges.
 
     Source: Dehghani et al., "Scaling Vision Transformers to 22 Billion Parameters", 2023; Wortsman et al.,
     "Small-scale proxies for large-scale Transformer training instabilities", 2023. The limits are those of
@@ -113,6 +114,6 @@ def apart(series: Series) -> list[tuple[int, float]]:
 
 
 def is_rising(looks: list[tuple[int, float]]) -> bool:
-    """Whether each of three looks, the last one first, has a number 1.3 times that of the look before it."""
-    rises = [late > RISE * early for (_, late), (_, early) in pairwise(looks)]
+    """Whether each of three looks, the last one first, has 1.3 to 30 times the number of the one before."""
+    rises = [MIN_RISE * early < late < MAX_RISE * early for (_, late), (_, early) in pairwise(looks)]
     return len(looks) == N_RISING and all(rises) and looks[-1][1] > 0

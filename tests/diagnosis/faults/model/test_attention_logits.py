@@ -95,6 +95,7 @@ def test_logits_that_grow_are_a_warning_once_the_loss_has_ceased_to_fall_and_els
         [0.1, 0.1, 0.1, 0.3, 30, 120, 200, 220, 230],  # they level off
         [0.1, 0.1, 0.1, 0.3, 8, 20, 45, 300, 240],
         [x / 3 for x in GROWING],  # small
+        [*GROWING[:6], 8.0, 2400.0, 1e5],  # everything diverges
         [*GROWING[:6], math.nan, math.nan, math.inf],
     ],
 )
