@@ -5,7 +5,7 @@ from case import Callbacks, Case, Run, fault, follow
 from experts import MixtureModel, train_experts
 from language import LanguageModel, TorchEncoder, character_batches, future
 from nets import token_loss
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LinearLR
 
@@ -80,3 +80,19 @@ def clip_at_first(seed: int, cbs: Callbacks, beta2: float) -> Run:
 def stale_moment(seed: int, cbs: Callbacks) -> Run:
     """Gradients become larger at once, and the second moment does not."""
     return clip_at_first(seed, cbs, beta2=0.999)
+
+
+def on_small_loss(seed: int, cbs: Callbacks, eps: float) -> Run:
+    """Train with a loss that is divided by 10⁸, to which Adam is blind but for its eps."""
+
+    def loss_func(pred: Tensor, y: Tensor) -> Tensor:
+        return token_loss(pred, y) * 1e-8
+
+    model = LanguageModel()
+    opt = AdamW(model.parameters(), lr=3e-3, eps=eps)
+    return follow(model, loss_func, opt, character_batches(seed), cbs, seed)
+
+
+@fault(LARGE_FAULTS, "LM: gradients far below an eps of 1e-8", codes=["adam.eps"])
+def below_eps(seed: int, cbs: Callbacks) -> Run:
+    return on_small_loss(seed, cbs, eps=1e-8)

@@ -7,7 +7,7 @@ import torch
 from case import Callbacks, Case, Run, control, follow
 from data import generator
 from experts import MixtureModel, train_experts
-from faults_large import clip_at_first
+from faults_large import clip_at_first, on_small_loss
 from language import (
     N_CHARACTER,
     LanguageModel,
@@ -85,3 +85,8 @@ def one_bad_batch(seed: int, cbs: Callbacks) -> Run:
     )
     model = LanguageModel()
     return follow(model, token_loss, adamw(model), batches, cbs, seed)
+
+
+@control(LARGE_CONTROLS, "LM: gradients of 1e-11 and an eps of 1e-15", target=2.8e-8)
+def small_eps(seed: int, cbs: Callbacks) -> Run:
+    return on_small_loss(seed, cbs, eps=1e-15)
