@@ -96,3 +96,30 @@ def on_small_loss(seed: int, cbs: Callbacks, eps: float) -> Run:
 @fault(LARGE_FAULTS, "LM: gradients far below an eps of 1e-8", codes=["adam.eps"])
 def below_eps(seed: int, cbs: Callbacks) -> Run:
     return on_small_loss(seed, cbs, eps=1e-8)
+
+
+# ---- scores of the head
+
+
+def with_z_loss(seed: int, cbs: Callbacks, coefficient: float) -> Run:
+    """Train with a z-loss, of which the loss that is reported has nothing."""
+    model = LanguageModel(tied=False)
+    model.head = nn.Linear(64, model.head.out_features)
+    opt = AdamW(model.parameters(), lr=3e-3)
+    torch.manual_seed(seed)
+    with watch(model, opt, *cbs) as w:
+        run = Run(w, [], model=model)
+        for x, y in character_batches(seed, n_step=320):
+            scores = model(x)
+            loss = w.report_loss(token_loss(scores, y))
+            run.losses.append(loss.item())
+            (loss + coefficient * scores.logsumexp(-1).square().mean()).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            opt.step()
+            opt.zero_grad()
+    return run
+
+
+@fault(LARGE_FAULTS, "LM: z-loss of the wrong sign", codes=["head.logits"], note_suffices=True)
+def negative_z_loss(seed: int, cbs: Callbacks) -> Run:
+    return with_z_loss(seed, cbs, coefficient=-1e-2)

@@ -7,7 +7,7 @@ import torch
 from case import Callbacks, Case, Run, control, follow
 from data import generator
 from experts import MixtureModel, train_experts
-from faults_large import clip_at_first, on_small_loss
+from faults_large import clip_at_first, on_small_loss, with_z_loss
 from language import (
     N_CHARACTER,
     LanguageModel,
@@ -90,3 +90,16 @@ def one_bad_batch(seed: int, cbs: Callbacks) -> Run:
 @control(LARGE_CONTROLS, "LM: gradients of 1e-11 and an eps of 1e-15", target=2.8e-8)
 def small_eps(seed: int, cbs: Callbacks) -> Run:
     return on_small_loss(seed, cbs, eps=1e-15)
+
+
+# ---- scores of the head
+
+
+@control(LARGE_CONTROLS, "LM: z-loss of 1e-4", target=2.6)
+def small_z_loss(seed: int, cbs: Callbacks) -> Run:
+    return with_z_loss(seed, cbs, coefficient=1e-4)
+
+
+@control(LARGE_CONTROLS, "LM: no z-loss, head with a bias", target=2.6)
+def no_z_loss(seed: int, cbs: Callbacks) -> Run:
+    return with_z_loss(seed, cbs, coefficient=0.0)

@@ -322,11 +322,6 @@ def further_fall(loss: Series) -> float:
     return max(0.0, -high * (loss.steps[-1] - loss.steps[0])) if math.isfinite(high) else 0.0
 
 
-def still_falls(run: Run) -> bool:
-    """Whether the loss is sure to fall over the last half of the batches."""
-    return further_fall(run.loss) > 0
-
-
 def expected_fall(run: Run) -> float:
     """By how much the loss will fall in as many batches again, at the median slope of its last half.
 

@@ -9,9 +9,8 @@ from torch import Tensor
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.fault import Result, Site, fault
 from hookcb.diagnosis.faults.model.attention import OfCalls
-from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.operations import Operations
-from hookcb.diagnosis.rules import MIN_BATCHES, format_factor, still_falls
+from hookcb.diagnosis.rules import format_factor
 from hookcb.diagnosis.run import Passed, Run, Series
 from hookcb.diagnosis.verdict import Finding
 
@@ -33,9 +32,9 @@ class GrowingLogits(OfCalls):
 
     Formula: the largest logit, q·k times the scale, that the mask leaves, of up to 32 queries of each head
     and sample, in inspected batches. It is 1.3 times what it was, or more, in each of the last three looks
-    that are so far apart that the step of each is 1.5 times that of the one before. Limit: 100 if the loss of
-    the last half of the batches no longer falls, else 1,000, and from 100 on a note. A large logit that does
-    not grow is no finding, nor one that is 30 times what it was: then everything diverges.
+    that are so far apart that the step of each is 1.5 times that of the one before. Limit: 1,000, and from
+    100 on a note. A large logit that does not grow is no finding, nor one that is 30 times what it was: then
+    everything diverges.
 
     Source: Dehghani et al., "Scaling Vision Transformers to 22 Billion Parameters", 2023; Wortsman et al.,
     "Small-scale proxies for large-scale Transformer training instabilities", 2023. The limits are those of
@@ -44,7 +43,6 @@ class GrowingLogits(OfCalls):
 
     headline = "Attention logits grow without end"
     passed = "attention logits that grow"
-    uses = (Operations, Curves)
     is_under_way = False  # whether `Operations` is to measure each inspected batch
 
     def on_batch(self, run: Run) -> None:
@@ -56,7 +54,7 @@ class GrowingLogits(OfCalls):
         self.keep(layer, largest)
 
     def findings(self, run: Run) -> Iterator[Result]:
-        found = sorted(self._found(run), key=lambda x: -x.value)
+        found = sorted(self._found(), key=lambda x: -x.value)
         last = (series.values[-1] for series in self._series().values() if len(series))
         if found or not run.measured(Operations).has_attention:
             yield from super().told(run, found, run.why_not("attention"))
@@ -74,22 +72,18 @@ class GrowingLogits(OfCalls):
             of_layers[layer] = Series([*largest], [*largest.values()])
         return of_layers
 
-    def _found(self, run: Run) -> Iterator[Finding]:
-        is_known = len(run.loss) >= MIN_BATCHES
-        is_falling = not is_known or still_falls(run)
+    def _found(self) -> Iterator[Finding]:
         for layer, series in self._series().items():
             looks = apart(series)
             last = looks[0][1] if looks else 0.0
             if last <= MAX_LOGIT or not is_rising(looks):
                 continue
-            is_note = is_falling and last < FAR_TOO_LARGE
-            limit = MAX_LOGIT if is_note or not is_falling else FAR_TOO_LARGE
+            limit = FAR_TOO_LARGE if last > FAR_TOO_LARGE else MAX_LOGIT
             (first, low), (end, _) = looks[-1], looks[0]
             yield self.finding(
                 f"The largest attention logit of {as_layer(layer) or 'the model'} has grown from {low:.3g} "
-                f"at step {first} to {format_factor(last)} at step {end} (limit {limit:g}), and still grows."
-                f"{' The loss still falls.' if is_falling and is_known else ''}",
-                "info" if is_note else "warning",
+                f"at step {first} to {format_factor(last)} at step {end} (limit {limit:g}), and still grows.",
+                "warning" if last > FAR_TOO_LARGE else "info",
                 at=layer,
                 when=(first, end),
                 value=last,

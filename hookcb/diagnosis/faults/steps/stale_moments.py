@@ -53,8 +53,8 @@ class StaleMoments(Fault):
     alone are no finding, nor is a single one, as of an unusual batch. Embeddings are left out, as most of
     their rows get no gradient in a step. Only the last 8,000 steps or so are known.
 
-    Source: Wortsman et al., "Stable and low-precision training for large-scale vision-language models", 2023,
-    section 3.4: an RMS above 2.3 precedes spikes of the loss by 1 to 8 steps.
+    Source: Wortsman et al., "Stable and low-precision training for large-scale vision-language models", 2023:
+    an RMS above 2.3 precedes spikes of the loss by 1 to 8 steps.
     """
 
     headline = "Adam's second moment lags behind the gradients"
