@@ -21,8 +21,8 @@ from hookcb.hooks.params import find_params
 
 MAX_RMS, N_HIGH = 2.3, 2  # of g / sqrt(v), in so many measured steps in a row
 MIN_APART, MAX_APART = 4, 32  # steps between the first and the last of these
-N_PARAMS, N_KEPT = 16, 1_024  # matrices that are sampled, and steps that are kept
-MIN_RECORDS = 8
+N_PARAMS, N_KEPT = 4, 1_024  # matrices that are sampled, and steps that are kept
+MIN_RECORDS, FROM_STEP = 8, 64  # before which the moment is young, and each batch is noted
 N_BEFORE, MIN_BEFORE, N_AFTER, SIGMAS = 64, 32, 16, 6.0  # losses, and standard errors of their means
 
 
@@ -47,11 +47,12 @@ class StaleMoments(Fault):
     """Steps of Adam that are far too large, as its second moment lags behind gradients that have grown.
 
     Formula: RMS of g / max(sqrt(v), eps) of a matrix after a step, with the second moment v of Adam and its
-    correction for the bias, of up to 1,024 elements of each of 16 matrices, in one of each 8 steps. Limit:
-    2.3 in two measured steps in a row, if the mean of the 16 losses after the first one is above the median
-    of the 64 before it by six standard errors; 1 is usual. A note if the loss has come back. Large numbers
-    alone are no finding, nor is a single one, as of an unusual batch. Embeddings are left out, as most of
-    their rows get no gradient in a step. Only the last 8,000 steps or so are known.
+    correction for the bias, of up to 1,024 elements of each of four matrices, the first, the last and two
+    between them, in one of each 8 steps from step 64 on. Limit: 2.3 in two measured steps in a row, if the
+    mean of the 16 losses after the first one is above the median of the 64 before it by six standard errors;
+    1 is usual. A note if the loss has come back. Large numbers alone are no finding, nor is a single one, as
+    of an unusual batch. Embeddings are left out, as most of their rows get no gradient in a step. Only the
+    last 8,000 steps or so are known.
 
     Source: Wortsman et al., "Stable and low-precision training for large-scale vision-language models", 2023:
     an RMS above 2.3 precedes spikes of the loss by 1 to 8 steps.
@@ -84,7 +85,7 @@ class StaleMoments(Fault):
 
     def on_between(self, run: Run) -> None:
         opt = run.loop.opt
-        if opt is None:
+        if opt is None or run.step < FROM_STEP:
             return
         groups = {id(p): group for group in opt.param_groups for p in group["params"]}
         known = {name: p for name, p in self._params.items() if id(p) in groups and has_moments(opt, p)}
