@@ -1,5 +1,7 @@
 """Experts of transformers' models: loads are those that their routers return, and attention is seen."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -44,9 +46,7 @@ def test_loads_are_those_that_the_routers_return_and_attention_is_seen(make):
 
     for name, m in model.named_modules():
         if type(m).__name__.endswith("TopKRouter"):
-            m.register_forward_hook(
-                lambda m, args, out, name=name: chosen.setdefault(name, []).append(out[2])
-            )
+            m.register_forward_hook(partial(keep, name))
     with watch(model, opt, diagnose := Diagnose(show=False, on_sick="ignore")) as w:
         for step in range(5):
             x = torch.randint(VOCAB, (B, T), generator=torch.Generator().manual_seed(step))

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from hookcb.diagnosis.fault import NOTES, Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.curves import Curves
-from hookcb.diagnosis.rules import spread
+from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.rules import need_not_fall, spread
 from hookcb.diagnosis.run import SPARSE_KINDS, Absent, Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
 from hookcb.gradients.samples import is_native, on_cpu, sketch_copies
@@ -24,6 +25,8 @@ MIN_APART, MAX_APART = 4, 32  # steps between the first and the last of these
 N_PARAMS, N_KEPT = 4, 1_024  # matrices that are sampled, and steps that are kept
 MIN_RECORDS, FROM_STEP = 8, 64  # before which the moment is young, and each batch is noted
 N_BEFORE, MIN_BEFORE, N_AFTER, SIGMAS = 64, 32, 16, 6.0  # losses, and standard errors of their means
+
+FIXED = ("cross-entropy",)  # losses with fixed targets; errors against values may have targets that move
 
 
 class _Jump(NamedTuple):
@@ -50,9 +53,10 @@ class StaleMoments(Fault):
     correction for the bias, of up to 1,024 elements of each of four matrices, the first, the last and two
     between them, in one of each 8 steps from step 64 on. Limit: 2.3 in two measured steps in a row, if the
     mean of the 16 losses after the first one is above the median of the 64 before it by six standard errors;
-    1 is usual. A note if the loss has come back. Large numbers alone are no finding, nor is a single one, as
-    of an unusual batch. Embeddings are left out, as most of their rows get no gradient in a step. Only the
-    last 8,000 steps or so are known.
+    1 is usual. A note if half of the rise is gone in the end, or if it is no cross-entropy, as targets of
+    others may move; not judged if it is of no known kind. Large numbers alone are no finding, nor is a single
+    one, as of an unusual batch. Embeddings are left out, as most of their rows get no gradient in a step.
+    Only the last 8,000 steps or so are known.
 
     Source: Wortsman et al., "Stable and low-precision training for large-scale vision-language models", 2023:
     an RMS above 2.3 precedes spikes of the loss by 1 to 8 steps.
@@ -60,7 +64,7 @@ class StaleMoments(Fault):
 
     headline = "Adam's second moment lags behind the gradients"
     passed = "a second moment that lags behind"
-    uses = (Curves,)
+    uses = (Curves, Loss)
     cadence = NOTES
 
     def __init__(self) -> None:
@@ -113,20 +117,24 @@ class StaleMoments(Fault):
             few = Skipped(f"fewer than {MIN_RECORDS} steps of Adam were measured")
             yield run.why_not("Adam") if "Adam" in run.reasons else few
             return
+        if need_not_fall(run):
+            yield Skipped("the loss is of no known kind, so it may rise as intended")
+            return
+        is_fixed = run.measured(Loss).graph_of_one.sure_kind in FIXED
         jumps = [jump for name, rms in self.rms.items() for jump in _jumps(run, name, rms)]
         if jumps:
-            yield self._found(max(jumps, key=lambda x: (not x.has_healed, x.rms)))
+            yield self._found(max(jumps, key=lambda x: (not x.has_healed, x.rms)), is_fixed)
         else:
             largest = max(_persistent(rms) for rms in self.rms.values())
             yield Passed(f"{self.passed} (RMS of g/√v at most {largest:.2g})", largest, MAX_RMS)
 
-    def _found(self, jump: _Jump) -> Finding:
+    def _found(self, jump: _Jump, is_fixed: bool) -> Finding:
         layer = jump.name.rpartition(".")[0]
         return self.finding(
             f"The gradient of {jump.name} is {jump.rms:.2g} times the root of Adam's second moment from step "
             f"{jump.step} on (limit {MAX_RMS}; 1 is usual), and the loss then rises from {jump.usual:.3g} to "
             f"{jump.loss:.3g}{' for a while' if jump.has_healed else ''}.",
-            "info" if jump.has_healed else "warning",
+            "info" if jump.has_healed or not is_fixed else "warning",
             at=layer,
             param=jump.name,
             when=(jump.step, jump.until),
@@ -200,5 +208,6 @@ def _jumps(run: Run, name: str, rms: list[tuple[int, float]]) -> Iterator[_Jump]
         middle, sigma = spread(before)
         error = max(sigma, 1e-3 * abs(middle)) * math.sqrt(1 / len(before) + 1 / len(after))
         if (now := statistics.fmean(after)) > (limit := middle + SIGMAS * error):
-            has_healed = len(later) >= 2 * N_AFTER and statistics.fmean(later[-N_AFTER:]) <= limit
+            high = max(limit, (middle + now) / 2)
+            has_healed = len(later) >= 2 * N_AFTER and statistics.fmean(later[-N_AFTER:]) <= high
             yield _Jump(name, first, last, max(a, b), middle, now, has_healed)
