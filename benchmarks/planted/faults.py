@@ -11,6 +11,7 @@ from facts_valid import FACTS_VALID_FAULTS
 from facts_weights import FACTS_WEIGHTS_FAULTS
 from faults_data import DATA_FAULTS
 from faults_language import LANGUAGE_FAULTS
+from faults_large import LARGE_FAULTS
 from faults_layers import LAYER_FAULTS
 from faults_numbers import NUMBER_FAULTS
 from faults_optim import OPTIM_FAULTS
@@ -26,6 +27,7 @@ FAULTS: list[Case] = [
     *DATA_FAULTS,
     *NUMBER_FAULTS,
     *LANGUAGE_FAULTS,
+    *LARGE_FAULTS,
     *TIME_FAULTS,
     *SPIKES,
     *RARE_FAULTS,

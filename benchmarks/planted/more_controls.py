@@ -8,6 +8,7 @@ from facts_left import FACTS_LEFT_CONTROLS
 from facts_nan import FACTS_NAN_CONTROLS
 from facts_valid import FACTS_VALID_CONTROLS
 from language_controls import LANGUAGE_CONTROLS
+from large_controls import LARGE_CONTROLS
 from more_controls_losses import LOSS_CONTROLS
 from more_controls_nets import NET_CONTROLS
 from more_controls_runtime import RUNTIME_CONTROLS
@@ -26,6 +27,7 @@ MORE_CONTROLS: list[Case] = [
     *RUNTIME_CONTROLS,
     *STRANGER_CONTROLS,
     *LANGUAGE_CONTROLS,
+    *LARGE_CONTROLS,
     *TIME_CONTROLS,
     *SPIKE_CONTROLS,
     *FACTS_GRADS_CONTROLS,

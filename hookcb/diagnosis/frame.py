@@ -1,5 +1,6 @@
 """Frame: layers and parameters of a model by name, with the optimizers that have them."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -78,7 +79,8 @@ class Frame:
                 rate = detached_scalar(group["lr"])
                 param.lr = rate if isinstance(rate, float) else largest_lr(opt)
                 param.weight_decay = float(group.get("weight_decay", 0.0))
-                param.is_adaptive = is_adaptive(opt)
+                param.is_adaptive, eps = is_adaptive(opt), group.get("eps")
+                param.eps = float(eps) if isinstance(eps, float) and "betas" in group else math.nan
                 param.maximizes = bool(group.get("maximize", False))
             frame.params[name] = param
         return frame

@@ -66,6 +66,7 @@ class Param:
         resolution: machine epsilon of its dtype.
         stats: series by name of the statistic, from `GradientHealth`.
         is_optimized: whether an optimizer has it; `lr` and `weight_decay` are its group's at the end.
+        eps: what Adam adds to the root of its second moment, NaN if its optimizer is not of this kind.
         is_adaptive: whether that optimizer scales gradients by their size, as Adam does.
         maximizes: whether it ascends rather than descends.
         has_moved: whether any of 1,024 elements differs between the beginning and the end.
@@ -86,6 +87,7 @@ class Param:
     is_optimized: bool = True
     lr: float = math.nan
     weight_decay: float = 0.0
+    eps: float = math.nan
     is_adaptive: bool = False
     maximizes: bool = False
     n_without: int = 0

@@ -22,6 +22,8 @@ MIN_BATCHES = 3  # in which attention is seen
 MIN_KEYS = 4
 MAX_EVALUATED = 64  # calls in eval mode whose inputs are compared
 MAX_QUERIES = 32  # inspected for each head
+PRODUCTS = {"mm": False, "addmm": False, "bmm": True, "baddbmm": True}  # of matrices, whether of batches
+CHOICES = ("topk", "max", "argmax")
 OF_TOKENS = (  # what compiled code hides, see `Run.lack`
     *("attention", "indices of embeddings", "tokens that are targets", "masks of the tokens"),
     "padding of the tokens",
@@ -42,7 +44,9 @@ class Operations(Measurement):
 
     def __init__(self) -> None:
         # parts that have any of these methods: `see_attention(layer, module, weights)`, where the module is
-        # that of torch, if it is one; `add_attention(layer, weights, places)`, see `_record`;
+        # that of torch, if it is one; `see_logits(layer, largest)`, the largest logit of attention that the
+        # mask leaves; `add_attention(layer, weights, places)`, see `_record`;
+        # `see_choice(layer, among, chosen)`, indices of the largest of the numbers in the last dimension;
         # `add_indices(layer, n_rows, indices, padding)` of an embedding; `add_work(layer, operation, args,
         # result)` of each operation of the first forward. While one of them has a true `is_under_way`, a
         # model without attention is measured too.
@@ -62,6 +66,7 @@ class Operations(Measurement):
         self._probe: OpProbe | None = None
         self._is_eval = False  # whether it is that of the first call in eval mode
         self._kept: Any = None  # share of elements that the operation before has kept there
+        self._is_batched = False  # whether the last product of matrices was one of batches, as of attention
         self._hooks: list[Hook] = []
 
     def on_model(self, run: Run) -> None:
@@ -190,10 +195,17 @@ class Operations(Measurement):
             if n_keys >= MIN_KEYS and n_queries > 1:
                 places = torch.arange(n_keys, device=out.device) if n_keys == n_queries else None
                 self._record(out, places)
+                if self._is_batched:  # else of a router, or of a head
+                    self._show_logits(args[0][..., :: max(1, n_queries // MAX_QUERIES), :])
         elif name.startswith("_scaled_dot_product") and "backward" not in name:
             place = 6 if name == "_scaled_dot_product_efficient_attention" else 4
             is_causal = kwargs.get("is_causal", args[place] if len(args) > place else False) is True
             self._see_fused(args[0], args[1], kwargs, is_causal)
+        elif name in CHOICES:
+            if (found := chosen(name, args, kwargs, out)) is not None:
+                self._show("see_choice", self._layer(), args[0], found)
+        elif name in PRODUCTS:
+            self._is_batched = PRODUCTS[name]
         elif name == "embedding":
             padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else -1)
             self._show("add_indices", self._layer(), len(args[0]), args[1], padding)
@@ -214,6 +226,11 @@ class Operations(Measurement):
             later = torch.arange(k.shape[-2], device=q.device) > places[:, None]
             scores = scores.masked_fill(later, -math.inf)
         self._record(scores.softmax(-1), places if is_square else None)
+        self._show_logits(scores)
+
+    def _show_logits(self, logits: Tensor) -> None:
+        if any(hasattr(listener, "see_logits") for listener in self.listeners):
+            self._show("see_logits", self._layer(), logits.amax().float())
 
     def _see_eval(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Sees dropout in a forward without gradients: Bernoulli numbers, divided by their p."""
@@ -257,6 +274,15 @@ class Operations(Measurement):
     def freeze(self) -> None:
         self.listeners, self._evaluated, self._hooks = [], [], []
         self._loop, self._names, self._attentions = None, {}, {}
+
+
+def chosen(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Tensor | None:
+    """Indices that an operation has chosen over the last dimension of its input; None if it is no choice."""
+    place, default = (2, -1) if name == "topk" else (1, None)
+    dim = kwargs.get("dim", args[place] if len(args) > place else default)
+    indices = out if name == "argmax" else out[1] if isinstance(out, tuple | list) else None
+    is_last = isinstance(dim, int) and dim in (-1, args[0].ndim - 1)
+    return indices if is_last and isinstance(indices, Tensor) else None
 
 
 class OpProbe(DispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__

@@ -21,7 +21,7 @@ FLAT = ("Sigmoid", "Tanh", "Softsign", "LogSigmoid")
     "grad.attenuated",
     Site.BACKWARD,
     needs="gradients",
-    leads_to="update.too_small loss.flat loss.trivial param.not_stepped",
+    leads_to="update.too_small adam.eps loss.flat loss.trivial param.not_stepped",
     shown_by="params.norm",
 )
 class Attenuated(Fault):

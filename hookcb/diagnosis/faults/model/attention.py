@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hookcb.core.text import as_layer
-from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.fault import Fault, Measurement, Result, Site, fault
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.operations import MIN_BATCHES, Operations
 from hookcb.diagnosis.measurements.tokens import Tokens
@@ -40,12 +40,11 @@ def is_blind(weights: Tensor) -> Tensor:
     return (rows.sum(-1) <= 1).all() & (rows == rows[:1]).all() & (len(rows) > 1)
 
 
-class _OfAttention(Fault):
+class OfCalls(Fault):
     """A fault that is told by a number of each call of attention."""
 
     severity = "warning"
-    uses = (Operations,)
-    number: Callable[[Tensor], Tensor]
+    uses: ClassVar[tuple[type[Measurement], ...]] = (Operations,)
     at_most = math.inf  # calls of a layer
     _step = 0
 
@@ -60,10 +59,13 @@ class _OfAttention(Fault):
     def on_batch(self, run: Run) -> None:
         self._step = run.step
 
-    def see_attention(self, layer: str, m: Any, weights: Tensor) -> None:
-        seen = self._seen.setdefault(layer, [])
-        if len(seen) < self.at_most:
-            seen.append((self._step, self.number(weights)))
+    def is_full(self, layer: str) -> bool:
+        """Whether enough calls of a layer are kept."""
+        return len(self._seen.get(layer, ())) >= self.at_most
+
+    def keep(self, layer: str, number: Tensor) -> None:
+        """Keeps the number of a call."""
+        self._seen.setdefault(layer, []).append((self._step, number))
 
     def tell(self, run: Run) -> None:
         self.numbers = {layer: [(step, float(x)) for step, x in seen] for layer, seen in self._seen.items()}
@@ -77,6 +79,16 @@ class _OfAttention(Fault):
     def findings(self, run: Run) -> Iterator[Result]:
         is_known = run.measured(Operations).has_attention
         return self.told(run, self.found(), "" if is_known else run.why_not("attention"))
+
+
+class _OfAttention(OfCalls):
+    """A fault that is told by the attention weights of each call."""
+
+    number: Callable[[Tensor], Tensor]
+
+    def see_attention(self, layer: str, m: Any, weights: Tensor) -> None:
+        if not self.is_full(layer):
+            self.keep(layer, self.number(weights))
 
 
 @fault(

@@ -25,7 +25,7 @@ MAX_NORM = 100.0  # of all gradients; they are usually clipped to 0.1 to 10
     "clip.always",
     Site.GRADIENTS,
     needs="gradients",
-    leads_to="update.too_small loss.flat loss.trivial",
+    leads_to="update.too_small adam.eps loss.flat loss.trivial",
     shown_by="run.clip_coef",
 )
 class ConstantClipping(Fault):

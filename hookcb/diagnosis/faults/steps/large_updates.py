@@ -23,7 +23,7 @@ _Sizes = list[tuple[Param, Series]]
     "update.too_large",
     Site.OPTIMIZER,
     needs="gradients",
-    leads_to="unit.* act.* loss.* nonfinite.* grad.* attn.collapse update.lost_to_rounding",
+    leads_to="unit.* act.* loss.* nonfinite.* grad.* attn.* head.logits update.lost_to_rounding",
     shown_by="params.update_ratio",
     draws_limit=True,
 )

@@ -1,0 +1,160 @@
+"""moe.imbalance, moe.dead: routers that send too many tokens to few experts, and none to others."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from hookcb.core.text import as_layer, join_names
+from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.measurements.routers import Load, Routers
+from hookcb.diagnosis.rules import median
+from hookcb.diagnosis.run import Passed, Run, Skipped
+from hookcb.diagnosis.verdict import Finding
+
+MIN_STEPS, LATE = 100, 1 / 8  # a router may be uneven at first; looks from this share of the steps on count
+MIN_LOOKS = 4  # of these
+MIN_EXPECTED = 64.0  # tokens that each expert would get in one of them, if all got as many
+MAX_BUSIEST, OF_MOST = 4.0, 0.8  # times the share of an expert, and share of the most that is possible
+
+
+class _OfExperts(Fault):
+    """A fault that the loads of experts show."""
+
+    severity = "warning"
+    uses = (Routers,)
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        of_routers = {layer: late(loads) for layer, loads in run.measured(Routers).loads.items()}
+        known = {layer: loads for layer, loads in of_routers.items() if loads}
+        if not known:
+            few = Skipped(f"too few tokens, or fewer than {MIN_STEPS} batches, were seen by routers")
+            yield few if of_routers else run.why_not("experts")
+            return
+        found = [x for layer, loads in known.items() if (x := self.of_router(run, layer, loads)) is not None]
+        if found:
+            yield from self.told(run, sorted(found, key=lambda x: -x.value))
+        else:
+            yield self.ruled_out(list(known.values()))
+
+    def of_router(self, run: Run, layer: str, loads: Sequence[Load]) -> Finding | None:
+        raise NotImplementedError
+
+    def ruled_out(self, loads: Sequence[Sequence[Load]]) -> Passed:
+        raise NotImplementedError
+
+
+@fault(
+    "moe.imbalance",
+    Site.MODULES,
+    needs="batches",
+    leads_to="moe.dead loss.* update.* grad.* param.unreachable",
+    subject="experts",
+)
+class UnevenExperts(_OfExperts):
+    """A router that sends most tokens to few experts.
+
+    Formula: tokens of the busiest expert / those it would get if all got as many, of at least 64 each, in
+    inspected batches after the first eighth of 100 steps or more. Limit: 4, or 0.8 of the most that is
+    possible if that is less: n / k for k of n experts per token. It is above the limit in the last of at
+    least four looks, and in all others but one.
+
+    Source: Fedus et al., "Switch Transformers", 2021, for the load-balancing loss; Wang et al.,
+    "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024, for the measure, which is
+    their maximal violation plus 1.
+    """
+
+    headline = "A router sends most tokens to few experts"
+
+    def of_router(self, run: Run, layer: str, loads: Sequence[Load]) -> Finding | None:
+        limit, usual = limit_of(loads[-1]), median(x.busiest for x in loads)
+        if loads[-1].busiest <= limit or sum(x.busiest <= limit for x in loads) > 1:
+            return None
+        n, first = len(loads[-1].counts), next(x.step for x in loads if x.busiest > limit)
+        return self.finding(
+            f"The router {as_layer(layer) or 'of the model'} sends {usual:.2g} times an even share of the "
+            f"tokens to its busiest expert (limit {limit:.2g}); it uses its {n} experts as if they were "
+            f"{effective(loads[-1]):.2g}.",
+            at=layer,
+            when=(first, loads[-1].step),
+            value=usual,
+            limit=limit,
+            causes=_causes(run),
+            next_steps=_next_steps(run),
+        )
+
+    def ruled_out(self, loads: Sequence[Sequence[Load]]) -> Passed:
+        shares = [(median(x.busiest for x in each), limit_of(each[-1])) for each in loads]
+        value, limit = max(shares, key=lambda x: x[0] / x[1])
+        return Passed(f"uneven loads of experts (busiest {value:.2g} times its share)", value, limit)
+
+
+@fault(
+    "moe.dead",
+    Site.MODULES,
+    needs="batches",
+    leads_to="loss.* param.unreachable unit.dead",
+    subject="experts",
+)
+class DeadExperts(_OfExperts):
+    """Experts that get no token any more, so they are never trained and their weights are wasted.
+
+    Formula: number of experts of a router without a token in all inspected batches after the first eighth of
+    100 steps or more, four batches or more; if all experts got as many, each would get 64 or more in each of
+    them, so chance is ruled out. Limit: 0.
+
+    Source: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer",
+    2017, section 4; Fedus et al., "Switch Transformers", 2021.
+    """
+
+    headline = "Experts get no tokens"
+
+    def of_router(self, run: Run, layer: str, loads: Sequence[Load]) -> Finding | None:
+        n = len(loads[-1].counts)
+        if not (dead := [i for i in range(n) if not any(x.counts[i] for x in loads)]):
+            return None
+        n_tokens = sum(sum(x.counts) // x.k for x in loads)
+        which = join_names([str(i) for i in dead], 6)
+        return self.finding(
+            f"{len(dead)} of the {n} experts of the router {as_layer(layer) or 'of the model'} got none of "
+            f"the {n_tokens:,} tokens of the last {len(loads)} inspected batches (limit 0): "
+            f"{'expert' if len(dead) == 1 else 'experts'} {which}.",
+            at=layer,
+            when=(loads[0].step, loads[-1].step),
+            value=float(len(dead)),
+            limit=0.0,
+            causes=_causes(run),
+            next_steps=(*_next_steps(run), "Begin the router with small weights, and without a bias"),
+        )
+
+    def ruled_out(self, loads: Sequence[Sequence[Load]]) -> Passed:
+        return Passed("experts without tokens", 0.0, 0.0)
+
+
+def late(loads: Sequence[Load]) -> list[Load]:
+    """Looks after the first eighth of the steps, with enough tokens; none if they are few."""
+    end = loads[-1].step if loads else 0
+    known = [x for x in loads if x.step >= LATE * end and x.expected >= MIN_EXPECTED]
+    return known if end >= MIN_STEPS and len(known) >= MIN_LOOKS else []
+
+
+def limit_of(load: Load) -> float:
+    """Largest load of an expert, in units of an even one, that is no finding."""
+    return min(MAX_BUSIEST, OF_MOST * len(load.counts) / load.k)
+
+
+def effective(load: Load) -> float:
+    """Number of experts with equal loads that would have the entropy of these."""
+    shares = [x / sum(load.counts) for x in load.counts if x]
+    return math.exp(-sum(p * math.log(p) for p in shares))
+
+
+def _causes(run: Run) -> tuple[str, ...]:
+    if run.measured(Routers).lacks_balance:
+        return ("config.output_router_logits is False, so transformers adds no load-balancing loss",)
+    return ("a load-balancing loss that is missing, too small, or not added to the loss",)
+
+
+def _next_steps(run: Run) -> tuple[str, ...]:
+    add = "Add a load-balancing loss with a coefficient of 1e-2, and a z-loss of the router of 1e-3"
+    if run.measured(Routers).lacks_balance:
+        add = "Set config.output_router_logits = True, so that router_aux_loss_coef counts"
+    return (add, "Check that the loss that is trained has it, and lower the learning rate of the router")

@@ -1,0 +1,105 @@
+"""Routers: to which experts the routers of a model send their tokens."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hookcb.core.torch_private import Convolution
+from hookcb.diagnosis.fault import Measurement
+from hookcb.diagnosis.measurements.operations import Operations
+from hookcb.diagnosis.run import Absent, Run, Skipped
+from hookcb.hooks.modules import named_modules
+
+MIN_EXPERTS = 2
+MAX_LOOKS = 256  # of a router that are kept, the latest
+
+
+class Load(NamedTuple):
+    """Numbers of tokens that a router sends to each expert in one batch, `(n_experts,)`."""
+
+    step: int
+    counts: tuple[int, ...]
+    k: int  # experts of each token
+
+    @property
+    def expected(self) -> float:
+        """Tokens of each expert if all got as many."""
+        return sum(self.counts) / len(self.counts)
+
+    @property
+    def busiest(self) -> float:
+        """Tokens of the busiest expert, in units of `expected`."""
+        return max(self.counts) / self.expected
+
+
+class Routers(Measurement):
+    """Counts the tokens of each expert in inspected batches.
+
+    A router is a layer that chooses among n numbers of each token, by `topk`, `max` or `argmax` over the last
+    dimension, and that has, or whose parent has, n experts: a ModuleList of n modules of one kind, or a
+    parameter of shape (n, …, …).
+    """
+
+    uses = (Operations,)
+    is_under_way = False  # whether `Operations` is to measure each inspected batch
+
+    def __init__(self) -> None:
+        self._experts: dict[str, set[int]] = {}  # numbers of experts, by layer that has them
+        self._seen: dict[tuple[str, int], dict[int, tuple[Tensor, int]]] = {}  # by router, then by step
+        self._step = 0
+        self.loads: dict[str, list[Load]] = {}  # by router
+        self.lacks_balance = False  # whether a config of transformers leaves the load-balancing loss out
+
+    def on_model(self, run: Run) -> None:
+        model = run.loop.model
+        of_layers = ((name, set(_numbers_of_experts(m))) for name, m in named_modules(model).items())
+        self._experts = {name: numbers for name, numbers in of_layers if numbers}
+        config = getattr(model, "config", None)
+        self.lacks_balance = getattr(config, "output_router_logits", None) is False
+        run.measured(Operations).listeners.append(self)
+        self.is_under_way, self.done = bool(self._experts), not self._experts
+
+    def on_batch(self, run: Run) -> None:
+        self._step = run.step
+
+    def see_choice(self, layer: str, among: Tensor, chosen: Tensor) -> None:
+        """Counts what a layer has chosen among numbers `(…, n)`: indices `(…, k)`, or `(…)` if k is 1."""
+        n = among.shape[-1]
+        if among.ndim < 2 or not any(n in self._experts.get(x, ()) for x in (layer, _parent(layer))):
+            return
+        ones = torch.ones_like(chosen, dtype=torch.int64).flatten()
+        counts = ones.new_zeros(n).scatter_add_(0, chosen.flatten(), ones)  # bincount would wait for a GPU
+        k = chosen.shape[-1] if chosen.ndim == among.ndim else 1
+        of_steps = self._seen.setdefault((layer, n), {})
+        before = of_steps.get(self._step)
+        of_steps[self._step] = (counts if before is None else counts + before[0], k)
+        if len(of_steps) > MAX_LOOKS:
+            del of_steps[min(of_steps)]
+
+    def tell(self, run: Run) -> None:
+        self.loads = {
+            layer: [Load(step, tuple(counts.tolist()), k) for step, (counts, k) in of_steps.items()]
+            for (layer, _), of_steps in self._seen.items()
+        }
+        if not self._experts and run.measured(Operations).failure is None:
+            run.lack(Absent("the model has no experts"), "experts")
+        elif run.measured(Operations).is_left_out:
+            run.lack(Skipped("the model is compiled, which hides what its routers choose"), "experts")
+
+    def freeze(self) -> None:
+        self._experts, self._seen = {}, {}
+
+
+def _numbers_of_experts(m: nn.Module) -> list[int]:
+    """Sizes of what may be the experts of a layer: of its own, or of one of its parts."""
+    stacks = [
+        p for x in (m, *m.children()) if not isinstance(x, Convolution) for p in x.parameters(recurse=False)
+    ]
+    numbers = [p.shape[0] for p in stacks if p.ndim == 3]
+    lists = [x for x in m.children() if isinstance(x, nn.ModuleList) and len({*map(type, x)}) == 1]
+    return [n for n in (*numbers, *map(len, lists)) if n >= MIN_EXPERTS]
+
+
+def _parent(layer: str) -> str:
+    return layer.rpartition(".")[0]
