@@ -28,6 +28,11 @@ class Load(NamedTuple):
         return sum(self.counts) / len(self.counts)
 
     @property
+    def favorite(self) -> int:
+        """Index of the busiest expert."""
+        return self.counts.index(max(self.counts))
+
+    @property
     def busiest(self) -> float:
         """Tokens of the busiest expert, in units of `expected`."""
         return max(self.counts) / self.expected

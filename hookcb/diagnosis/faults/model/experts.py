@@ -1,7 +1,9 @@
 """moe.imbalance, moe.dead: routers that send too many tokens to few experts, and none to others."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import takewhile
 
 from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
@@ -13,6 +15,10 @@ from hookcb.diagnosis.verdict import Finding
 MIN_STEPS, LATE = 100, 1 / 8  # a router may be uneven at first; looks from this share of the steps on count
 MIN_LOOKS = 4  # of these
 MIN_EXPECTED = 64.0  # tokens that each expert would get in one of them, if all got as many
+MIN_UNEVEN, MIN_TOKENS = (
+    2,
+    16.0,
+)  # looks of an uneven router, and tokens that each expert would get in all of them
 MAX_BUSIEST, OF_MOST = 4.0, 0.8  # times the share of an expert, and share of the most that is possible
 
 
@@ -25,15 +31,15 @@ class _OfExperts(Fault):
     def findings(self, run: Run) -> Iterator[Result]:
         of_routers = {layer: late(loads) for layer, loads in run.measured(Routers).loads.items()}
         known = {layer: loads for layer, loads in of_routers.items() if loads}
-        if not known:
-            few = Skipped(f"too few tokens, or fewer than {MIN_STEPS} batches, were seen by routers")
-            yield few if of_routers else run.why_not("experts")
-            return
         found = [x for layer, loads in known.items() if (x := self.of_router(run, layer, loads)) is not None]
+        enough = [many for loads in known.values() if len(many := with_tokens(loads)) >= MIN_LOOKS]
         if found:
             yield from self.told(run, sorted(found, key=lambda x: -x.value))
+        elif enough:
+            yield self.ruled_out(enough)
         else:
-            yield self.ruled_out(list(known.values()))
+            few = Skipped(f"too few tokens, or fewer than {MIN_STEPS} batches, were seen by routers")
+            yield few if of_routers else run.why_not("experts")
 
     def of_router(self, run: Run, layer: str, loads: Sequence[Load]) -> Finding | None:
         raise NotImplementedError
@@ -52,10 +58,10 @@ class _OfExperts(Fault):
 class UnevenExperts(_OfExperts):
     """A router that sends most tokens to few experts.
 
-    Formula: tokens of the busiest expert / those it would get if all got as many, of at least 64 each, in
-    inspected batches after the first eighth of 100 steps or more. Limit: 4, or 0.8 of the most that is
-    possible if that is less: n / k for k of n experts per token. It is above the limit in the last of at
-    least four looks, and in all others but one.
+    Formula: tokens of the busiest expert / those it would get if all got as many, in inspected batches after
+    the first eighth of 100 steps or more. Limit: 4, or 0.8 of the most that is possible if that is less:
+    n / k for k of n experts per token. It is above the limit in the last two looks or more, which have the
+    same busiest expert, and in which each would get 16 tokens or more.
 
     Source: Fedus et al., "Switch Transformers", 2021, for the load-balancing loss; Wang et al.,
     "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024, for the measure, which is
@@ -65,16 +71,17 @@ class UnevenExperts(_OfExperts):
     headline = "A router sends most tokens to few experts"
 
     def of_router(self, run: Run, layer: str, loads: Sequence[Load]) -> Finding | None:
-        limit, usual = limit_of(loads[-1]), median(x.busiest for x in loads)
-        if loads[-1].busiest <= limit or sum(x.busiest <= limit for x in loads) > 1:
+        last, limit = loads[-1], limit_of(loads[-1])
+        uneven = _trailing(loads, lambda x: x.busiest > limit and x.favorite == last.favorite)
+        if len(uneven) < MIN_UNEVEN or sum(x.expected for x in uneven) < MIN_TOKENS:
             return None
-        n, first = len(loads[-1].counts), next(x.step for x in loads if x.busiest > limit)
+        n, usual = len(last.counts), median(x.busiest for x in uneven)
         return self.finding(
             f"The router {as_layer(layer) or 'of the model'} sends {usual:.2g} times an even share of the "
             f"tokens to its busiest expert (limit {limit:.2g}); it uses its {n} experts as if they were "
-            f"{effective(loads[-1]):.2g}.",
+            f"{effective(last):.2g}.",
             at=layer,
-            when=(first, loads[-1].step),
+            when=(uneven[0].step, last.step),
             value=usual,
             limit=limit,
             causes=_causes(run),
@@ -97,8 +104,8 @@ class UnevenExperts(_OfExperts):
 class DeadExperts(_OfExperts):
     """Experts that get no token any more, so they are never trained and their weights are wasted.
 
-    Formula: number of experts of a router without a token in all inspected batches after the first eighth of
-    100 steps or more, four batches or more; if all experts got as many, each would get 64 or more in each of
+    Formula: number of experts of a router without a token in the last four inspected batches or more, of 100
+    steps or more, without the first eighth; if all experts got as many, each would get 64 or more in each of
     them, so chance is ruled out. Limit: 0.
 
     Source: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer",
@@ -108,9 +115,12 @@ class DeadExperts(_OfExperts):
     headline = "Experts get no tokens"
 
     def of_router(self, run: Run, layer: str, loads: Sequence[Load]) -> Finding | None:
-        n = len(loads[-1].counts)
-        if not (dead := [i for i in range(n) if not any(x.counts[i] for x in loads)]):
+        n, loads = len(loads[-1].counts), with_tokens(loads)
+        idle = [_trailing(loads, partial(_is_idle, i)) for i in range(n)]
+        dead = [i for i, looks in enumerate(idle) if len(looks) >= MIN_LOOKS]
+        if not dead:
             return None
+        loads = max((idle[i] for i in dead), key=len)
         n_tokens = sum(sum(x.counts) // x.k for x in loads)
         which = join_names([str(i) for i in dead], 6)
         return self.finding(
@@ -130,10 +140,24 @@ class DeadExperts(_OfExperts):
 
 
 def late(loads: Sequence[Load]) -> list[Load]:
-    """Looks after the first eighth of the steps, with enough tokens; none if they are few."""
+    """Looks after the first eighth of the steps; none if there are few."""
     end = loads[-1].step if loads else 0
-    known = [x for x in loads if x.step >= LATE * end and x.expected >= MIN_EXPECTED]
+    known = [x for x in loads if x.step >= LATE * end]
     return known if end >= MIN_STEPS and len(known) >= MIN_LOOKS else []
+
+
+def with_tokens(loads: Sequence[Load]) -> list[Load]:
+    """Looks in which an expert without a token is no chance."""
+    return [x for x in loads if x.expected >= MIN_EXPECTED]
+
+
+def _is_idle(i: int, load: Load) -> bool:
+    return not load.counts[i]
+
+
+def _trailing(loads: Sequence[Load], holds: Callable[[Load], bool]) -> list[Load]:
+    """The last looks, as long as something holds for each of them."""
+    return [*takewhile(holds, reversed(loads))][::-1]
 
 
 def limit_of(load: Load) -> float:

@@ -141,9 +141,18 @@ def test_an_expert_without_tokens_in_all_late_looks_is_told_with_its_number():
 
 
 def test_few_batches_or_few_tokens_are_not_judged():
-    for fault, load in ((DeadExperts, [0, 2, 1, 1, 1, 1, 1, 1]), (UnevenExperts, [6, 1, 0, 0, 0, 0, 0, 1])):
-        assert judged(fault, *[load] * 9, scale=40) is Skipped  # tokens
+    dead, uneven = [0, 2, 1, 1, 1, 1, 1, 1], [6, 1, 0, 0, 0, 0, 0, 1]
+    assert judged(DeadExperts, *[dead] * 9, scale=40) is Skipped  # tokens
+    assert judged(UnevenExperts, *[uneven] * 9, scale=1) is Skipped
+    for fault, load in ((DeadExperts, dead), (UnevenExperts, uneven)):
         assert judged(fault, *[load] * 8, scale=100) is Skipped  # batches
+
+
+def test_a_router_that_collapses_late_is_told_from_then_on():
+    found = judged(UnevenExperts, *[EVEN] * 7, *[UNEVEN] * 2)
+    assert found[:2] == ("moe.imbalance", "warning")
+    assert judged(UnevenExperts, *[EVEN] * 8, UNEVEN) is Passed  # one batch may be of one kind
+    assert judged(UnevenExperts, *[EVEN] * 7, UNEVEN, UNEVEN[::-1]) is Passed  # another favorite
 
 
 def test_experts_of_transformers_without_their_load_balancing_loss_get_advice_for_that():
