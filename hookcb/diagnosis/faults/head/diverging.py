@@ -1,5 +1,6 @@
 """head.logits: scores of a cross-entropy that drift away from zero, all together."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -28,9 +29,9 @@ class DivergingLogits(Fault):
     """Scores of a cross-entropy that drift away from zero all together, which the loss does not see.
 
     Formula: z = log Σ exp(scores), the mean of up to 256 rows of an inspected batch. A softmax is the same
-    for scores that are all shifted, so nothing holds z near ln C. Each of the last three |z| before
-    convergence, of looks so far apart that the step of each is 1.5 times that of the one before, is 1.3 to 30
-    times the one before. Limit: 100 in bfloat16, whose numbers are a half apart there; in other types 1,000,
+    for scores that are all shifted, so nothing holds z near ln C. Each of the last three |z|, before convergence
+    or in bfloat16, of looks so far apart that the step of each is 1.5 times that of the one before, is 1.3 to
+    30 times the one before. Limit: 100 in bfloat16, whose numbers are a half apart there; in other types 1,000,
     and a note from 100 on, or if the loss diverges.
 
     Source: Chowdhery et al., "PaLM", 2022, for the z-loss; Wortsman et al., "Small-scale proxies for
@@ -62,7 +63,9 @@ class DivergingLogits(Fault):
         self._kept = []
 
     def findings(self, run: Run) -> Iterator[Result]:
-        z = before(series_of(self.z), run.converged_at())
+        is_coarse = torch.finfo(self._dtype).eps >= MAX_SPACING
+        # once a training has converged its scores may grow, which does harm if their dtype is coarse
+        z = before(series_of(self.z), math.inf if is_coarse else run.converged_at())
         if len(z) < MIN_LOOKS:
             yield Skipped("the scores of few batches were seen, or their loss is no cross-entropy")
             return
@@ -71,7 +74,6 @@ class DivergingLogits(Fault):
         if last <= MAX_Z or not is_rising(looks):
             yield Passed(f"scores that drift away from zero (log-sum-exp {z.values[-1]:.3g})", last, MAX_Z)
             return
-        is_coarse = torch.finfo(self._dtype).eps >= MAX_SPACING
         is_cause = not findings_of("loss.diverging", run)  # else everything may grow
         limit = MAX_Z if is_coarse or last <= FAR_TOO_LARGE else FAR_TOO_LARGE
         yield self.finding(
