@@ -92,5 +92,9 @@ def test_scores_that_drift_are_a_note_in_float32_and_a_warning_where_they_lose_d
 def test_scores_that_stay_or_grow_after_convergence_are_no_finding():
     assert judged([300.0] * 9, torch.bfloat16) is Passed
     assert judged([z / 3 for z in GROWING], torch.bfloat16) is Passed
-    assert judged(GROWING, torch.bfloat16, loss=[3.0] * 60 + [0.01] * 340) is Passed
+    assert judged(GROWING, loss=[3.0] * 60 + [0.01] * 340) is Passed
     assert judged(GROWING[:4]) is Skipped
+
+
+def test_scores_that_lose_digits_are_told_after_convergence_too():
+    assert judged(GROWING, torch.bfloat16, loss=[3.0] * 60 + [0.01] * 340)[:2] == ("head.logits", "warning")
