@@ -39,8 +39,9 @@ class LossSpikes(Fault):
     Formula: at least two losses, each above the usual one by six times the noise, after 32 batches; or one by
     eight times and by a quarter, or one that lasts for more than three batches. The usual loss is the median
     of the last 32 or of the last 4, whichever is higher; the noise, 1.4826 times the median difference of two
-    losses in a row over up to 128 batches, divided by √2. A note; a warning if the loss had not come back
-    after 128 batches and is still above that limit at the end, or if the state of the optimizer is wrong.
+    losses in a row over up to 128 batches, divided by √2. A note; a warning if the state of
+    the optimizer is wrong, or if the rate had risen, the loss had not come back after 128 batches and is
+    still above that limit at the end. Other losses may stay higher as intended, as of tasks in a row.
 
     What came first, in this order. The batch, if the next three losses are usual, as its step has then left
     the weights as good as they were, or if most of its samples have usual losses and the next losses keep
@@ -77,11 +78,12 @@ class LossSpikes(Fault):
         """A finding on the spikes of one cause, that of the largest."""
         spike = max(spikes, key=lambda x: x.excess)
         others = [x for x in spikes if x is not spike]
+        has_stayed = any(_has_stayed(x, run) for x in spikes)
         return self.finding(
             f"The loss jumps to {spike.value:.3g} at step {spike.step:,}{_place(spike)}, while up to "
             f"{spike.limit:.3g} is noise: {cause.text}. "
             f"{_healing(spike, run)}{_repeated(spike, others)}",
-            "warning" if cause.kind == "state" or any(_has_stayed(x, run) for x in spikes) else "info",
+            "warning" if cause.kind == "state" or (cause.kind == "rate" and has_stayed) else "info",
             at=cause.at,
             when=(spikes[0].step, spikes[-1].step),
             value=spike.value,

@@ -108,10 +108,12 @@ def test_a_layer_that_leaves_its_band_with_the_loss_is_not_to_blame():
     assert only(LossSpikes, spiky(lasting(), {}, layers={"body": body})).layer == ""
 
 
-def test_a_loss_that_does_not_come_back_is_a_warning():
-    found = only(LossSpikes, spiky(level(120) + noisy([4.0] * 180, 0.05), {}))
+def test_a_loss_that_does_not_come_back_is_a_warning_only_if_the_rate_had_risen():
+    values = level(120) + noisy([4.0] * 180, 0.05)
+    found = only(LossSpikes, spiky(list(values), {}, rates=[(118, 0.1), (119, 1.0)]))
     assert found.severity == "warning"
     assert "It has not healed: the last losses are 4" in found.message
+    assert only(LossSpikes, spiky(values, {})).severity == "info"  # a new task may be harder
 
 
 def test_spikes_after_a_larger_one_have_its_cause():
