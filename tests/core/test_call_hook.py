@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from hookcb.core.call_hook import CallHook
-from tests.support import in_turn
 
 
 class Observed:
@@ -281,7 +280,7 @@ def ends_iteration(self):
     raise StopIteration  # which Python makes a RuntimeError
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("method", "kind"),
     [
         (breaks_at_once, ZeroDivisionError),

@@ -89,8 +89,7 @@ def test_weights_of_folders_are_found(tmp_path):
 
 def test_safetensors_are_read_or_the_message_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "a.safetensors").write_bytes(b"0" * 50)
-    if "safetensors" not in sys.modules:
-        monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'hookcb\[safetensors\]'"):
         list(read_weights(tmp_path / "a.safetensors"))
 
