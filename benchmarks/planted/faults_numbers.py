@@ -103,6 +103,33 @@ def fp16_overflow(seed: int, cbs: Callbacks) -> Run:
     return fit(model, F.cross_entropy, opt, batches, [*cbs, MixedPrecision("fp16")], seed)
 
 
+def in_float16(model: nn.Module, seed: int, cbs: Callbacks, lr: float, scale: float = 1.0) -> Run:
+    """Train a model in float16, with a loss that is multiplied."""
+    opt = SGD(model.half().parameters(), lr=lr / scale)
+    batches = [(x.half(), y) for x, y in digit_batches(seed, n_step=100)]
+    return follow(model, lambda pred, y: scale * F.cross_entropy(pred.float(), y), opt, batches, cbs, seed)
+
+
+@fault(NUMBER_FAULTS, "float16 and a loss of 1e-4", codes=["precision.underflow", "update.lost_to_rounding"])
+def small_loss(seed: int, cbs: Callbacks) -> Run:
+    return in_float16(Mlp(), seed, cbs, lr=0.1, scale=1e-4)
+
+
+@fault(
+    NUMBER_FAULTS,
+    "float16 features that all but overflow",
+    codes=["precision.overflow", "act.scale"],
+    layers=["0"],
+)
+def large_features(seed: int, cbs: Callbacks) -> Run:
+    """Frozen features on a scale of their own, which a norm takes back."""
+    features = nn.Linear(64, 64, bias=False).requires_grad_(False)
+    (x, _), *_ = digit_batches(seed, n_step=1)
+    features.weight.data *= 42_000 / features(x).abs().max()
+    model = nn.Sequential(features, nn.LayerNorm(64), nn.Linear(64, 10))
+    return in_float16(model, seed, cbs, lr=0.05)
+
+
 @fault(NUMBER_FAULTS, "GradScaler at 2^24", codes=["amp.scale_collapse"])
 def large_scale(seed: int, cbs: Callbacks) -> Run:
     """A loss scale that is too large, and grows again after every other step."""

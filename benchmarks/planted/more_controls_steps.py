@@ -3,6 +3,7 @@
 import torch
 from case import Callbacks, Case, Losses, Run, control, fit, follow
 from data import batched, digit_batches, digits, image_batches, table
+from faults_numbers import in_float16
 from nets import Cnn, Encoded, Mlp, stack
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -219,3 +220,8 @@ def gradient_penalty(seed: int, cbs: Callbacks) -> Run:
             opt.step()
             opt.zero_grad(set_to_none=False)
     return run
+
+
+@control(STEP_CONTROLS, "float16 weights, without a scale", target=1.0)
+def in_half(seed: int, cbs: Callbacks) -> Run:
+    return in_float16(Mlp(norm=True), seed, cbs, lr=0.3)

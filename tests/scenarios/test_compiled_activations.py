@@ -9,6 +9,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from hookcb import ActivationStats, Diagnose, Learner, assert_no_hooks, watch
+from hookcb.activations.stats import WHOLE
 from tests.activations.support import STATS, Around, Puts, assert_stats, randn, steps
 from tests.hooks import support as zoo
 from tests.support import along, first, fit
@@ -277,7 +278,7 @@ def test_a_large_output_is_as_exact_as_without_compile(n_elements):
         )
     )
     for record in stats.stats:
-        assert_stats(record["odd"], x)
+        assert_stats(record["odd"], x, kurtosis=0.3 if n_elements > WHOLE else 1e-4)  # of a sample
 
 
 PARTS = {
