@@ -38,7 +38,7 @@ MIN_SQUARE, ROUNDING = 1e-30, 0.01  # second moment that is no rounded zero; err
 MIN_INPUTS, TINY = 8, 1e-12  # inspected batches whose inputs are compared with, and their smallest size
 ADAMS = {torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam}
 WIDE_ENOUGH = {torch.float32, torch.float64}
-MAIN = 0.5  # share of the loss that those of the samples must make up, as it may have other terms
+MAIN = 0.5  # share of the loss that those of the samples make up at least, as it may have other terms
 
 
 @dataclass(slots=True)
@@ -278,7 +278,7 @@ class Spikes(Measurement):
 def _add_samples(spike: Spike, run: Run) -> None:
     """Adds the losses of the samples of the current batch, if they make up most of its loss."""
     of_sample = sample_losses(run.loop, run.measured(Targets).of_batch(run))
-    if of_sample is None or not float(of_sample.nanmean()) > MAIN * spike.value:
+    if of_sample is None or not MAIN < float(of_sample.nanmean()) / spike.value < 1 / MAIN:
         return
     spike.worst = worst_of(of_sample)
     spike.n_samples, spike.typical = int(of_sample.isfinite().sum()), float(of_sample.nanmedian())
@@ -313,7 +313,8 @@ def sample_losses(loop: Any, targets: Any) -> Tensor | None:
         return None
     n = batch_size(loop.xb)
     n = n if n and len(of_each) % n == 0 else len(of_each)
-    return of_each.reshape(n, -1).nanmean(1) * term.scale if n > 1 else None
+    scale = term.scale if math.isfinite(term.scale) else 1.0  # as of a sum over a number that is not known
+    return of_each.reshape(n, -1).nanmean(1) * scale if n > 1 else None
 
 
 @torch.no_grad()
