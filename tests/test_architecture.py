@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import hookcb
-from tests.support import in_turn
 from tests.test_floors import FLOORS
 
 ROOT = Path(__file__).parent.parent
@@ -91,12 +90,12 @@ def missing_links(page, text):
     return [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
 
 
-@in_turn("page", [*PAGES, "README.md"])
+@pytest.mark.parametrize("page", [*PAGES, "README.md"])
 def test_links_lead_somewhere(page):
     assert missing_links(page, read(page)) == []
 
 
-@in_turn("page", PAGES)
+@pytest.mark.parametrize("page", PAGES)
 def test_files_that_a_page_names_are_there(page):
     assert [path for path in missing_paths(read(page)) if path not in ("plots.py",)] == []
 
@@ -141,7 +140,7 @@ def test_the_index_has_each_decision_once():
     assert sorted(listed) == sorted(there), "add a line for each file to docs/decisions/README.md"
 
 
-@in_turn("path", sorted(DECISIONS.glob("[a-z]*.md")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(DECISIONS.glob("[a-z]*.md")), ids=lambda path: path.stem)
 def test_a_decision_is_short_and_says_what_would_change_it(path):
     text = path.read_text("utf-8")
     assert re.findall(r"^\*\*(.+)\.\*\* ", text, re.MULTILINE) == list(PARTS)

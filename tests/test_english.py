@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support import in_turn
+import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = sorted((ROOT / "hookcb").rglob("*.py"))
@@ -58,7 +58,7 @@ def test_pages_speak_american_english() -> None:
     assert [(name, line) for name, line in lines if BRITISH.search(line) or PHRASES.search(line)] == []
 
 
-@in_turn(
+@pytest.mark.parametrize(
     "line",
     [
         '"""What is left of a fit."""',

@@ -3,7 +3,6 @@
 import pytest
 
 from hookcb.cli.main import main
-from tests.support import in_turn
 
 MODELS = """
 import torch
@@ -56,7 +55,7 @@ def test_a_model_is_found_and_shown(where, inputs, shown, capsys):
     assert [text for text in shown if text not in out.out] == []
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("args", "told"),
     [
         (["summarized.py:Tex"], "has no 'Tex'; it has Text, Two, image, wrong"),

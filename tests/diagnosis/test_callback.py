@@ -28,7 +28,7 @@ from hookcb import (
 )
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.operations import OpProbe
-from tests.support import SaysSo, along, first, fit, in_turn, make_batches, make_learner, make_model
+from tests.support import SaysSo, along, first, fit, make_batches, make_learner, make_model
 from tests.training.support import TakesDict, TwoInputs, Unsized
 
 NAN = float("nan")
@@ -68,14 +68,14 @@ def watched(model, batches, *cbs, lr=0.01, **kwargs):
 # ---- its arguments
 
 
-@in_turn("on_sick", ["explode", "", None, True, 3, ["warn"], "WARN", "raise"])
+@pytest.mark.parametrize("on_sick", ["explode", "", None, True, 3, ["warn"], "WARN", "raise"])
 def test_an_on_sick_that_cannot_be_is_refused_with_what_can_be(on_sick):
     error = ValueError if isinstance(on_sick, str) else TypeError
     with pytest.raises(error, match=r"on_sick.*'warn', 'stop', 'ignore' or a function of the verdict"):
         Diagnose(on_sick)
 
 
-@in_turn("budget", [-0.1, 1.5, NAN, float("inf"), None, "much", True, [0.1]])
+@pytest.mark.parametrize("budget", [-0.1, 1.5, NAN, float("inf"), None, "much", True, [0.1]])
 def test_a_budget_that_is_no_share_is_refused(budget):
     with pytest.raises((ValueError, TypeError), match="budget"):
         Diagnose(budget=budget)

@@ -14,7 +14,7 @@ from hookcb import Callback, CancelBatchException, HookCallback
 from hookcb.testing import assert_no_hooks, count_hooks
 from tests.hooks import support as zoo
 from tests.hooks.support import Gradients, Means, batches, fit, learner, numbers, three_layers
-from tests.support import BATCH, each, in_turn
+from tests.support import BATCH, each
 
 
 class Everywhere(Means):
@@ -104,8 +104,8 @@ def test_a_layer_called_with_keywords_is_seen_with_them():
     assert back.results == {"takes": (0, ["a", "b"])}
 
 
-@in_turn("order", [-1000, 0, 1000])
-@in_turn("every", [1, 2, 3, 100])
+@pytest.mark.parametrize("order", [-1000, 0, 1000])
+@pytest.mark.parametrize("every", [1, 2, 3, 100])
 def test_every_acts_on_batches_0_n_2n_whatever_the_order(every, order):
     steps = []
     cb = HookCallback("a", every=every, hook=lambda m, i, o: steps.append(cb.train_iter))
@@ -262,8 +262,8 @@ def checkpoint_all_but_the_last(model, use_reentrant):
     model.f = f
 
 
-@in_turn("use_reentrant", [True, False])
-@in_turn("every", [None, 2])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("every", [None, 2])
 def test_recomputation_under_checkpointing_is_not_seen(use_reentrant, every):
     model, plain = three_layers(), three_layers()
     checkpoint_all_but_the_last(model, use_reentrant)
@@ -548,7 +548,9 @@ def test_a_wrong_selection_is_named():
     assert_no_hooks(model)
 
 
-@in_turn("options", [{"every": 0}, {"every": -1}, {"every": 1.5}, {"every": "2"}, {"hook": 3}])
+@pytest.mark.parametrize(
+    "options", [{"every": 0}, {"every": -1}, {"every": 1.5}, {"every": "2"}, {"hook": 3}]
+)
 def test_wrong_arguments_are_refused_at_once(options):
     with pytest.raises((TypeError, ValueError)):
         HookCallback(**{"hook": lambda *a: None} | options)
@@ -559,7 +561,7 @@ def test_a_hook_callback_without_a_hook_is_refused_before_training():
         fit(three_layers(), HookCallback())
 
 
-@in_turn(
+@pytest.mark.parametrize(
     "options",
     [{}, {"pre": True}, {"is_forward": False}, {"is_forward": False, "pre": True}, {"modify": True}],
 )

@@ -21,7 +21,9 @@ from hookcb.hooks.modules import (
     unwrapped,
 )
 from tests.hooks.support import Plain, frozen_part, parameter_containers, tied
-from tests.support import Net, in_turn
+from tests.support import (
+    Net,
+)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -91,7 +93,7 @@ def test_finding_nothing_is_a_lookup_error_that_lists_what_there_is():
             find_modules(net, where)
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("make", "expected"),
     [
         (lambda: nn.Linear(10, 30), (330, True)),

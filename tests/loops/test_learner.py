@@ -36,7 +36,6 @@ from tests.support import (
     Z,
     events,
     fit,
-    in_turn,
     make_batches,
     make_learner,
     make_model,
@@ -58,7 +57,7 @@ def test_the_loop_is_on_one_screen():
     assert begins[-1] + len(sources[-1][0]) - begins[0] <= SCREEN  # with decorators, docstrings and all
 
 
-@in_turn(
+@pytest.mark.parametrize(
     "opt_func",
     [
         torch.optim.SGD,
@@ -66,7 +65,7 @@ def test_the_loop_is_on_one_screen():
         lambda ps, lr: torch.optim.SGD(ps, lr=lr, momentum=0.9, weight_decay=0.1),
     ],
 )
-@in_turn("diagnostics", [False, True])
+@pytest.mark.parametrize("diagnostics", [False, True])
 def test_weights_losses_and_random_state_agree_with_a_plain_loop_bit_for_bit(opt_func, diagnostics):
     def model_and_loader():
         torch.manual_seed(3)
@@ -161,8 +160,8 @@ def test_a_model_that_cannot_be_trained_is_refused_before_anything_fires(frozen)
     assert log == []
 
 
-@in_turn("raised", [None, ValueError, CancelFitException])
-@in_turn("event", ["before_batch", "after_validate"])
+@pytest.mark.parametrize("raised", [None, ValueError, CancelFitException])
+@pytest.mark.parametrize("event", ["before_batch", "after_validate"])
 def test_the_modes_of_a_partly_eval_model_are_restored_however_the_fit_ends(event, raised):
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Sequential(nn.Dropout(), nn.Linear(3, 1)))
     model.train()
@@ -182,8 +181,8 @@ def test_the_modes_of_a_partly_eval_model_are_restored_however_the_fit_ends(even
     assert modes(model) == before
 
 
-@in_turn("event", ["before_validate", "after_pred", "after_validate", "after_epoch"])
-@in_turn("raised", [ValueError, KeyboardInterrupt, CancelFitException, CancelEpochException])
+@pytest.mark.parametrize("event", ["before_validate", "after_pred", "after_validate", "after_epoch"])
+@pytest.mark.parametrize("raised", [ValueError, KeyboardInterrupt, CancelFitException, CancelEpochException])
 def test_grad_mode_is_restored_however_the_validation_ends(event, raised):
     log = []
     with contextlib.suppress(ValueError, KeyboardInterrupt):
@@ -452,7 +451,7 @@ def test_saving_over_a_file_leaves_the_old_one_whole_where_it_fails(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["file.pt"]
 
 
-@in_turn("raised", [None, ValueError, KeyboardInterrupt, CancelFitException])
+@pytest.mark.parametrize("raised", [None, ValueError, KeyboardInterrupt, CancelFitException])
 def test_a_callback_kept_after_the_fit_keeps_neither_learner_nor_model_nor_batches(raised):
     cbs = [make() for make in DIAGNOSTICS[:1] + DIAGNOSTICS[2:]] + [Recorder(name="r2"), NoSuper()]
     model = make_model()

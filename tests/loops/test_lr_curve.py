@@ -12,7 +12,7 @@ from hookcb import LRFind, synth_learner
 from hookcb.loops.lr_curve import longest_fall
 from hookcb.loops.lr_find import find_lr
 from hookcb.records.series import Smoothed
-from tests.support import fit, in_turn
+from tests.support import fit
 from tests.training.support import batches_of, quiet
 
 
@@ -45,7 +45,7 @@ def test_a_suggestion_is_one_of_the_rates_tried(losses):
     assert LRFind(lrs[:2], losses[:2]).suggestion in lrs[:2]
 
 
-@in_turn("losses", [[1.0, 2.0, 3.0, 9.0], [1.0] * 4, [math.nan] * 4, [1.0, math.inf, 2, 3]])
+@pytest.mark.parametrize("losses", [[1.0, 2.0, 3.0, 9.0], [1.0] * 4, [math.nan] * 4, [1.0, math.inf, 2, 3]])
 def test_where_the_loss_falls_nowhere_nothing_is_suggested(losses):
     with pytest.raises(ValueError, match="falls at none"):
         _ = LRFind([1e-4, 1e-3, 1e-2, 1e-1], losses).suggestion

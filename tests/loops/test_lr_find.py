@@ -33,17 +33,7 @@ from hookcb import (
 )
 from hookcb.loops.lr_find import find_lr
 from hookcb.training.schedules.schedule import Schedule
-from tests.support import (
-    changes_in,
-    fit,
-    in_turn,
-    make_batches,
-    make_learner,
-    make_model,
-    same,
-    unsettle,
-    weights,
-)
+from tests.support import changes_in, fit, make_batches, make_learner, make_model, same, unsettle, weights
 from tests.training.support import (
     DEVIL,
     OPTS,
@@ -260,7 +250,7 @@ def test_a_loader_without_a_length_is_gone_through_again():
     assert len(find_lr(Learner(stream, make_model(), F.mse_loss, SGD), end_lr=0.1).lrs) == 100
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("kwargs", "error"),
     [
         ({"start_lr": 1.0, "end_lr": 0.1}, ValueError),
@@ -349,8 +339,8 @@ def recorded(learn):
     }
 
 
-@in_turn("loader", LOADERS)
-@in_turn("when", ["before the first fit", "between two fits"])
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("when", ["before the first fit", "between two fits"])
 def test_a_fit_goes_on_to_the_bit_as_if_nothing_had_been_tried(loader, when):
     def run(tries):
         learn = made(loader, torch.optim.AdamW, cbs=ActivationStats())
@@ -407,8 +397,8 @@ def everything_of(learn):
     }
 
 
-@in_turn("raised", [None, *DEVIL])
-@in_turn("nth", [1, 5])
+@pytest.mark.parametrize("raised", [None, *DEVIL])
+@pytest.mark.parametrize("nth", [1, 5])
 def test_everything_is_there_again_also_after_an_error_of_the_model(raised, nth):
     cbs = [ActivationStats(), GradientClip(0.1), MixedPrecision(), EarlyStopping(patience=9)]
     learn = made(LOADERS[0], cbs=cbs)
@@ -441,8 +431,8 @@ def test_the_optimizer_made_later_is_as_new_and_takes_the_rate_set_meanwhile():
     assert set(learn.recorder.lrs) == {0.025}
 
 
-@in_turn("opt", OPTS)
-@in_turn("sized", [True, False])
+@pytest.mark.parametrize("opt", OPTS)
+@pytest.mark.parametrize("sized", [True, False])
 def test_losses_are_those_of_a_loop_by_hand_at_these_rates(opt, sized):
     train, model = batches_of([4, 4, 1]), make_model()
     learn = quiet(train if sized else Unsized(train), model=make_model(), opt=opt)
@@ -560,7 +550,7 @@ def test_nothing_is_printed_with_the_progress_attached():
     fit(learn)
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("args", "parts"),
     [((1.0, 0.1), ["1.0", "0.1"]), ((0.1, 0.1), ["0.1"]), ((0.0, 1.0), ["0.0"]), ((-1.0, 1.0), ["-1.0"]),
      ((1e-3, 1.0, 1), ["num_it", "1"]), ((1e-3, math.inf), ["inf"]), ((math.nan, 1.0), ["nan"])],

@@ -9,7 +9,6 @@ from torch import nn
 from hookcb import Callback, CancelFitException, GradientHealth, Learner, watch
 from hookcb.loops.reporter import LoopReporter
 from hookcb.loops.stages import FIRST, TRANSITIONS, Move, Stage
-from tests.support import in_turn
 
 X, Y = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 2
 BATCHES = list(zip(X.split(6), Y.split(6), strict=True))
@@ -209,8 +208,8 @@ EMITTED = {
 LETTERS = {"batch": "b", "backward": "g", "step": "s"}
 
 
-@in_turn("stage", list(Stage))
-@in_turn("move", list(Move))
+@pytest.mark.parametrize("stage", list(Stage))
+@pytest.mark.parametrize("move", list(Move))
 def test_each_move_has_an_outcome_at_each_stage(stage, move):
     events = []
 

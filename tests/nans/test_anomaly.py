@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hookcb import Callback, CancelEpochException, CancelTrainException, DetectAnomaly, MixedPrecision, watch
-from tests.support import EVENTS, covering, fit, in_turn, make_batches, make_learner, make_model, spy
+from tests.support import EVENTS, covering, fit, make_batches, make_learner, make_model, spy
 from tests.training.support import DEVIL, ENDS, all_flags, batches_of, flags_kept, quiet, raising
 
 RAGGED = [4, 4, 2]
@@ -141,8 +141,8 @@ def test_it_is_refused_beside_a_gradscaler_with_what_to_use_instead():
         watch(model, DetectAnomaly(), scaler=torch.amp.GradScaler("cpu"))
 
 
-@in_turn(("start", "stop"), [(0, None), (0, 2), (2, 5), (4, None), (9, None)])
-@in_turn("already", [False, True])
+@pytest.mark.parametrize(("start", "stop"), [(0, None), (0, 2), (2, 5), (4, None), (9, None)])
+@pytest.mark.parametrize("already", [False, True])
 def test_anomalies_are_looked_for_in_the_window_only(start, stop, already):
     seen = []
 
@@ -164,7 +164,7 @@ def test_anomalies_are_looked_for_in_the_window_only(start, stop, already):
         torch.autograd.set_detect_anomaly(False)
 
 
-@in_turn(("shift", "raised"), list(enumerate(ENDS)))
+@pytest.mark.parametrize(("shift", "raised"), list(enumerate(ENDS)))
 def test_however_the_fit_ends_anomaly_mode_is_as_before(shift, raised):
     for event in EVENTS[shift % 2 :: 2]:
         with flags_kept():

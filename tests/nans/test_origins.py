@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from hookcb.nans.origins import Origins, shown_line
-from tests.support import in_turn
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +63,7 @@ def into_out():
     return out
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("act", "op"),
     [(log_of_zero, "log"), (overflow, "exp"), (in_place, "div_"), (a_part, "log_"), (into_out, "log")],
 )
@@ -110,7 +109,7 @@ def own_hook():
     return x.grad
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("act", "op", "code"),
     [
         (root_at_zero, "SqrtBackward0", "(x * 2).sqrt().sum().backward()"),

@@ -9,7 +9,6 @@ from hookcb import TerminateOnNaN
 from tests.support import (
     events,
     fit,
-    in_turn,
     make_batches,
     make_learner,
     make_model,
@@ -60,8 +59,8 @@ def test_one_bad_batch_by_itself_makes_no_step():
     assert same(weights(learn.model), before)
 
 
-@in_turn("bad", [math.nan, math.inf, -math.inf])
-@in_turn("nth", [0, 1, 5])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("nth", [0, 1, 5])
 def test_a_loss_that_is_not_finite_ends_the_fit_with_the_weights_before_it(bad, nth):
     calls = []
 

@@ -17,7 +17,6 @@ from torch.utils.data import (
 
 from hookcb.processes.loaders import Share, divided, with_loaders
 from tests.ranks.support import data
-from tests.support import in_turn
 
 SECOND = Share(2, 1)
 
@@ -70,7 +69,7 @@ def test_a_distributed_sampler_stays():
         assert divided(loader, SECOND, training=True) == (loader, "")
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("make", "why"),
     [
         (lambda: [1, 2], "it is a list"),

@@ -25,7 +25,6 @@ from tests.support import (
     everything,
     fit,
     in_terminal,
-    in_turn,
     make_batches,
     make_learner,
     make_model,
@@ -529,7 +528,7 @@ def test_neither_phases_nor_layers_are_operators(net):
     assert "Net" not in names
 
 
-@in_turn("key", SORT_KEYS)
+@pytest.mark.parametrize("key", SORT_KEYS)
 def test_the_table_is_sorted_by_any_of_torchs_keys(key, net):
     table = net.table(sort_by=key, row_limit=7)
     header, *rows = cells(table)
@@ -623,7 +622,7 @@ def noisy():
 EVERYTHING = {"profile_memory": True, "with_flops": True, "record_shapes": True, "with_stack": True}
 
 
-@in_turn(
+@pytest.mark.parametrize(
     "options",
     [{}, {"wait": 0, "warmup": 0, "active": 4}, {"wait": 0, "active": 1, "repeat": 0}, EVERYTHING],
     ids=["default", "at once", "repeated", "everything"],

@@ -40,7 +40,6 @@ from tests.support import (
     changes_in,
     each,
     first,
-    in_turn,
     make_batches,
     make_model,
     no_collection,
@@ -457,7 +456,7 @@ def fail_at(error, at):
     return loss_func
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("at", "where", "how"),
     pairs([1, 3], ["forward", "backward", "loss", "loader", "step", "callback"], ENDS),
 )
@@ -613,7 +612,7 @@ TARGETS = {
 }
 
 
-@in_turn("name", TARGETS)
+@pytest.mark.parametrize("name", TARGETS)
 def test_a_target_may_be_whatever_it_likes(name):
     def loss_func(pred, y):
         return pred.square().mean()
@@ -625,7 +624,7 @@ def test_a_target_may_be_whatever_it_likes(name):
     assert str(learn.diagnose())
 
 
-@in_turn("name", ["cross_entropy", "nll_loss", "mse_loss", "bce", "ctc", "tuple"])
+@pytest.mark.parametrize("name", ["cross_entropy", "nll_loss", "mse_loss", "bce", "ctc", "tuple"])
 def test_a_loss_may_be_whatever_it_likes(name):
     losses = {
         "cross_entropy": lambda p, y: F.cross_entropy(

@@ -21,7 +21,7 @@ from hookcb import (
 from hookcb.diagnosis.gather import recorded
 from hookcb.diagnosis.judge import judge
 from tests.gradients.support import HEALTHY, INF, NAN, OTHER_HEALTHY, at, batches, learner, mlp, seeded, sgd
-from tests.support import along, first, fit, in_turn, make_learner, make_model
+from tests.support import along, first, fit, make_learner, make_model
 
 ADAM = torch.optim.Adam
 
@@ -63,8 +63,8 @@ def mended(cb):
         p.grad.nan_to_num_(0.0, 0.0, 0.0)
 
 
-@in_turn("bad", [NAN, INF, -INF])
-@in_turn(("name", "step"), [("0.weight", 3), ("2.bias", 0), ("0.bias", 7)])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize(("name", "step"), [("0.weight", 3), ("2.bias", 0), ("0.bias", 7)])
 def test_a_gradient_that_is_not_finite_is_named_with_its_first_step(name, step, bad):
     def plant(cb):
         if cb.train_iter in (step, step + 2) and cb.train_iter < 8:

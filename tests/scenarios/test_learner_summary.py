@@ -28,7 +28,6 @@ from tests.support import (
     each,
     fit,
     in_terminal,
-    in_turn,
     make_batches,
     make_learner,
     row,
@@ -280,7 +279,7 @@ class Loss(nn.Module):
         return Pair(out, F.mse_loss(out, y))
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("batch", "model", "n_inp"),
     [
         ({"x": randn(4, 2), "y": randn(4, 1)}, Loss, None),

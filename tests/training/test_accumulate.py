@@ -19,7 +19,6 @@ from tests.support import (
     covering,
     events,
     fit,
-    in_turn,
     make_batches,
     make_model,
     primary_plan,
@@ -101,7 +100,7 @@ def close(a, b):
     return all(torch.allclose(x, y, rtol=1e-9, atol=1e-11) for x, y in zip(a, b, strict=True))
 
 
-@in_turn("n", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
 def test_it_is_the_plain_loop_that_divides_the_loss_to_the_bit(n):
     train, model = make_batches(7), make_model()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -168,7 +167,7 @@ def averaged_or_summed(train, groups, loss_func, is_sum):
     return weights(model)
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("loss_func", "is_sum"),
     [
         (summing, True),
@@ -222,9 +221,9 @@ def test_steps_fire_once_a_group_and_the_loss_reads_as_it_is():
     assert losses == list(learn.recorder.losses)
 
 
-@in_turn(("event", "level"), [("after_loss", "batch"), ("before_backward", "batch")])
-@in_turn("order", [-1000, 1000])
-@in_turn(
+@pytest.mark.parametrize(("event", "level"), [("after_loss", "batch"), ("before_backward", "batch")])
+@pytest.mark.parametrize("order", [-1000, 1000])
+@pytest.mark.parametrize(
     ("cancelled", "groups"),
     [(0, [[1, 2], [3, 4]]), (1, [[0, 2], [3, 4]]), (4, [[0, 1], [2, 3]]), (3, [[0, 1], [2, 4]])],
 )
@@ -235,7 +234,7 @@ def test_a_batch_cancelled_before_its_backward_does_not_count(event, level, orde
     assert_close(weights(learn.model), stepped_at(train, groups))
 
 
-@in_turn("cancelled", [0, 1, 2, 3])
+@pytest.mark.parametrize("cancelled", [0, 1, 2, 3])
 def test_a_cancelled_backward_does_not_count(cancelled):
     train = make_batches(4)
     left = [i for i in range(4) if i != cancelled]
@@ -244,7 +243,7 @@ def test_a_cancelled_backward_does_not_count(cancelled):
     assert_close(weights(learn.model), stepped_at(train, [left[:2], left[2:]]))
 
 
-@in_turn("level", ["batch", "train", "epoch", "fit"])
+@pytest.mark.parametrize("level", ["batch", "train", "epoch", "fit"])
 def test_the_loss_is_as_it_was_when_a_cancel_has_taken_effect(level):
     losses = []
     see = {
@@ -269,7 +268,7 @@ def test_a_cancel_at_the_step_after_the_training_ends_nothing_else():
         assert len(learn.recorder.rows) == 2
 
 
-@in_turn(("shift", "error"), list(enumerate([*DEVIL, *CANCELS.values()])))
+@pytest.mark.parametrize(("shift", "error"), list(enumerate([*DEVIL, *CANCELS.values()])))
 def test_nothing_is_left_however_the_fit_ends(shift, error):
     for i, event in enumerate(EVENTS):
         order = (-1000, 1000)[(i + shift) % 2]
@@ -330,14 +329,14 @@ def test_numbers_below_one_are_refused(n):
         GradientAccumulation(n)
 
 
-@in_turn("n", [2.0, "2", None, True])
+@pytest.mark.parametrize("n", [2.0, "2", None, True])
 def test_what_is_no_number_is_refused(n):
     with pytest.raises(TypeError, match="must be a whole number of batches"):
         GradientAccumulation(n)
 
 
-@in_turn("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@in_turn("scale", [2.0**8, 2.0**60])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("scale", [2.0**8, 2.0**60])
 def test_all_four_together_are_the_plain_loop_to_the_bit(dtype, scale):
     train, valid, options = (
         make_batches(6),
@@ -384,8 +383,8 @@ def test_a_copy_keeps_its_number():
     assert copy.deepcopy(GradientAccumulation(3)).n == 3
 
 
-@in_turn("n", [2, 3, 5, 9])
-@in_turn("opt_func", [momentum, torch.optim.AdamW])
+@pytest.mark.parametrize("n", [2, 3, 5, 9])
+@pytest.mark.parametrize("opt_func", [momentum, torch.optim.AdamW])
 def test_each_step_is_that_of_one_batch_of_all_the_groups_samples(n, opt_func):
     train = doubles(RAGGED)
     learn = accumulating(train, n, 3, opt=opt_func)
@@ -417,8 +416,10 @@ def test_a_loader_that_gives_more_or_fewer_batches_than_it_says_loses_none(says)
     assert close(weights(learn.model), by_large_batches(grouped(train, 2) * 2)[0])
 
 
-@in_turn("n", [2, 3])
-@in_turn("loss_func", [nn.MSELoss(reduction="sum"), nn.MSELoss(), nn.HuberLoss(reduction="sum", delta=0.3)])
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(
+    "loss_func", [nn.MSELoss(reduction="sum"), nn.MSELoss(), nn.HuberLoss(reduction="sum", delta=0.3)]
+)
 def test_a_loss_that_is_a_sum_is_summed_and_one_that_is_a_mean_averaged(n, loss_func):
     train = doubles(RAGGED)
     learn = accumulating(train, n, 2, loss_func=loss_func, lr=0.01)
@@ -501,9 +502,9 @@ def test_a_scaler_is_asked_once_a_step_and_the_group_is_that_of_a_plain_half_pre
     assert same(weights(learn.model), weights(model))
 
 
-@in_turn("event", ["before_batch", "after_pred", "after_loss"])
-@in_turn("order", [-1000, 1000])
-@in_turn("nth", [0, 1, 2])
+@pytest.mark.parametrize("event", ["before_batch", "after_pred", "after_loss"])
+@pytest.mark.parametrize("order", [-1000, 1000])
+@pytest.mark.parametrize("nth", [0, 1, 2])
 def test_a_batch_cancelled_before_its_backward_is_not_of_the_group(event, order, nth):
     train = doubles(RAGGED)
     cancel = spy([], "devil", {(event, nth): CANCELS["batch"]()}, order=order)
@@ -512,9 +513,9 @@ def test_a_batch_cancelled_before_its_backward_is_not_of_the_group(event, order,
     assert close(weights(learn.model), by_large_batches(grouped(left, 2))[0])
 
 
-@in_turn("order", [-1000, 1000])
-@in_turn("nth", [0, 1, 2])
-@in_turn("level", ["batch", "backward"])
+@pytest.mark.parametrize("order", [-1000, 1000])
+@pytest.mark.parametrize("nth", [0, 1, 2])
+@pytest.mark.parametrize("level", ["batch", "backward"])
 def test_a_backward_that_is_cancelled_adds_nothing_and_does_not_count(order, nth, level):
     train, seen = doubles(RAGGED), []
     cancel = spy([], "devil", {("before_backward", nth): CANCELS[level]()}, order=order)
@@ -526,8 +527,8 @@ def test_a_backward_that_is_cancelled_adds_nothing_and_does_not_count(order, nth
         assert list(learn.recorder.losses) == seen
 
 
-@in_turn("event", ["before_batch", "after_loss"])
-@in_turn("sized", [True, False])
+@pytest.mark.parametrize("event", ["before_batch", "after_loss"])
+@pytest.mark.parametrize("sized", [True, False])
 def test_a_cancelled_last_batch_does_not_lose_the_group_before_it(event, sized):
     train = doubles(RAGGED)
     cancel = spy([], "devil", {(event, 4): CANCELS["batch"]()})
@@ -536,8 +537,8 @@ def test_a_cancelled_last_batch_does_not_lose_the_group_before_it(event, sized):
     assert close(weights(learn.model), by_large_batches(grouped(train[:4], 3))[0])
 
 
-@in_turn("order", [-1000, 0, 1000])
-@in_turn("nth", [0, 1])
+@pytest.mark.parametrize("order", [-1000, 0, 1000])
+@pytest.mark.parametrize("nth", [0, 1])
 def test_a_step_cancelled_by_another_leaves_its_gradients_to_the_next_group(order, nth):
     train = doubles([4] * 6)
     cancel = spy([], "devil", {("before_step", nth): CANCELS["step"]()}, order=order)
@@ -582,8 +583,10 @@ def test_several_inputs_and_mappings_weigh_by_their_samples():
     assert close(weights(learn.model), weights(large.model))
 
 
-@in_turn("raised", [ValueError, KeyboardInterrupt])
-@in_turn("event", ["before_batch", "after_loss", "after_backward", "after_batch", "before_step"])
+@pytest.mark.parametrize("raised", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    "event", ["before_batch", "after_loss", "after_backward", "after_batch", "before_step"]
+)
 def test_a_fit_that_broke_off_in_a_group_leaves_nothing_of_it_to_the_next(event, raised):
     train, cb = doubles(RAGGED), GradientAccumulation(3)
     learn = quiet(train, None, make_model().double())

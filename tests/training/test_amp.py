@@ -18,7 +18,6 @@ from tests.support import (
     EVENTS,
     covering,
     fit,
-    in_turn,
     make_batches,
     make_learner,
     make_model,
@@ -212,7 +211,7 @@ def test_nothing_stays_on_however_the_fit_ends(shift, error):
         assert_nothing_left(learn)
 
 
-@in_turn("level", ["batch", "train", "epoch", "fit"])
+@pytest.mark.parametrize("level", ["batch", "train", "epoch", "fit"])
 def test_autocast_is_off_when_a_cancel_has_taken_effect(level):
     seen = []
     see = {f"after_cancel_{level}": lambda cb: seen.append(torch.is_autocast_enabled("cpu"))}
@@ -221,8 +220,8 @@ def test_autocast_is_off_when_a_cancel_has_taken_effect(level):
     assert seen == [False]
 
 
-@in_turn("use", ["validate", "get_preds", "one_batch"])
-@in_turn("event", ["before_batch", "after_pred"])
+@pytest.mark.parametrize("use", ["validate", "get_preds", "one_batch"])
+@pytest.mark.parametrize("event", ["before_batch", "after_pred"])
 def test_an_error_outside_a_fit_leaves_autocast_off(use, event):
     learn = learner([MixedPrecision(), spy([], "devil", {(event, 0): KeyboardInterrupt()})])
     with pytest.raises(KeyboardInterrupt):
@@ -307,7 +306,7 @@ def test_its_state_goes_through_a_file_and_goes_on():
     assert runs[0].mixed_precision.skipped == runs[1].mixed_precision.skipped > 0
 
 
-@in_turn("dtype", ["bf16", "bfloat16", "fp16", "float16", *DTYPES])
+@pytest.mark.parametrize("dtype", ["bf16", "bfloat16", "fp16", "float16", *DTYPES])
 def test_dtypes_may_be_named(dtype):
     cb = MixedPrecision(dtype)
     assert cb.dtype in DTYPES
@@ -315,7 +314,7 @@ def test_dtypes_may_be_named(dtype):
         assert copied.dtype is cb.dtype
 
 
-@in_turn("dtype", [torch.float32, "fp8", 16, None])
+@pytest.mark.parametrize("dtype", [torch.float32, "fp8", 16, None])
 def test_other_dtypes_are_refused(dtype):
     with pytest.raises(ValueError, match=r"must be torch\.bfloat16, torch\.float16, 'bf16' or 'fp16', got "):
         MixedPrecision(dtype)
@@ -384,8 +383,8 @@ def test_bf16_is_the_default_and_it_is_not_what_float32_trains():
     assert all(w.dtype == torch.float32 for w in runs[1])
 
 
-@in_turn("opt_func", [momentum, FUSED])
-@in_turn("scale", [2.0**50, 2.0**100])
+@pytest.mark.parametrize("opt_func", [momentum, FUSED])
+@pytest.mark.parametrize("scale", [2.0**50, 2.0**100])
 def test_steps_that_overflow_are_left_out_and_counted(scale, opt_func):
     train = batches_of(RAGGED)
     options = {"init_scale": scale, "backoff_factor": 2.0**-20, "growth_interval": 4}
@@ -435,7 +434,9 @@ def test_a_validation_inside_a_batch_neither_breaks_autocast_nor_hides_gradients
         assert rows == expected, event
 
 
-@in_turn(("shift", "raised"), list(enumerate([*ENDS, *(CANCELS[level] for level in ("train", "backward"))])))
+@pytest.mark.parametrize(
+    ("shift", "raised"), list(enumerate([*ENDS, *(CANCELS[level] for level in ("train", "backward"))]))
+)
 def test_however_a_batch_ends_autocast_is_off_and_the_next_fit_is_right(shift, raised):
     for event, order in zip(EVENTS[shift % 3 :: 3], itertools.cycle([-1000, 1000]), strict=False):
         learn = quiet(batches_of(RAGGED), batches_of([2]))
@@ -497,8 +498,8 @@ def test_gradients_of_a_cancelled_step_add_to_the_next_as_they_do_without_a_scal
     assert same(weights(learn.model), weights(model))
 
 
-@in_turn("level", ["train", "epoch"])
-@in_turn("event", ["before_step", "after_step", "after_backward", "after_loss"])
+@pytest.mark.parametrize("level", ["train", "epoch"])
+@pytest.mark.parametrize("event", ["before_step", "after_step", "after_backward", "after_loss"])
 def test_a_phase_cancelled_around_the_step_leaves_the_scaler_usable(level, event):
     log = []
     learn = quiet(batches_of(RAGGED), batches_of([2]))

@@ -12,18 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from hookcb import Callback, GradientClip, Learner, MixedPrecision
-from tests.support import (
-    CANCELS,
-    covering,
-    fit,
-    in_turn,
-    make_batches,
-    make_learner,
-    make_model,
-    same,
-    spy,
-    weights,
-)
+from tests.support import CANCELS, covering, fit, make_batches, make_learner, make_model, same, spy, weights
 from tests.training.support import OPTS, Wide, batches_of, momentum, quiet, sgd
 
 RAGGED = [4, 4, 2]
@@ -47,7 +36,7 @@ def norm_of(model, norm_type=2.0):
     return torch.cat([p.grad.flatten() for p in model.parameters()]).double().norm(norm_type).item()
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("make", "clip"),
     [
         (lambda: GradientClip(), lambda params: clip_grad_norm_(params, 1.0)),
@@ -137,7 +126,7 @@ def test_its_state_goes_through_a_file_and_copies_keep_it():
     assert empty.norms == []
 
 
-@in_turn(
+@pytest.mark.parametrize(
     "wrong",
     [{"max_norm": 0}, {"max_norm": -1.0}, {"norm_type": 0}, {"value": -0.1}, {"max_norm": float("nan")}],
 )

@@ -20,7 +20,6 @@ from tests.support import (
     covering,
     each,
     fit,
-    in_turn,
     make_batches,
     make_learner,
     make_model,
@@ -335,8 +334,8 @@ def test_of_two_averages_neither_moves_the_training():
     assert same(run(EMA(0.9), EMA(0.5, validate=False, name="fast")), run())
 
 
-@in_turn("decay", [0.7, 0.999, 0.0, 1.0])
-@in_turn("model", [Wide, make_model])
+@pytest.mark.parametrize("decay", [0.7, 0.999, 0.0, 1.0])
+@pytest.mark.parametrize("model", [Wide, make_model])
 def test_the_average_and_its_validation_are_torchs_and_training_is_as_without(decay, model):
     seeded()
     hand = Averaged(3, decay, model(), valid=UNEVEN)
@@ -414,7 +413,9 @@ def test_however_the_fit_ends_the_plain_weights_are_there_again(shift, raised):
         assert equal(run(EMA(0.5), devil[0]), run(devil[1])), event
 
 
-@in_turn("event", ["before_batch", "after_pred", "after_loss", "after_batch", "before_validate"])
+@pytest.mark.parametrize(
+    "event", ["before_batch", "after_pred", "after_loss", "after_batch", "before_validate"]
+)
 def test_a_validation_inside_the_validation_that_breaks_off_gives_the_weights_back(event):
     class Nested(Callback):
         def after_loss(self):
@@ -433,7 +434,7 @@ def test_a_validation_inside_the_validation_that_breaks_off_gives_the_weights_ba
     assert same(weights(learn.model), weights(plain.model))
 
 
-@in_turn("how", ["accumulating", "cancelled step", "cancelled batch", "overflow"])
+@pytest.mark.parametrize("how", ["accumulating", "cancelled step", "cancelled batch", "overflow"])
 def test_only_real_steps_enter_the_average(how):
     steps = {
         "accumulating": ([GradientAccumulation(2)], [1, 2]),

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 
 from hookcb import Distributed, synth_learner
-from tests.support import in_turn
 
 
 def engine(**changes):
@@ -23,7 +22,7 @@ def test_another_object_is_refused_with_what_to_install(given):
         Distributed(engine=given)
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("changes", "text"),
     [
         ({"distributed_type": "DEEPSPEED"}, r"DeepSpeed cannot be used .* use hookcb.watch\(model\)"),
@@ -39,7 +38,7 @@ def test_settings_that_the_learner_cannot_honor_are_refused(changes, text):
         Distributed(engine=engine(**changes))
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("mode", "options", "name"),
     [
         ("fsdp2", {}, "mode='fsdp2'"),

@@ -15,7 +15,6 @@ from tests.support import (
     Net,
     covering,
     fit,
-    in_turn,
     make_batches,
     make_learner,
     make_model,
@@ -62,8 +61,8 @@ def required(model):
     return [p.requires_grad for p in model.parameters()]
 
 
-@in_turn("opt_func", [momentum, adamw])
-@in_turn("until", [None, 0, 1, 2, 9])
+@pytest.mark.parametrize("opt_func", [momentum, adamw])
+@pytest.mark.parametrize("until", [None, 0, 1, 2, 9])
 def test_it_trains_as_a_loop_that_freezes_by_hand(opt_func, until):
     learn = make_learner(model=Body(), opt_func=opt_func)
     fit(learn, 1)  # so that there are momenta and running statistics
@@ -262,7 +261,7 @@ def test_what_the_user_had_frozen_stays_frozen_during_and_after(until):
     assert torch.equal(model.stem.weight, before)
 
 
-@in_turn(("shift", "raised"), list(enumerate(ENDS)))
+@pytest.mark.parametrize(("shift", "raised"), list(enumerate(ENDS)))
 def test_however_the_fit_ends_all_may_train_again(shift, raised):
     for event, until in zip(EVENTS[shift % 2 :: 2], itertools.cycle([None, 1]), strict=False):
         model = Wide()
@@ -280,7 +279,7 @@ def test_however_the_fit_ends_all_may_train_again(shift, raised):
         assert modes(model) == mode, event
 
 
-@in_turn("event", NESTED_AT[::2])
+@pytest.mark.parametrize("event", NESTED_AT[::2])
 def test_a_validation_inside_thaws_nothing(event):
     def run(*cbs):
         seeded()

@@ -10,7 +10,6 @@ from hookcb import Callback, MaxTime
 from tests.support import (
     events,
     fit,
-    in_turn,
     make_batches,
     make_learner,
     make_model,
@@ -79,7 +78,7 @@ def test_time_counts_in_a_fit_only(clock):
     assert len(learn.recorder.losses) == 1
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("seconds", "error"), [(0, ValueError), (-1.0, ValueError), (math.nan, ValueError), ("1h", TypeError)]
 )
 def test_an_invalid_time_is_refused(seconds, error):
@@ -99,7 +98,7 @@ def test_a_fit_ends_after_the_batch_in_which_the_time_was_up(seconds):
     assert "before_validate" not in events(log)
 
 
-@in_turn("seconds", [3600, 3600.0, datetime.timedelta(hours=1), math.inf])
+@pytest.mark.parametrize("seconds", [3600, 3600.0, datetime.timedelta(hours=1), math.inf])
 def test_time_that_is_not_up_changes_nothing(seconds):
     plain, learn = (quiet(batches_of(RAGGED), batches_of([2])) for _ in range(2))
     plain.fit(2)

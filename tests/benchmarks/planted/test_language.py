@@ -3,10 +3,9 @@
 import faults_language
 import language
 import language_controls
+import pytest
 import torch
 from torch.nn import functional as F
-
-from tests.support import in_turn
 
 N = 24
 
@@ -27,7 +26,7 @@ def sees(attend):
 PAST = torch.ones(N, N, dtype=torch.bool).tril()
 
 
-@in_turn(
+@pytest.mark.parametrize(
     "attend",
     [
         language.fused,

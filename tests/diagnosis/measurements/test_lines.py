@@ -15,7 +15,7 @@ from hookcb.core.batch import map_tensors
 from hookcb.diagnosis.measurements import lines as module
 from hookcb.diagnosis.measurements.lines import MIN_SAMPLES, LineSamples, Source
 from tests.core.support import without_lines
-from tests.support import Clock, in_turn
+from tests.support import Clock
 
 SWITCH = sys.getswitchinterval()
 LATE = "lines.sample(seconds, delay) # in a call, so an earlier line"
@@ -315,7 +315,7 @@ def own():
 """.splitlines(keepends=True)
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("line", "first", "text"),
     [
         (1, 1, "for x in read("),

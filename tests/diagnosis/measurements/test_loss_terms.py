@@ -8,7 +8,6 @@ import torch.nn.functional as F
 
 from hookcb.core import graph
 from hookcb.diagnosis.measurements.loss_terms import read_terms
-from tests.support import in_turn
 
 N, C = 6, 3
 G = torch.Generator().manual_seed(0)
@@ -60,7 +59,7 @@ HAND_WRITTEN = {
 }  # fmt: skip
 
 
-@in_turn("name", HAND_WRITTEN)
+@pytest.mark.parametrize("name", HAND_WRITTEN)
 def test_a_hand_written_loss_is_one_exact_term(name):
     make, kind, takes = HAND_WRITTEN[name]
     (term,) = read_terms(make().grad_fn)
@@ -102,7 +101,7 @@ def test_a_weighted_sum_of_losses_has_a_term_for_each():
     ]
 
 
-@in_turn(
+@pytest.mark.parametrize(
     "make",
     [
         lambda: (torch.rand(N) * F.cross_entropy(scores(), Y, reduction="none")).mean(),
@@ -117,7 +116,7 @@ def test_a_function_of_a_loss_or_a_weighted_one_is_not_exact(make):
     assert not any(term.is_exact and term.kind not in ("", "penalty") for term in found)
 
 
-@in_turn(
+@pytest.mark.parametrize(
     "make",
     [
         lambda: scores().mean(),

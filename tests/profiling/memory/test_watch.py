@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.profiling.memory.support import FLOAT, LONG, Blocks, batches_for, kept_by_hand, mlp, watch
-from tests.support import in_turn
 
 BS = 8
 
@@ -57,7 +56,7 @@ def test_a_conv_net_keeps_what_its_layers_need():
     assert {row.name: row.grad_bytes for row in stats.layers() if row.grad_bytes} == of_params
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("make", "shape"),
     [
         (lambda: nn.TransformerEncoderLayer(12, 3, 20, batch_first=True), (5, 12)),

@@ -38,7 +38,6 @@ from tests.support import (
     Clock,
     SaysSo,
     fit,
-    in_turn,
     make_batches,
     make_learner,
     make_model,
@@ -135,7 +134,7 @@ def learner_that_sleeps(clock, where):
     return learn
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("where", "phase"),
     [
         ("data", "data"),
@@ -146,7 +145,7 @@ def learner_that_sleeps(clock, where):
         ("zero_grad", "optimizer"),
     ],
 )
-@in_turn("bare", [False, True], ids=["with default callbacks", "alone"])
+@pytest.mark.parametrize("bare", [False, True], ids=["with default callbacks", "alone"])
 def test_what_takes_long_shows_in_its_phase(clock, where, phase, bare):
     learn = learner_that_sleeps(clock, where)
     if bare:
@@ -158,8 +157,10 @@ def test_what_takes_long_shows_in_its_phase(clock, where, phase, bare):
     assert [slept(step) for step in timer.times] == [first, {phase: 1}, {phase: 1}]
 
 
-@in_turn("event", [e for e in EVENTS if e.endswith(("_pred", "_loss", "_batch", "_backward", "_step"))])
-@in_turn("order", [-999, 0, 999])
+@pytest.mark.parametrize(
+    "event", [e for e in EVENTS if e.endswith(("_pred", "_loss", "_batch", "_backward", "_step"))]
+)
+@pytest.mark.parametrize("order", [-999, 0, 999])
 def test_what_callbacks_take_shows_in_callbacks(clock, event, order):
     cancel = spy([], "canceller", primary_plan(event))
     slow = Callback(name="slow", **{event: lambda cb: clock.sleep() if cb.training else None})
@@ -168,7 +169,7 @@ def test_what_callbacks_take_shows_in_callbacks(clock, event, order):
     assert [slept(step) for step in timer.times] == [{"callbacks": 1}] * 3
 
 
-@in_turn(
+@pytest.mark.parametrize(
     "event",
     ["before_train", "after_train", "before_epoch", "after_epoch", "before_validate", "after_validate"],
 )
@@ -349,7 +350,7 @@ def test_by_the_real_clock_a_slow_loader_shows_in_data():
 # ---- samples
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("batches", "expected"),
     [
         (make_batches(3, bs=4, last=2), [4, 4, 2]),
@@ -546,7 +547,7 @@ def test_an_outlier_is_found_though_its_step_was_dropped(clock):
 # ---- how a fit ends
 
 
-@in_turn("event", EVENTS)
+@pytest.mark.parametrize("event", EVENTS)
 def test_whatever_goes_wrong_nothing_of_it_stays(event):
     before = list(gc.callbacks)
     cancels = [CANCELS[level] for level in ("fit", "epoch", "train", "validate", "batch")]
@@ -691,7 +692,7 @@ def test_it_works_on_a_resumed_fit(tmp_path):
 # ---- errors
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
         ({"keep": 1}, ValueError, "keep must be a whole number of steps, 2 or more, got 1"),

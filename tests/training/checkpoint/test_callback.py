@@ -16,7 +16,7 @@ import torch
 from hookcb import EMA, Callback, CancelBatchException, CancelFitException, Checkpoint, Event
 from hookcb.training.max_time import MaxTime
 from tests.core.support import FULL, files_limited_to, names
-from tests.support import fit, in_turn, make_batches
+from tests.support import fit, make_batches
 from tests.training.checkpoint.support import (
     Net,
     Stop,
@@ -209,7 +209,7 @@ def test_a_second_fit_begins_with_no_best(tmp_path):
 # ---- arguments
 
 
-@in_turn(
+@pytest.mark.parametrize(
     "arguments",
     [
         {"every": 0},

@@ -38,7 +38,7 @@ from hookcb.training.schedules.one_cycle import OneCycle
 from hookcb.training.schedules.plateau import ReduceLROnPlateau
 from hookcb.training.schedules.schedule import Schedule
 from hookcb.training.schedules.warmup_cosine import WarmupCosine
-from tests.support import EVENTS, covering, each, fit, in_turn, same, weights
+from tests.support import EVENTS, covering, each, fit, same, weights
 from tests.training.checkpoint.support import (
     Net,
     Stop,
@@ -459,7 +459,7 @@ def test_of_files_of_one_time_the_latest_is_that_of_the_last_batch_and_not_the_b
     assert log == [2]
 
 
-@in_turn("resume", [3, True, b"latest", 0.5])
+@pytest.mark.parametrize("resume", [3, True, b"latest", 0.5])
 def test_what_is_no_path_is_refused(resume):
     refused((TypeError, ValueError), resume=resume, match="resume")
 

@@ -28,7 +28,6 @@ from tests.support import (
     EVENTS,
     covering,
     fit,
-    in_turn,
     make_batches,
     make_learner,
     make_model,
@@ -65,8 +64,8 @@ MAKES = {
 }
 
 
-@in_turn("make", MAKES.values(), ids=MAKES)
-@in_turn("opt_func", [Adam, partial(SGD, momentum=0.9)], ids=["adam", "momentum"])
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+@pytest.mark.parametrize("opt_func", [Adam, partial(SGD, momentum=0.9)], ids=["adam", "momentum"])
 def test_after_the_fit_each_group_has_what_it_had(make, opt_func):
     def fail(cb):
         raise SystemError
@@ -127,13 +126,13 @@ WRONG = [
 ]
 
 
-@in_turn(("make", "error", "text"), WRONG)
+@pytest.mark.parametrize(("make", "error", "text"), WRONG)
 def test_arguments_that_cannot_be_are_refused(make, error, text):
     with pytest.raises(error, match=text):
         make()
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("cb", "error", "text"),
     [
         (lambda: Schedule(lambda opt: 0.1), TypeError, "must return an LRScheduler, got 0.1"),
@@ -240,7 +239,7 @@ def test_a_schedule_over_the_whole_fit_needs_a_loader_with_a_length(make):
     learn.fit(1)
 
 
-@in_turn("make", MAKES.values(), ids=MAKES)
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_a_fit_of_no_epochs_changes_nothing(make):
     learn = quiet(batches_of(RAGGED), batches_of([2]))
     learn.fit(0, cbs=make())
@@ -262,7 +261,7 @@ def test_each_group_gets_back_exactly_what_it_had_however_the_fit_ends(make, opt
         assert [list(group) for group in groups(learn.opt)] == [list(group) for group in kept]
 
 
-@in_turn("make", MAKES.values(), ids=MAKES)
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_what_the_user_keeps_in_a_group_stays_that_very_thing(make):
     learn = quiet(batches_of(RAGGED), batches_of([2]))
     learn.fit(1)
@@ -271,7 +270,7 @@ def test_what_the_user_keeps_in_a_group_stays_that_very_thing(make):
     assert learn.opt.param_groups[0]["mine"] is mine
 
 
-@in_turn("make", MAKES.values(), ids=MAKES)
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_a_rate_that_is_a_tensor_is_scheduled_and_stays_the_same_tensor(make):
     model, lr = make_model(), torch.tensor(0.1)
     learn = quiet(batches_of(RAGGED), batches_of([2]), model, torch.optim.Adam(model.parameters(), lr=lr))
@@ -287,7 +286,7 @@ def test_a_rate_that_is_a_tensor_is_scheduled_and_stays_the_same_tensor(make):
         assert list(flat(seen)) == pytest.approx(list(flat(expected)))
 
 
-@in_turn(("shift", "make"), list(enumerate(MAKES.values())), ids=MAKES)
+@pytest.mark.parametrize(("shift", "make"), list(enumerate(MAKES.values())), ids=MAKES)
 def test_a_validation_inside_the_fit_moves_no_rate(shift, make):
     def run(*cbs):
         seeded()
@@ -303,9 +302,9 @@ def test_a_validation_inside_the_fit_moves_no_rate(shift, make):
         assert same(trained, plain), event
 
 
-@in_turn("make", [*HORIZON, MAKES["per batch"]])
-@in_turn("level", ["batch", "backward", "step"])
-@in_turn("nth", [0, 1])
+@pytest.mark.parametrize("make", [*HORIZON, MAKES["per batch"]])
+@pytest.mark.parametrize("level", ["batch", "backward", "step"])
+@pytest.mark.parametrize("nth", [0, 1])
 def test_batches_without_a_step_count_too_and_torch_does_not_warn(make, level, nth):
     learn = quiet(batches_of(RAGGED))
     watch, expected = rates(learn)
@@ -317,7 +316,7 @@ def test_batches_without_a_step_count_too_and_torch_does_not_warn(make, level, n
     assert seen == expected
 
 
-@in_turn("make", MAKES.values(), ids=MAKES)
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_neither_accumulation_nor_a_fit_without_any_step_makes_torch_warn(make):
     learn = quiet(batches_of(RAGGED), batches_of([2]))
     learn.fit(2, cbs=[make(), GradientAccumulation(3)])
@@ -336,7 +335,7 @@ def test_a_cancelled_phase_ends_no_fit(make, level, nth):
     assert log.count(("a", "after_epoch")) == 3
 
 
-@in_turn("make", [*HORIZON, ReduceLROnPlateau, MAKES["per batch"]])
+@pytest.mark.parametrize("make", [*HORIZON, ReduceLROnPlateau, MAKES["per batch"]])
 def test_copies_before_in_and_after_a_fit_train_the_same(make):
     def trained(cb):
         learn = quiet(batches_of(RAGGED), batches_of([2]), opt=momentum)
@@ -359,7 +358,7 @@ def test_copies_before_in_and_after_a_fit_train_the_same(make):
     assert same(trained(copies[-1]), expected)
 
 
-@in_turn("make", MAKES.values(), ids=MAKES)
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_state_is_plain_and_loading_it_back_changes_nothing(make):
     def reload(cb):
         if cb.training and cb.train_iter % 2:

@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam
 from torch.optim import lr_scheduler as lrs
 
 from hookcb import Callback, OneCycle
-from tests.support import fit, in_turn, make_batches, make_learner, make_model, same, weights
+from tests.support import fit, make_batches, make_learner, make_model, same, weights
 from tests.training.support import OPTS, batches_of, quiet, rates, sgd, train_plainly, two_groups
 
 RAGGED = [4, 4, 2]
@@ -66,8 +66,8 @@ def test_one_cycle_is_that_of_torch(opt_func):
     assert (seen[0], seen[-1]) == (pytest.approx(0.3 / 25), pytest.approx(0.3 / 1e5))
 
 
-@in_turn("n", [2, 3, 4, 5, 8, 12, 100])
-@in_turn("opt_func", [Adam, partial(SGD, momentum=0.5)], ids=["adam", "momentum"])
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 12, 100])
+@pytest.mark.parametrize("opt_func", [Adam, partial(SGD, momentum=0.5)], ids=["adam", "momentum"])
 def test_one_cycle_follows_its_formula(n, opt_func):
     def cosine(start, end, share):
         return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
@@ -119,8 +119,8 @@ def test_one_cycle_peaks_at_the_rate_of_each_group(lr_max):
     assert all(b == pytest.approx(4 * a) for a, b in seen)
 
 
-@in_turn("opt_func", OPTS)
-@in_turn("n_fit", [1, 2])
+@pytest.mark.parametrize("opt_func", OPTS)
+@pytest.mark.parametrize("n_fit", [1, 2])
 def test_one_cycle_is_torchs_own_for_each_optimizer_and_a_second_fit_starts_anew(opt_func, n_fit):
     train, model = batches_of(RAGGED), make_model()
     opt = opt_func(model.parameters(), lr=0.1)
@@ -143,8 +143,8 @@ def test_one_cycle_is_torchs_own_for_each_optimizer_and_a_second_fit_starts_anew
     assert same(weights(learn.model), weights(model))
 
 
-@in_turn("n_batches", range(1, 9))
-@in_turn("pct_start", [0.01, 0.25, 0.5, 0.99])
+@pytest.mark.parametrize("n_batches", range(1, 9))
+@pytest.mark.parametrize("pct_start", [0.01, 0.25, 0.5, 0.99])
 def test_one_cycle_runs_from_lr_max_by_div_to_lr_max_by_div_final_in_a_fit_of_any_length(
     n_batches, pct_start
 ):

@@ -10,7 +10,6 @@ from torch import nn
 from hookcb import diagnose
 from hookcb.diagnosis.faults.labels.scaled import ScaledLabels
 from hookcb.diagnosis.run import Run
-from tests.support import in_turn
 
 PIXELS = torch.randint(0, 256, (32, 1, 4, 4), generator=torch.Generator().manual_seed(0)).float()
 DIGITS = torch.arange(32).remainder(10).float()
@@ -34,7 +33,7 @@ def test_scaled_labels_are_a_warning_before_training():
     assert (verdict.primary.code, verdict.status) == ("label.scaled", "suspect")
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("x", "y"),
     [
         (PIXELS / 255, DIGITS),

@@ -15,7 +15,7 @@ from hookcb.diagnosis.faults.model.frozen_random import FrozenAdapters, FrozenLa
 from hookcb.diagnosis.measurements.flags import looks_random
 from hookcb.diagnosis.run import Run, Skipped
 from tests.diagnosis.faults.support import numbers
-from tests.support import along, first, fit, in_turn
+from tests.support import along, first, fit
 
 REST = ("param.frozen_random", "param.frozen_late", "param.frozen_adapters")
 
@@ -178,7 +178,9 @@ def test_adapters_that_are_all_frozen_are_told(is_used, is_frozen, is_held, seve
     assert [s for code, s in found if code == "param.frozen_adapters"] == ([severity] if severity else [])
 
 
-@in_turn(("seed", "layer"), along(range(5), [nn.Linear(64, 32), nn.Conv2d(8, 16, 3), nn.Conv1d(16, 64, 1)]))
+@pytest.mark.parametrize(
+    ("seed", "layer"), along(range(5), [nn.Linear(64, 32), nn.Conv2d(8, 16, 3), nn.Conv1d(16, 64, 1)])
+)
 def test_initialized_weights_look_random(layer, seed):
     torch.manual_seed(seed)
     layer.reset_parameters()

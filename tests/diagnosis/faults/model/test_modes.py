@@ -7,7 +7,6 @@ from torch import nn
 from hookcb.diagnosis.faults.model.modes import Modes
 from hookcb.diagnosis.verdict import Finding
 from tests.diagnosis.faults.support import followed, told
-from tests.support import in_turn
 
 
 def net():
@@ -70,7 +69,7 @@ def test_the_model_itself_may_be_a_batch_norm():
     assert found.code == "mode.mismatch"
 
 
-@in_turn(
+@pytest.mark.parametrize(
     "norm",
     [
         lambda: nn.BatchNorm1d(4).requires_grad_(False),  # frozen on purpose
@@ -138,7 +137,7 @@ def test_a_frozen_model_whose_input_alone_is_trained_may_be_in_eval_mode():
 # ---- batches of one sample
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("sizes", "is_told"),
     [
         ([1] * 10, True),

@@ -10,7 +10,6 @@ from torch import nn
 from hookcb.diagnosis.faults.ranks.copies import MAX_CHANNELS, N_KEPT, OwnBuffers, buffers
 from hookcb.diagnosis.measurements.processes import Processes, Role
 from hookcb.diagnosis.run import Passed, Run, Skipped
-from tests.support import in_turn
 
 
 class Buffered(nn.Module):
@@ -41,7 +40,7 @@ def found(*states, **options):
     ]
 
 
-@in_turn(
+@pytest.mark.parametrize(
     "change",
     [
         lambda m: None,

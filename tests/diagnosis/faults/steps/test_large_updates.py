@@ -9,7 +9,6 @@ from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.dead_units import Dead, DeadUnits
 from hookcb.diagnosis.run import Layer, Passed
 from tests.diagnosis.support import FALLS, RISES, STAYS, evidence, only, series, weight
-from tests.support import in_turn
 
 
 def test_steps_larger_than_the_weights_are_an_error():
@@ -26,15 +25,15 @@ def test_large_steps_of_which_no_harm_is_known_are_no_finding(ratios):
     assert isinstance(only(LargeUpdates().findings, evidence(weight(update_ratio=ratios), loss=())), Passed)
 
 
-@in_turn(("loss", "severity"), [(STAYS, "warning"), (RISES, "error")])
-@in_turn("ratios", [[0.3] * 4 + [0.01] * 36, [0.01] * 20 + [0.08] * 20])
+@pytest.mark.parametrize(("loss", "severity"), [(STAYS, "warning"), (RISES, "error")])
+@pytest.mark.parametrize("ratios", [[0.3] * 4 + [0.01] * 36, [0.01] * 20 + [0.08] * 20])
 def test_large_steps_that_last_are_told(ratios, loss, severity):
     assert (
         only(LargeUpdates().findings, evidence(weight(update_ratio=ratios), loss=loss)).severity == severity
     )
 
 
-@in_turn(
+@pytest.mark.parametrize(
     ("param", "loss"),
     [
         (weight(update_ratio=[0.15] * 10 + [0.03] * 30), STAYS),

@@ -19,7 +19,6 @@ from hookcb.diagnosis.schedule import EACH, Schedule
 from hookcb.diagnosis.verdict import Finding
 from hookcb.hooks.coverage import BY_CLOSURE
 from tests.diagnosis.faults.time.support import only, places
-from tests.support import in_turn
 
 MB = 1e6
 X, Y = torch.ones(4, 3), torch.zeros(4, 2)
@@ -129,7 +128,7 @@ def an_epoch():
     return keep
 
 
-@in_turn("keep", [detached, numbers, the_last_two, every_second, an_epoch])
+@pytest.mark.parametrize("keep", [detached, numbers, the_last_two, every_second, an_epoch])
 def test_losses_that_are_dropped_in_time_or_kept_as_numbers_are_no_finding(keep):
     assert loop(keep()) == []
 
@@ -226,7 +225,7 @@ def test_the_history_of_lbfgs_may_grow():
     assert "history" in only(GrowingMemory, given).reason
 
 
-@in_turn(
+@pytest.mark.parametrize(
     "values",
     [
         [100 * MB] * 100,
@@ -278,7 +277,7 @@ NOISE = [random.Random(1).choice([0.0, 0.0, 0.0, 1e-3, 5e-3]) for _ in range(N)]
 LINEAR = [2e-3 * (1 + 2 * i / N) + x for i, x in enumerate(NOISE)]
 
 
-@in_turn(
+@pytest.mark.parametrize(
     "times",
     [
         LINEAR,
@@ -294,7 +293,7 @@ def test_steps_that_take_longer_and_longer_are_told(times):
     assert found.value >= 2
 
 
-@in_turn(
+@pytest.mark.parametrize(
     "times",
     [
         [2e-3] * N,
@@ -389,7 +388,7 @@ def added_and_removed():
     return act
 
 
-@in_turn(
+@pytest.mark.parametrize(
     "act",
     [
         added_and_removed(),
