@@ -1,7 +1,9 @@
 """Helpers shared by the tests."""
 
 import collections
+import functools
 import gc
+import inspect
 import io
 import itertools
 import math
@@ -39,6 +41,7 @@ from hookcb import (
 from tests import fresh_worker
 from tests.hooks import support as zoo
 
+PARAM = type(pytest.param())
 SLEEP = 1000.0  # seconds by which tests advance a `Clock`; everything else takes microseconds on it
 FORKS = multiprocessing.get_context("forkserver")
 PRELOADED = ["torch", "torch._dynamo", "torch._functorch.aot_autograd", "torch.distributed.fsdp"]
@@ -401,6 +404,50 @@ def along(*lists):
     return [tuple(values[i % len(values)] for values in lists) for i in range(max(map(len, lists)))]
 
 
+def in_turn(names, rows, ids=None):
+    """Run a test with each of `rows` in one case, which fails with all of those that fail.
+
+    It stands in place of `pytest.mark.parametrize` where a row takes milliseconds, and the test no fixture
+    that keeps something. Each row begins with the same random numbers, as a case does.
+    """
+    is_text, rows = isinstance(names, str), list(rows)
+    names = [name.strip() for name in names.split(",")] if is_text else list(names)
+    labels = list(map(ids or repr, rows)) if ids is None or callable(ids) else list(ids)
+    assert rows, "without a row nothing is tested"
+    assert not any(row.marks for row in rows if isinstance(row, PARAM)), "all rows run, whatever their marks"
+
+    def repeated(test):
+        @functools.wraps(test)
+        def all_in_turn(**fixtures):
+            errors, skipped = [], []
+            for i, (row, label) in enumerate(zip(rows, labels, strict=True)):
+                is_one = is_text and len(names) == 1
+                values = row.values if isinstance(row, PARAM) else [row] if is_one else row
+                torch.default_generator.manual_seed(0)
+                random.seed(0)
+                try:
+                    test(**dict(zip(names, values, strict=True)), **fixtures)
+                except pytest.skip.Exception as reason:
+                    skipped.append(f"in row {i}, {reason}")
+                except (Exception, pytest.fail.Exception, BaseExceptionGroup) as error:
+                    error.add_note(f"in row {i}, with {', '.join(names)}: {label}")
+                    errors.append(error)
+            if errors:
+                raise BaseExceptionGroup(f"{len(errors)} of {len(rows)} fail", errors)
+            if skipped:
+                pytest.skip("; ".join(skipped))
+
+        signature = inspect.signature(test)
+        left = [x for name, x in signature.parameters.items() if name not in names]
+        all_in_turn.__signature__ = signature.replace(parameters=left)
+        return all_in_turn
+
+    return repeated
+
+
+models = in_turn("make", zoo.SUMMED.values(), zoo.SUMMED)
+
+
 def first(values):
     """Parameters of which the first is quick to know from; the others are slow."""
     return each(len(values), values)
@@ -410,7 +457,7 @@ def each(nth, values):
     """Parameters of which each `nth` is quick to know from; the others are slow."""
     params = []
     for i, x in enumerate(values):
-        is_param = isinstance(x, type(pytest.param()))
+        is_param = isinstance(x, PARAM)
         marks = [*(x.marks if is_param else ()), *([pytest.mark.slow] if i % nth else [])]
         given = x.values if is_param else x if isinstance(x, tuple) else (x,)
         params.append(pytest.param(*given, marks=marks, id=x.id if is_param else None))
@@ -436,7 +483,7 @@ def run_ranks(worker, folder, n=2):
             processes.append(start(worker, rank, folder, log=folder / f"{rank}.log"))
             stack.callback(processes[-1].kill)
         for process in processes:
-            process.join(timeout=60)
+            process.join(timeout=120)
     files = [folder / f"{rank}.pt" for rank in range(n)]
     assert all(file.exists() for file in files), [
         (folder / f"{rank}.log").read_text()[-2000:] for rank in range(n)

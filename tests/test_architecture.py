@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import hookcb
+from tests.support import in_turn
 from tests.test_floors import FLOORS
 
 ROOT = Path(__file__).parent.parent
@@ -90,12 +91,12 @@ def missing_links(page, text):
     return [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
 
 
-@pytest.mark.parametrize("page", [*PAGES, "README.md"])
+@in_turn("page", [*PAGES, "README.md"])
 def test_links_lead_somewhere(page):
     assert missing_links(page, read(page)) == []
 
 
-@pytest.mark.parametrize("page", PAGES)
+@in_turn("page", PAGES)
 def test_files_that_a_page_names_are_there(page):
     assert [path for path in missing_paths(read(page)) if path not in ("plots.py",)] == []
 
@@ -140,7 +141,7 @@ def test_the_index_has_each_decision_once():
     assert sorted(listed) == sorted(there), "add a line for each file to docs/decisions/README.md"
 
 
-@pytest.mark.parametrize("path", sorted(DECISIONS.glob("[a-z]*.md")), ids=lambda path: path.stem)
+@in_turn("path", sorted(DECISIONS.glob("[a-z]*.md")), ids=lambda path: path.stem)
 def test_a_decision_is_short_and_says_what_would_change_it(path):
     text = path.read_text("utf-8")
     assert re.findall(r"^\*\*(.+)\.\*\* ", text, re.MULTILINE) == list(PARTS)

@@ -17,6 +17,7 @@ from hookcb.diagnosis.judge import _run, explained
 from hookcb.diagnosis.reader import SOURCES
 from hookcb.diagnosis.run import Absent, Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
+from tests.support import in_turn
 
 OF_THE_MACHINE = {
     "time.data_bound",
@@ -73,7 +74,7 @@ def test_what_is_explained_of_a_check_is_its_section_of_the_page():
         assert (title, link) == (code, f"See also: docs/checks.md#{code}")
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("code", "near"),
     [
         ("unit.ded", "similar: unit.dead"),
@@ -282,7 +283,7 @@ def test_a_second_fault_of_a_code_is_refused():
     assert FAULTS["hook.silent"].__name__ == "SilentLayer"
 
 
-@pytest.mark.parametrize("code", ["param.not_stepped", "param.restored", "init.zero", "gate.shut"])
+@in_turn("code", ["param.not_stepped", "param.restored", "init.zero", "gate.shut"])
 def test_weights_that_cannot_learn_explain_a_flat_loss(code):
     cause, flat = Finding(code, "error", step=0), Finding("loss.flat", "warning", step=0)
     assert [f.consequence_of for f in explained([flat, cause], Run())] == ["", code]

@@ -27,7 +27,7 @@ from hookcb.core.clock import _told_of_garbage, leave_garbage
 from hookcb.diagnosis.fault import FAULTS
 from hookcb.report.collect import collect
 from tests.ranks.support import end, environment, free_port
-from tests.support import start
+from tests.support import in_turn, start
 
 ROOT = Path(__file__).parent.parent
 NOT_HERE = ("hookcb.__main__", "hookcb.adapters.lightning", "hookcb.adapters.transformers")  # need packages
@@ -43,10 +43,10 @@ def loops_end():
         leave_garbage(tell)
 
 
-@pytest.mark.parametrize("name", WITH_EXAMPLES)
-def test_the_examples_in_docstrings_run(name):
-    result = doctest.testmod(importlib.import_module(name))
-    assert result.failed == 0
+@pytest.mark.parametrize("room", dict.fromkeys(".".join(name.split(".")[:2]) for name in WITH_EXAMPLES))
+def test_the_examples_in_docstrings_run(room):
+    of_room = [name for name in WITH_EXAMPLES if f"{name}.".startswith(f"{room}.")]
+    assert [name for name in of_room if doctest.testmod(importlib.import_module(name)).failed] == []
 
 
 def test_every_public_class_has_an_example():
@@ -147,7 +147,7 @@ def test_the_picture_of_a_page_shows_the_verdict_of_today():
     assert is_alike(texts(PICTURE)["Description"], said), f"make docs takes it anew; now it says:\n{said}"
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("shown", "said", "expected"),
     [
         ("│ 83% │ in 74.1 ms", "│ 9% │\nin  1.2 s ", True),

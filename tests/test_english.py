@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tests.support import in_turn
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = sorted((ROOT / "hookcb").rglob("*.py"))
@@ -58,7 +58,7 @@ def test_pages_speak_american_english() -> None:
     assert [(name, line) for name, line in lines if BRITISH.search(line) or PHRASES.search(line)] == []
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "line",
     [
         '"""What is left of a fit."""',

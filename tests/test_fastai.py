@@ -10,7 +10,7 @@ import hookcb
 from hookcb import fastai
 from hookcb.loops.ported import PUBLIC
 from hookcb.testing import check_callback
-from tests.support import fit, make_learner
+from tests.support import fit, in_turn, make_learner
 from tests.training.support import batches_of, quiet, scripted
 
 # __all__ of callback.hook in fastai 2.8, and names of its other modules
@@ -77,7 +77,7 @@ def test_they_are_hookcbs_own_unless_their_arguments_differ():
     assert hookcb.TerminateOnNaNCallback is hookcb.TerminateOnNaN
 
 
-@pytest.mark.parametrize("name", WITH_ITS_ARGUMENTS)
+@in_turn("name", WITH_ITS_ARGUMENTS)
 def test_arguments_are_those_of_fastai(name):
     params = inspect.signature(getattr(fastai, name)).parameters.values()
     told = ", ".join(str(param.replace(annotation=param.empty)) for param in params)
@@ -85,7 +85,8 @@ def test_arguments_are_those_of_fastai(name):
 
 
 @pytest.mark.parametrize("cls", [fastai.ReduceLROnPlateau, fastai.GradientAccumulation])
-def test_they_keep_the_contract_of_callbacks(cls):
+def test_they_keep_the_contract_of_callbacks(cls, monkeypatch):
+    monkeypatch.setattr("hookcb.testing.Event", [hookcb.Event.BEFORE_STEP])  # at which fits are ended
     check_callback(cls, alters_training=True)
 
 
@@ -99,9 +100,7 @@ def test_patience_counts_and_factor_divides_as_in_fastai():
             fastai.ReduceLROnPlateau(**wrong)
 
 
-@pytest.mark.parametrize(
-    ("comp", "mode"), [(operator.gt, "max"), (operator.lt, "min"), (None, "max"), ("min", "min")]
-)
+@in_turn(("comp", "mode"), [(operator.gt, "max"), (operator.lt, "min"), (None, "max"), ("min", "min")])
 def test_what_is_better_is_told_by_a_comparison(comp, mode):
     for cls in (fastai.EarlyStoppingCallback, fastai.ReduceLROnPlateau):
         assert cls("score", comp).mode == cls("score", comp=comp).mode == cls("score", mode=comp).mode == mode
@@ -131,7 +130,7 @@ def test_half_precision_is_fp16_unless_told():
     assert not [cb for cb in learn.to_fp32().cbs if isinstance(cb, hookcb.MixedPrecision)]
 
 
-@pytest.mark.parametrize("name", ["MixUp", "TrackerCallback", "event", "ModelCheckpoint"])
+@in_turn("name", ["MixUp", "TrackerCallback", "event", "ModelCheckpoint"])
 def test_a_name_that_is_not_here_says_ours(name):
     with pytest.raises(ImportError, match=f"hookcb has no {name}; it has ") as told:
         exec(f"from hookcb.fastai import {name}", {})

@@ -54,7 +54,8 @@ def test_every_contestant_has_its_counts(host, monkeypatch, capsys):
     assert rows[1].split()[0] == "ActivationStats()"
 
 
-def test_a_hook_that_does_nothing_adds_no_operation_but_calls(host):
+def test_a_hook_that_does_nothing_adds_no_operation_but_calls(host, monkeypatch):
+    monkeypatch.setattr(host, "HOOKED", ())
     rows = host.hooks(turns=1)
     nothing = rows[host.NOTHING]
     assert nothing["ops/layer"] == nothing["launches/layer"] == 0

@@ -18,7 +18,7 @@ from hookcb.cli.model_tracker import Result
 from hookcb.cli.script import _exit_code
 from hookcb.diagnosis.verdict import Finding, Verdict
 from tests.cli.test_script import BEGIN, headings, run, wide  # noqa: F401  # two fixtures
-from tests.support import first
+from tests.support import first, in_turn
 
 FOREVER = 10**9
 TRAINS = f"train(*make(), n={FOREVER})\n"
@@ -323,7 +323,7 @@ finally:
 # ---- wrong arguments, --ignore, --strict
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("option", "told"),
     [
         ("--steps=0", "steps must be a whole number, 1 or more, got '0'"),

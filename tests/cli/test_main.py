@@ -14,7 +14,7 @@ from hookcb import JSONLLogger, Recorder
 from hookcb.cli.main import main
 from hookcb.report.data import PageData
 from hookcb.report.page import Page
-from tests.support import ROOT
+from tests.support import ROOT, in_turn
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def test_the_same_seed_gives_the_same_numbers(capsys, without_matplotlib):
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("options", "complaint"),
     [
         (["demo", "--epochs", "0"], "epochs must be a whole number, 1 or more, got '0'"),

@@ -3,6 +3,7 @@
 import pytest
 
 from hookcb.cli.main import main
+from tests.support import in_turn
 
 MODELS = """
 import torch
@@ -55,7 +56,7 @@ def test_a_model_is_found_and_shown(where, inputs, shown, capsys):
     assert [text for text in shown if text not in out.out] == []
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("args", "told"),
     [
         (["summarized.py:Tex"], "has no 'Tex'; it has Text, Two, image, wrong"),

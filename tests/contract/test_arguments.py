@@ -26,7 +26,7 @@ from hookcb import (
     TerminateOnNaN,
     WarmupCosine,
 )
-from tests.support import make_model, same, spy, weights
+from tests.support import in_turn, make_model, same, spy, weights
 from tests.training.support import Unsized, batches_of, groups, quiet, scripted, sgd
 
 STEP = partial(lrs.StepLR, step_size=1)
@@ -154,7 +154,7 @@ def accuracy(pred, y):
     return (pred - y).abs().mean()
 
 
-@pytest.mark.parametrize("nth", range(len(REFUSED)))
+@in_turn("nth", range(len(REFUSED)))
 def test_what_cannot_be_trained_with_is_refused_before_training_and_leaves_nothing(nth):
     make, with_valid, kind, parts = REFUSED[nth]
     model, log = make_model(), []
@@ -223,7 +223,7 @@ def test_every_callback_takes_a_name_and_two_of_a_kind_can_be_named_apart():
             make(name="no name")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ALL if kind != "compile"])
+@in_turn("kind", [kind for kind in ALL if kind != "compile"])
 def test_every_callback_bears_the_loops_other_uses_before_any_fit_and_after_one(kind):
     learn = quiet(batches_of([3, 3]), batches_of([2]))
     learn.add_cb(ALL[kind]())

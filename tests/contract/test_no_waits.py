@@ -30,7 +30,7 @@ def test_no_callback_waits_for_a_device_that_is_not_there(tmp_path, monkeypatch)
     found, log = tmp_path / "found.json", tmp_path / "log"
     monkeypatch.chdir(tmp_path)
     process = start(pretend_worker.__file__, found, log=log)
-    process.join(90)
+    process.join(180)
     assert process.exitcode == 0, log.read_text()[-2000:]
     waited = json.loads(found.read_text())
     assert set(waited) == {*EACH, *PLANTED}

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from hookcb import EarlyStopping, Learner, Schedule, diagnose, module_summary, watch
-from tests.support import make_batches, make_learner, make_model
+from tests.support import in_turn, make_batches, make_learner, make_model
 
 BATCH = make_batches(1)[0]
 OTHERS = [  # the call, the name that another library has for an argument, and that of hookcb
@@ -36,7 +36,7 @@ OTHERS = [  # the call, the name that another library has for an argument, and t
 ]
 
 
-@pytest.mark.parametrize(("call", "name", "meant"), OTHERS, ids=lambda x: getattr(x, "__name__", x))
+@in_turn(("call", "name", "meant"), OTHERS, ids=lambda x: getattr(x, "__name__", x))
 def test_an_argument_by_the_name_of_another_library_is_named_as_here(call, name, meant):
     first = (make_learner(),) if call.__qualname__.startswith("Learner.") else ()
     with pytest.raises(TypeError) as raised:
@@ -86,7 +86,7 @@ def refused():
     ]
 
 
-@pytest.mark.parametrize(("call", "given", "says"), refused(), ids=lambda x: getattr(x, "__name__", ""))
+@in_turn(("call", "given", "says"), refused(), ids=lambda x: getattr(x, "__name__", ""))
 def test_swapped_and_mistaken_arguments_are_named_for_what_they_are(call, given, says):
     with pytest.raises((TypeError, ValueError), match=says) as raised:
         call(*given)

@@ -28,6 +28,7 @@ from tests.support import (
     along,
     events,
     fit,
+    in_turn,
     make_batches,
     make_learner,
     make_model,
@@ -48,7 +49,7 @@ def ends_like(got, expected):
     return len(got) == len(expected) and all(map(ends_like, got, expected))
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("batch", "n_inp", "args", "kwargs", "targets"),
     [
         (X, None, (X,), {}, ()),
@@ -147,7 +148,7 @@ def test_batches_and_predictions_of_half_precision_and_integers_reach_the_metric
     assert 0 <= learn.recorder.rows[0]["accuracy"] <= 1
 
 
-@pytest.mark.parametrize("n_inp", [-1, 0, 1.5, "1"])
+@in_turn("n_inp", [-1, 0, 1.5, "1"])
 def test_an_n_inp_that_cannot_be_is_refused(n_inp):
     with pytest.raises((ValueError, TypeError), match="n_inp"):
         fit(Learner(make_batches(), make_model(), F.mse_loss, n_inp=n_inp))
@@ -204,7 +205,7 @@ def loaders():
     }
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("kind", "form"),
     along([k for k, v in loaders().items() if v is not None], ["alone", "pair", "attributes"]),
 )
@@ -254,7 +255,7 @@ def test_without_validation_its_events_do_not_fire_and_the_row_has_no_valid_loss
         learn.get_preds()
 
 
-@pytest.mark.parametrize("bad", [None, 3, "train", nn.Linear(2, 1), object(), (1, 2), (make_batches(), 3)])
+@in_turn("bad", [None, 3, "train", nn.Linear(2, 1), object(), (1, 2), (make_batches(), 3)])
 def test_dls_of_the_wrong_kind_are_refused(bad):
     with pytest.raises((TypeError, ValueError), match=r"dls|train|valid|batches"):
         fit(Learner(bad, make_model(), F.mse_loss))
@@ -309,7 +310,7 @@ def test_a_one_shot_iterator_is_not_silently_empty_in_the_second_validation():
         fit(learn, 2)
 
 
-@pytest.mark.parametrize("model", [None, F.relu, nn.Linear, lambda x: x, "model"])
+@in_turn("model", [None, F.relu, nn.Linear, lambda x: x, "model"])
 def test_a_model_that_is_no_module_is_refused(model):
     with pytest.raises(TypeError, match="Module"):
         Learner(make_batches(), model, F.mse_loss)
@@ -317,7 +318,7 @@ def test_a_model_that_is_no_module_is_refused(model):
         Loop(model)
 
 
-@pytest.mark.parametrize("n_epoch", [-1, 1.5, "2", None])
+@in_turn("n_epoch", [-1, 1.5, "2", None])
 def test_a_number_of_epochs_that_cannot_be_is_refused_before_anything_fires(n_epoch):
     log = []
     learn = make_learner(cbs=spy(log, "a"))

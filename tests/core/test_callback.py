@@ -25,6 +25,7 @@ from tests.support import (
     NoSuper,
     events,
     fit,
+    in_turn,
     make_batches,
     make_learner,
     make_model,
@@ -38,7 +39,7 @@ def named(class_name, base=Callback, **attrs):
     return type(class_name, (base,), attrs)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "name", ["model", "fit", "opt", "dls", "xb", "pred", "cbs", "emit", "pct_train", "lr", "loss_func", "row"]
 )
 def test_a_name_that_would_overwrite_something_of_the_loop_is_refused(name):
@@ -124,7 +125,7 @@ def test_attaching_several_is_all_or_nothing():
     make_learner(cbs=good)  # it belongs to nobody
 
 
-@pytest.mark.parametrize("bad", [3, "progress", int, nn.ReLU, print, [3], [[Callback()]], {"a": 1}, object()])
+@in_turn("bad", [3, "progress", int, nn.ReLU, print, [3], [[Callback()]], {"a": 1}, object()])
 def test_what_is_no_callback_is_refused(bad):
     with pytest.raises(TypeError):
         make_learner(cbs=bad)
@@ -151,9 +152,7 @@ def test_a_type_error_inside_a_constructor_is_not_taken_for_missing_arguments():
         make_learner(cbs=Broken)
 
 
-@pytest.mark.parametrize(
-    "wrong", ["after_bacth", "before_bach", "after_batches", "before_training", "after_"]
-)
+@in_turn("wrong", ["after_bacth", "before_bach", "after_batches", "before_training", "after_"])
 def test_a_misspelt_event_is_refused_wherever_it_is_written(wrong):
     with pytest.raises(TypeError, match=f"unknown event '{wrong}'"):
         named("Wrong", **{wrong: lambda self: None})
@@ -195,7 +194,7 @@ STATE = ["model", "opt", "xb", "yb", "x", "y", "pred", "loss", "dl", "epoch", "n
 STATE += ["train_iter", "pct_train", "training"]
 
 
-@pytest.mark.parametrize("name", STATE)
+@in_turn("name", STATE)
 def test_the_state_is_read_only_on_a_callback(name):
     seen = []
 
@@ -345,7 +344,7 @@ class Slotted(NoSuper):
     __slots__ = ("extra",)
 
 
-@pytest.mark.parametrize("cls", [Dated, Iterable, NoSuper, Slotted])
+@in_turn("cls", [Dated, Iterable, NoSuper, Slotted])
 def test_odd_callbacks_work_alone_in_a_list_and_as_a_class(cls):
     for cbs in (cls(), [cls()], (cls(),), cls, [cls]):
         learn = fit(make_learner(), cbs=cbs)
@@ -442,7 +441,7 @@ def test_a_model_copied_in_mid_fit_carries_inert_hooks():
     assert list(means.hooks.stored) == stored
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("foreign", "event"),
     [
         ("on_train_batch_end", "after_batch"),  # Lightning, Keras
@@ -469,9 +468,7 @@ def test_methods_that_other_frameworks_would_call_are_refused_with_the_event_mea
         Callback(**{foreign: print})
 
 
-@pytest.mark.parametrize(
-    "foreign", ["on_save_checkpoint", "on_predict_start", "on_log", "on_before_zero_grad"]
-)
+@in_turn("foreign", ["on_save_checkpoint", "on_predict_start", "on_log", "on_before_zero_grad"])
 def test_methods_of_other_frameworks_that_have_no_event_here_are_refused_with_all_events(foreign):
     with pytest.raises(TypeError, match=rf"unknown event '{foreign}'; events are before_fit, .*after_fit"):
         named("Ported", **{foreign: lambda self: None})

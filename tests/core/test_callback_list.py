@@ -1,11 +1,10 @@
 """Callbacks are taken in each form by all that take them: none, one, several; an iterable is read once."""
 
-import pytest
 import torch
 
 from hookcb import ActivationStats, Callback, CSVLogger, GradientHealth, watch
 from hookcb.core.callback_list import listed
-from tests.support import fit, make_learner, make_model
+from tests.support import fit, in_turn, make_learner, make_model
 
 
 class Counts(Callback):
@@ -26,7 +25,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize(("make", "names"), FORMS.values(), ids=FORMS)
+@in_turn(("make", "names"), FORMS.values(), ids=FORMS)
 def test_callbacks_are_taken_in_each_form(make, names, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     learn = make_learner(cbs=make())

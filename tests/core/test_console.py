@@ -23,7 +23,7 @@ from hookcb import (
 )
 from hookcb.cli.main import main
 from hookcb.core.console import as_text, show, shown_once, spelled, warn
-from tests.support import each, first, make_batches, make_learner
+from tests.support import each, first, in_turn, make_batches, make_learner
 
 ENCODINGS = ["ascii", "latin-1", "cp1252", "gbk", "utf-8"]
 
@@ -75,7 +75,7 @@ OUTPUTS = {
     "broken pipe at the flush": FailsLate,
     "without methods": object,
 }
-outputs = pytest.mark.parametrize("output", OUTPUTS)
+outputs = in_turn("output", OUTPUTS)
 
 
 def encoded(encoding):
@@ -135,7 +135,7 @@ def test_a_fit_ends_well_with_an_output_that_cannot_be_written(output, monkeypat
     assert len(told) == (0 if output == "none" else 2)  # of the rows, and of the verdict
 
 
-@pytest.mark.parametrize("bar", [False, True])
+@in_turn("bar", [False, True])
 @outputs
 def test_a_console_of_the_users_that_fails_ends_no_fit(output, bar):
     console = Console(file=OUTPUTS[output]() or io.StringIO(), force_terminal=bar)
@@ -174,7 +174,7 @@ def test_the_weights_are_the_same_on_any_console(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
-@pytest.mark.parametrize("make", [closed, lambda: None, object, lambda: Fails(OSError(28, "full"))])
+@in_turn("make", [closed, lambda: None, object, lambda: Fails(OSError(28, "full"))])
 def test_a_warning_that_cannot_be_written_raises_nothing(make, monkeypatch):
     monkeypatch.setattr(sys, "stdout", Fails(OSError(28, "full")))
     monkeypatch.setattr(sys, "stderr", make())
@@ -201,7 +201,7 @@ def test_a_warning_names_the_line_of_the_user():
 # ---- how it is spelled
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@in_turn("encoding", ENCODINGS)
 def test_what_an_encoding_lacks_is_spelled_and_nothing_else(encoding):
     text = "64→64, ×3 ≤ 1 µs – café, plain? ▁█ 中 \ud800"
     told = spelled(text, encoding)

@@ -36,6 +36,7 @@ from tests.support import (
     along,
     events,
     fit,
+    in_turn,
     make_batches,
     make_learner,
     make_model,
@@ -208,10 +209,8 @@ def test_what_fires_and_what_is_trained_agrees_with_a_loop_written_by_hand(event
     assert not learn.fitting
 
 
-@pytest.mark.parametrize(
-    ("outer", "inner"), list(itertools.combinations(["fit", "epoch", "train", "batch", "step"], 2))
-)
-@pytest.mark.parametrize("outer_first", [True, False])
+@in_turn(("outer", "inner"), list(itertools.combinations(["fit", "epoch", "train", "batch", "step"], 2)))
+@in_turn("outer_first", [True, False])
 def test_of_several_cancels_at_one_event_the_outermost_level_wins(outer, inner, outer_first):
     plan_of = {True: outer, False: inner}
     log = []
@@ -323,7 +322,7 @@ def test_after_fit_is_called_only_where_before_fit_was_entered():
     assert log == [("a", "before_fit"), ("b", "before_fit"), ("b", "after_fit"), ("a", "after_fit")]
 
 
-@pytest.mark.parametrize("ending", ["end", "cancel", "error", "removed"])
+@in_turn("ending", ["end", "cancel", "error", "removed"])
 def test_after_fit_is_told_how_the_fit_has_ended(ending):
     def end(cb):
         if ending == "cancel":
@@ -420,7 +419,7 @@ def test_gradients_are_there_in_after_step_and_gone_in_after_batch():
     assert seen == [True, True, True, True]
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("raised", "event"),
     along(
         [StopIteration, GeneratorExit, SystemExit, AttributeError], ["before_fit", "after_loss", "after_fit"]
@@ -489,7 +488,7 @@ def attached_in(event, nth, new, log, **kwargs):
 EPOCH = ["before_epoch", "before_train", *BATCH, *BATCH, "after_train", *VALID, "after_epoch"]
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("event", "expected"),
     [
         ("before_fit", [*EPOCH, *EPOCH]),
@@ -526,9 +525,7 @@ def test_a_callback_added_in_after_fit_is_finished_too():
     assert count_hooks(model) == 0
 
 
-@pytest.mark.parametrize(
-    ("event", "order"), along([e for e in EVENTS if "cancel" not in e and e != "after_fit"], [-10, 10])
-)
+@in_turn(("event", "order"), along([e for e in EVENTS if "cancel" not in e and e != "after_fit"], [-10, 10]))
 def test_a_callback_removed_in_a_fit_gets_after_fit_at_once_and_nothing_more(event, order):
     log = []
     victim = spy(log, "a", order=order)
@@ -546,7 +543,7 @@ def test_a_callback_removed_in_a_fit_gets_after_fit_at_once_and_nothing_more(eve
     assert events(log)[-1:] == (["after_fit"] if "before_fit" in events(log) else [])
 
 
-@pytest.mark.parametrize("event", ["before_fit", "before_batch", "after_pred", "after_step", "after_epoch"])
+@in_turn("event", ["before_fit", "before_batch", "after_pred", "after_step", "after_epoch"])
 def test_a_callback_can_remove_itself(event):
     log = []
 
@@ -631,7 +628,7 @@ def test_a_callback_with_run_off_sees_nothing_and_one_switched_on_later_ends_not
     assert events(log) == whole
 
 
-@pytest.mark.parametrize(("run_train", "run_valid"), list(itertools.product([True, False], repeat=2)))
+@in_turn(("run_train", "run_valid"), list(itertools.product([True, False], repeat=2)))
 def test_run_train_and_run_valid_switch_the_events_of_batches(run_train, run_valid):
     log = []
     fit(make_learner(1, 1, cbs=spy(log, "a", run_train=run_train, run_valid=run_valid)))
@@ -702,7 +699,7 @@ def without(kind, cbs):
     return learn
 
 
-@pytest.mark.parametrize(("event", "kind"), along(MOMENTS, OURS))
+@in_turn(("event", "kind"), along(MOMENTS, OURS))
 def test_ours_can_be_added_at_any_event_of_a_fit_and_removed_at_any(kind, event):
     cb = OURS[kind]()
     calls = itertools.count()
@@ -723,7 +720,7 @@ def test_ours_can_be_added_at_any_event_of_a_fit_and_removed_at_any(kind, event)
     assert count_hooks(learn.model) == 0
 
 
-@pytest.mark.parametrize(("event", "kind"), along(MOMENTS, OURS))
+@in_turn(("event", "kind"), along(MOMENTS, OURS))
 def test_ours_can_be_switched_on_and_off_at_any_event_of_a_fit(kind, event):
     cb = OURS[kind]()
     cb.run = False
@@ -742,9 +739,7 @@ def test_ours_can_be_switched_on_and_off_at_any_event_of_a_fit(kind, event):
         assert len(cb.stats) == 2
 
 
-@pytest.mark.parametrize(
-    ("switch", "kind", "event"), pairs(["run_train", "run_valid"], OURS, ["before_batch", "after_loss"])
-)
+@in_turn(("switch", "kind", "event"), pairs(["run_train", "run_valid"], OURS, ["before_batch", "after_loss"]))
 def test_ours_can_have_their_phases_switched_in_the_middle_of_batches(kind, event, switch):
     cb = OURS[kind]()
     flips = itertools.cycle([True, False, False])
@@ -759,9 +754,7 @@ NESTED = [(e, "train") for e in ("before_fit", "before_epoch", "before_train", *
 NESTED += [(e, "valid") for e in (*VALID, "after_epoch", "after_fit")]
 
 
-@pytest.mark.parametrize(
-    ("place", "act"), along(NESTED, [("validate", -1), ("get_preds", 99), ("failing", 99)])
-)
+@in_turn(("place", "act"), along(NESTED, [("validate", -1), ("get_preds", 99), ("failing", 99)]))
 def test_validating_inside_a_fit_leaves_the_loop_and_its_records_as_they_were(place, act):
     (event, phase), (what, order) = place, act
 

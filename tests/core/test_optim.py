@@ -5,13 +5,14 @@ import torch
 from torch.optim import SGD, Adam
 
 from hookcb.core.optim import check_rates, rates_of, set_rates
+from tests.support import in_turn
 
 
 def groups(n):
     return [{"params": [torch.zeros(1, requires_grad=True)]} for _ in range(n)]
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("lr", "n", "expected"),
     [
         (0.1, 3, [0.1, 0.1, 0.1]),
@@ -45,7 +46,7 @@ def test_there_must_be_as_many_rates_as_groups():
         rates_of([0.1, 0.2, 0.3], 2, "lr_max")
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("lr", "error", "told"),
     [
         ("0.1", TypeError, r"lr must be a number.*slice\(lowest, highest\), got '0.1'"),

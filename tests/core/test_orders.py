@@ -12,6 +12,7 @@ import hookcb
 from docs.orders import COMMAND, END, PAGE, main, reasons, with_table
 from hookcb import EMA, Callback, GradientClip, Recorder, synth_learner
 from hookcb.core import orders
+from tests.support import in_turn
 
 PACKAGE = Path(hookcb.__file__).parent
 
@@ -34,7 +35,7 @@ def test_every_order_in_the_package_has_a_name():
     assert [place for path in files for place in unnamed(path.read_text("utf-8"), path.name)] == []
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "code",
     [
         "class A(Callback):\n    order = 5",

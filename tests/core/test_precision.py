@@ -16,7 +16,7 @@ from hookcb.activations.stats import LAYER_STATS, layer_stats
 from hookcb.core import precision
 from hookcb.gradients import samples as grad_samples
 from hookcb.gradients import stats as grad_stats
-from tests.support import along, first, fit
+from tests.support import along, first, fit, in_turn
 
 DEVICE = torch.device("meta")
 
@@ -171,9 +171,7 @@ def test_float32_models_are_recorded_in_float32():
     assert {store.series(name).dtype for store in stores for name in store.names} == {torch.float32}
 
 
-@pytest.mark.parametrize(
-    ("size", "dtype"), along([1e-40, 1e-30, 1.0, 1e30], [torch.float32, torch.bfloat16, torch.float64])
-)
+@in_turn(("size", "dtype"), along([1e-40, 1e-30, 1.0, 1e30], [torch.float32, torch.bfloat16, torch.float64]))
 def test_wide_norms_have_room_for_any_squares(size, dtype):
     x = (torch.arange(1, 7).view(2, 3) * size).to(dtype)
     assert precision.wide_norm(x, 1).tolist() == pytest.approx(

@@ -3,7 +3,7 @@
 import pytest
 
 from hookcb import Callback, CancelBatchException, SamplingCallback
-from tests.support import fit, make_learner
+from tests.support import fit, in_turn, make_learner
 
 
 class Looks(SamplingCallback):
@@ -83,7 +83,7 @@ def test_validations_are_looked_at_only_if_a_subclass_says_so():
     assert [i for training, i in looks.seen if not training] == [0]
 
 
-@pytest.mark.parametrize("every", [0, -1, 1.5, True, "2"])
+@in_turn("every", [0, -1, 1.5, True, "2"])
 def test_what_is_no_number_of_batches_is_refused(every):
     with pytest.raises((TypeError, ValueError), match="every must be a whole number"):
         SamplingCallback(every)

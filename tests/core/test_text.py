@@ -1,11 +1,10 @@
 """Text for quantities."""
 
-import pytest
-
 from hookcb.core.text import format_bytes
+from tests.support import in_turn
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("n", "text"),
     [(None, ""), (0, "0 bytes"), (1, "1 byte"), (999, "999 bytes"), (-1500, "-1.5 kB"), (2.4, "2 bytes")],
 )

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import hookcb
 from hookcb.core import torch_private
 from tests.core.support import fake_group, group_of_one
+from tests.support import in_turn
 
 PACKAGE = Path(hookcb.__file__).parent
 HOME = PACKAGE / "core" / "torch_private.py"
@@ -193,8 +194,8 @@ class Numbers(IterableDataset):
         return iter(range(4))
 
 
-@pytest.mark.parametrize("data", [list(range(4)), Numbers()])
-@pytest.mark.parametrize("n_workers", [0, 1])
+@in_turn("data", [list(range(4)), Numbers()])
+@in_turn("n_workers", [0, 1])
 def test_dataloaderiter(data, n_workers):
     found = iter(DataLoader(data, num_workers=n_workers))
     assert isinstance(found, torch_private.DataLoaderIter)

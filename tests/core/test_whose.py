@@ -11,12 +11,13 @@ import torch
 
 from hookcb.core import loop, whose
 from tests.core.support import without_lines
+from tests.support import in_turn
 
 OTHER = torch.__file__.replace("torch/__init__", "torchvision/models/resnet")
 LIKE_OURS = loop.__file__.replace("hookcb/core", "hookcb_experiments")
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("file", "is_of_program", "is_of_user"),
     [
         (torch.nn.functional.__file__, False, False),

@@ -10,7 +10,7 @@ from torch import nn
 from hookcb import Verdict, check_gradients
 from hookcb.diagnosis.fault import FAULTS as KINDS
 from tests.gradients.support import HEALTHY, OTHER_HEALTHY, at, batches, mlp, run, seeded
-from tests.support import in_terminal
+from tests.support import in_terminal, in_turn
 
 NAN = math.nan
 
@@ -62,7 +62,7 @@ class Stop(Exception):
     """The first backward is done."""
 
 
-@pytest.mark.parametrize("name", [*HEALTHY, *OTHER_HEALTHY])
+@in_turn("name", [*HEALTHY, *OTHER_HEALTHY])
 def test_the_first_backward_of_a_healthy_training_gives_no_alarm(name):
     verdicts = []
 
@@ -98,7 +98,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("make", "code", "severity", "param"), FAULTS.values(), ids=FAULTS)
+@in_turn(("make", "code", "severity", "param"), FAULTS.values(), ids=FAULTS)
 def test_a_fault_is_named(make, code, severity, param):
     (finding,) = check_gradients(after_backward(seeded(make))).findings
     assert (finding.code, finding.severity, finding.param) == (code, severity, param)

@@ -15,6 +15,7 @@ from hookcb.diagnosis.ranks import Together, findings_of_all
 from hookcb.diagnosis.run import Run, Series
 from hookcb.diagnosis.verdict import Gap
 from tests.diagnosis.faults.ranks.support import merged, on_ranks, run_of_all
+from tests.support import in_turn
 
 
 def losses(*values, of_optimizers=None, guess=math.nan, **more):
@@ -62,7 +63,7 @@ def test_ranks_with_other_batches_keep_their_losses():
     assert "different batches" in one.notes[-1] == other.notes[-1]
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("numbers", "agreed"),
     [
         ((0.69, 0.68), 0.685),

@@ -3,11 +3,10 @@
 from contextlib import nullcontext
 from typing import get_args
 
-import pytest
-
 from hookcb.core.callback import Callback
 from hookcb.diagnosis.reader import ADVICE, SOURCES, Way, also, by_command, way_of, why_unseen
 from hookcb.loops.coverage import REFUSED, Facts, WatchCoverage
+from tests.support import in_turn
 
 WAYS = get_args(Way)
 FOREIGN = {  # words of other ways
@@ -36,7 +35,7 @@ def reasons_in_a_loop(way):
             yield from coverage.notes if way != "command" else ()  # which shows none
 
 
-@pytest.mark.parametrize("way", WAYS)
+@in_turn("way", WAYS)
 def test_advice_is_in_the_words_of_the_reader(way):
     told = [of[way] for of in ADVICE.values() if way in of]
     told += [why_unseen([need], way) for need in SOURCES]
@@ -45,7 +44,7 @@ def test_advice_is_in_the_words_of_the_reader(way):
     assert [(text, words) for text in told if (words := foreign_in(text, way))] == []
 
 
-@pytest.mark.parametrize("what", ["rate", "clip", "NaN", "straggler", "coverage"])
+@in_turn("what", ["rate", "clip", "NaN", "straggler", "coverage"])
 def test_each_reader_gets_the_advice_of_a_check(what):
     assert ADVICE[what].keys() == set(WAYS)
 

@@ -19,12 +19,13 @@ from hookcb.diagnosis.run import Layer, Param, Run, Series, Span
 from hookcb.diagnosis.verdict import Finding
 from hookcb.gradients.stats import GRAD_STATS, STEP_STATS
 from tests.diagnosis.support import measured, series
+from tests.support import in_turn
 
 LAYER = Layer("net.0", "Linear", "Linear 8→4", 0)
 PARAM = Param("net.0.weight", "net.0", "Linear", "Linear 8→4", 0, (4, 8))
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("at", "place"),
     [
         (LAYER, ("net.0", "", "Linear 8→4")),
@@ -39,7 +40,7 @@ def test_the_place_is_that_of_the_layer_or_the_parameter(at, place):
     assert (found.layer, found.param, found.kind) == place
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("when", "steps"),
     [
         (Span(3, 9, 4), (3, 9)),

@@ -10,7 +10,7 @@ from torch import nn
 
 from hookcb import Callback, Diagnose, GradientAccumulation, watch
 from hookcb.diagnosis.schedule import EACH, N_NOTED, Schedule
-from tests.support import each, fit, make_learner, make_model
+from tests.support import each, fit, in_turn, make_learner, make_model
 
 GROWING = [0, 1, 2, 3, 4, 5, 7, 10, 14, 19, 26, 36, 49, 67, 91, 123, 167, 226, 306, 414, 559, 755]
 DOUBLING = [0, 1, 2, 3, 4, 5, 7, 10, 14, 19, 38, 76, 152, 304, 608]
@@ -39,7 +39,7 @@ def test_up_to_batch_20_it_looks_whatever_the_budget(budget):
     assert looks(20, budget) == [i for i in GROWING if i < 20]
 
 
-@pytest.mark.parametrize("budget", [0.005, 0.02, 0.03, 0.05, 0.5])
+@in_turn("budget", [0.005, 0.02, 0.03, 0.05, 0.5])
 def test_the_budget_is_kept_but_for_what_it_does_at_least(budget):
     later = [due for due in looks(20_000, budget) if due >= 20]
     for i, (last, due) in enumerate(itertools.pairwise([19, *later]), start=1):

@@ -22,7 +22,7 @@ from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.judge import explained, judge, status_of
 from hookcb.diagnosis.run import Run, Series
 from hookcb.diagnosis.verdict import Gap
-from tests.support import each, first, fit, make_batches, make_model
+from tests.support import each, first, fit, in_turn, make_batches, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:ERROR  :UserWarning")
 
@@ -109,7 +109,7 @@ def test_any_verdict_is_at_most_15_lines_of_at_most_100_columns(words):
         assert "\x1b" not in str(verdict)
 
 
-@pytest.mark.parametrize("words", WORDS)
+@in_turn("words", WORDS)
 def test_any_finding_has_no_line_of_more_than_100_columns(words):
     rng = random.Random(words)
     for _ in range(20):
@@ -223,7 +223,7 @@ def values_of(what):
     return [v for item in what for v in values_of(item)] if isinstance(what, list) else [what]
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF, 1e-45, 0.0])
+@in_turn("value", [NAN, INF, -INF, 1e-45, 0.0])
 def test_numbers_that_are_not_finite_are_none_in_json_and_the_rest_comes_back(value):
     verdict = verdict_of(example(value=value, limit=value), ruled_out=("a",), coverage=("b", "c"))
     back = json.loads(verdict.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -267,7 +267,7 @@ def test_each_check_that_could_not_run_is_in_one_gap_of_its_reason():
     assert sum(len(gap.codes) for gap in verdict.gaps) == verdict.n_checks == len(FAULTS)
 
 
-@pytest.mark.parametrize("words", WORDS)
+@in_turn("words", WORDS)
 def test_any_verdict_becomes_json(words):
     rng = random.Random(words)
     findings = [anything(rng, WORDS[words]) for _ in range(20)]
@@ -444,7 +444,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("what", EXPECTED)
+@in_turn("what", EXPECTED)
 def test_a_fault_is_the_primary_finding_and_the_rest_follows(what):
     learn = spoiled(what)
     if what == "a label out of range":
@@ -563,7 +563,7 @@ def test_a_verdict_of_one_of_several_ranks_says_so_first(status):
     assert verdict.headline.startswith(f"{status.upper()}  of rank 0 only, ")
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 100])
+@in_turn("width", [40, 60, 80, 100])
 def test_no_line_ends_inside_a_word(width):
     words = [f"word{i}{'x' * (i % 11)}" for i in range(200)]
     shown = verdict_of(Finding("loss.flat", "error", message=" ".join(words)), coverage=("9 batches", *words))

@@ -810,9 +810,6 @@ SUMMED = {
 }
 
 
-models = pytest.mark.parametrize("make", SUMMED.values(), ids=SUMMED)
-
-
 projections = pytest.mark.filterwarnings("ignore:LSTM with projections")  # torch's own, at the first forward
 
 

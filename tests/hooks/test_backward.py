@@ -14,7 +14,7 @@ from hookcb.hooks.hook import Hook, Hooks, hook_output, hook_outputs
 from hookcb.testing import count_hooks
 from tests.hooks import support as zoo
 from tests.hooks.support import G, X, args, explode, sequential
-from tests.support import no_collection
+from tests.support import in_turn, no_collection
 
 DIFFERENTIABLE = [
     "tensor", "tuple", "tuple_of_one", "list", "nested", "partly_used", "namedtuple", "dict", "ordered_dict",
@@ -43,7 +43,7 @@ def like_stored(path, out):
     return path if isinstance(out, (tuple, list)) else (0, *path)
 
 
-@pytest.mark.parametrize("name", DIFFERENTIABLE)
+@in_turn("name", DIFFERENTIABLE)
 def test_stored_gradients_of_an_output_are_autograds(name):
     model = zoo.make(f"returns_{name}")
     expected = output_gradients(model, X, G)
@@ -63,7 +63,7 @@ def test_stored_gradients_of_an_output_are_autograds(name):
             assert zoo.at(h.stored, like_stored(path, out.stored)) is None, (path, t)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("name", "kind"),
     [
         ("tuple", tuple),
@@ -102,7 +102,7 @@ IN_PLACE_GRADIENTS = {  # in place, and the same without
 }
 
 
-@pytest.mark.parametrize("name", IN_PLACE_GRADIENTS)
+@in_turn("name", IN_PLACE_GRADIENTS)
 def test_gradients_of_an_output_are_those_before_what_came_in_place(name):
     in_place, plain = IN_PLACE_GRADIENTS[name]
     model = zoo.Around(lambda s, x: s.fc(x), lambda o, h: plain(o))
@@ -341,9 +341,7 @@ def test_a_hook_function_may_run_the_module_and_another_backward():
     assert torch.equal(plain.grad, x.grad)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"pre": True}, {"is_forward": False}, {"is_forward": False, "pre": True}]
-)
+@in_turn("options", [{}, {"pre": True}, {"is_forward": False}, {"is_forward": False, "pre": True}])
 def test_hooks_let_the_graph_save_nothing_more(options):
     def saved():
         n = []
@@ -440,7 +438,7 @@ def call_around(model, call, a, b):
     return h, k, outs, before + sum((o * (j + 2)).pow(2).sum() for j, o in enumerate(outs)) + (h + k).sum()
 
 
-@pytest.mark.parametrize("name", [n for n in CALLS if n != "changes_a"])
+@in_turn("name", [n for n in CALLS if n != "changes_a"])
 def test_gradients_of_inputs_are_those_through_this_call_only(name):
     f, call, where_a, where_b = CALLS[name]
     model = zoo.Layer(f)
@@ -621,8 +619,8 @@ def test_gradients_under_activation_checkpointing_are_those_without(use_reentran
     assert zoo.alike(stored[0], stored[1])
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("options", [{"always_call": True}, {"pre": True}, {"is_forward": False}, {}])
+@in_turn("use_reentrant", [True, False])
+@in_turn("options", [{"always_call": True}, {"pre": True}, {"is_forward": False}, {}])
 def test_hooks_on_every_layer_survive_activation_checkpointing(use_reentrant, options):
     model = zoo.make("reentrant_checkpoint" if use_reentrant else "checkpoint")
     plain = zoo.run(zoo.make("reentrant_checkpoint" if use_reentrant else "checkpoint"))

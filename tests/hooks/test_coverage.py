@@ -10,6 +10,7 @@ from hookcb.hooks.coverage import FROZEN, NOT_CALLED, Coverage, why_not_called
 from hookcb.testing import assert_no_hooks
 from tests.hooks import support as zoo
 from tests.hooks.support import Gradients, Means, fit, learner, three_layers
+from tests.support import in_turn
 
 
 def test_coverage_says_what_was_looked_at():
@@ -204,7 +205,7 @@ def test_it_counts_in_words_and_lists_what_was_not_seen():
     ]
 
 
-@pytest.mark.parametrize(("n", "more"), [(1, ""), (5, ""), (6, "… and 1 more"), (9, "… and 4 more")])
+@in_turn(("n", "more"), [(1, ""), (5, ""), (6, "… and 1 more"), (9, "… and 4 more")])
 def test_the_warning_names_five_layers_at_most(n, more):
     silent = {f"layer{k}": f"reason {k}" for k in range(n)}
     first, *layers = coverage(hooked=tuple(silent), silent=silent).warning().splitlines()

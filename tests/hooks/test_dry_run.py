@@ -8,7 +8,7 @@ from torch.nn.utils import parametrizations
 
 from hookcb import Learner, dummy_eval, layer_info, model_sizes, num_features_model
 from tests.hooks.support import Plain, S, mlp, randn
-from tests.support import SaysSo, changes_in, make_batches, unsettle
+from tests.support import SaysSo, changes_in, in_turn, make_batches, unsettle
 
 
 def test_dummy_eval_gives_the_output_of_one_sample_in_eval_mode():
@@ -27,7 +27,7 @@ def test_dummy_eval_gives_the_output_of_one_sample_in_eval_mode():
     assert dummy_eval(model.bfloat16(), (5, 9)).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("first", "out"),
     [
         (lambda: nn.Conv2d(6, 6, 3, groups=6), (1, 6, 6, 6)),
@@ -56,7 +56,7 @@ def test_model_sizes_are_those_of_the_children():
     assert changed == []
 
 
-@pytest.mark.parametrize("kernel", [31, 33, 70, 200])
+@in_turn("kernel", [31, 33, 70, 200])
 def test_num_features_tries_larger_images(kernel):
     model = nn.Sequential(nn.Conv2d(1, 3, kernel, stride=50), nn.ReLU())
     with changes_in(model) as changed:
@@ -64,10 +64,8 @@ def test_num_features_tries_larger_images(kernel):
     assert changed == []
 
 
-@pytest.mark.parametrize("look", [dummy_eval, model_sizes, num_features_model])
-@pytest.mark.parametrize(
-    "error", [KeyError("k"), TypeError("t"), AttributeError("a"), SaysSo(1, 2), RuntimeError("boom")]
-)
+@in_turn("look", [dummy_eval, model_sizes, num_features_model])
+@in_turn("error", [KeyError("k"), TypeError("t"), AttributeError("a"), SaysSo(1, 2), RuntimeError("boom")])
 def test_the_true_error_is_shown_and_modes_come_back(look, error):
     def fail(m, x):
         m.n += 1
@@ -81,8 +79,8 @@ def test_the_true_error_is_shown_and_modes_come_back(look, error):
     assert caught.value is error
 
 
-@pytest.mark.parametrize("look", [dummy_eval, model_sizes, num_features_model])
-@pytest.mark.parametrize("make", [nn.ReLU, nn.Sequential, lambda: nn.Sequential(nn.ReLU(), nn.Flatten())])
+@in_turn("look", [dummy_eval, model_sizes, num_features_model])
+@in_turn("make", [nn.ReLU, nn.Sequential, lambda: nn.Sequential(nn.ReLU(), nn.Flatten())])
 def test_a_model_without_channels_is_refused_clearly(look, make):
     with pytest.raises(ValueError, match="channel"):
         look(make())

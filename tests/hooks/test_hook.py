@@ -12,7 +12,7 @@ from hookcb.hooks.hook import Hook, Hooks, hook_output, hook_outputs
 from hookcb.testing import assert_no_hooks, count_hooks
 from tests.hooks import support as zoo
 from tests.hooks.support import G, X, args, explode, sequential
-from tests.support import Pair
+from tests.support import Pair, in_turn
 
 
 def test_a_hook_stores_and_changes_nothing():
@@ -118,7 +118,7 @@ PLAIN_OUTPUTS = [
 ]
 
 
-@pytest.mark.parametrize("name", [name for name in PLAIN_OUTPUTS if name != "tuple_with_another_init"])
+@in_turn("name", [name for name in PLAIN_OUTPUTS if name != "tuple_with_another_init"])
 def test_a_stored_output_has_the_type_and_the_values_of_the_layers_own(name):
     model = zoo.make(f"returns_{name}")
     own = []
@@ -132,7 +132,7 @@ def test_a_stored_output_has_the_type_and_the_values_of_the_layers_own(name):
     assert not any(t.requires_grad for t in zoo.flat(h.stored).values())
 
 
-@pytest.mark.parametrize("name", zoo.IN_PLACE)
+@in_turn("name", zoo.IN_PLACE)
 def test_a_stored_output_is_as_the_layer_gave_it_before_what_came_in_place(name):
     model = zoo.make(f"in_place_{name}")
     own = []
@@ -276,9 +276,7 @@ def test_functional_call_is_seen_with_the_weights_given():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # by torch, for the first jvp
-@pytest.mark.parametrize(
-    "options", [{}, {"pre": True}, {"is_forward": False}, {"is_forward": False, "pre": True}]
-)
+@in_turn("options", [{}, {"pre": True}, {"is_forward": False}, {"is_forward": False, "pre": True}])
 def test_function_transforms_work_with_hooks_on(options):
     model = sequential()
     params = {k: v.detach() for k, v in model.named_parameters()}
@@ -371,7 +369,7 @@ def test_an_output_can_be_replaced_and_gradients_flow_through_what_replaced_it()
     assert zoo.alike([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
-@pytest.mark.parametrize("value", [False, 0, (), "", {}])
+@in_turn("value", [False, 0, (), "", {}])
 def test_every_value_but_none_replaces_the_output(value):
     model = zoo.lin()
     with Hook(model, lambda m, i, o: value, modify=True):
@@ -493,7 +491,7 @@ def test_a_hook_can_be_attached_and_removed_in_mid_forward():
     assert count_hooks(model) == 0
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "options",
     [{}, {"is_forward": False}, {"is_forward": False, "pre": True}, {"is_forward": False, "modify": True}],
 )
@@ -518,7 +516,7 @@ def test_a_hook_attached_to_a_module_while_it_runs_starts_with_it_or_with_the_ne
     assert count_hooks(model) == 0
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "options",
     [
         {},
@@ -604,8 +602,8 @@ KINDS_OF_CALL = [
 ]
 
 
-@pytest.mark.parametrize("error", [ValueError("boom"), NeedsKeyword(1, b=2), StopIteration(3)])
-@pytest.mark.parametrize("options", KINDS_OF_CALL)
+@in_turn("error", [ValueError("boom"), NeedsKeyword(1, b=2), StopIteration(3)])
+@in_turn("options", KINDS_OF_CALL)
 def test_an_error_of_the_hook_function_goes_on_as_it_is_and_names_module_and_function(options, error):
     error = type(error)(1, b=2) if isinstance(error, NeedsKeyword) else type(error)(*error.args)
     model = sequential()
@@ -628,7 +626,7 @@ def test_an_error_of_the_hook_function_goes_on_as_it_is_and_names_module_and_fun
     assert torch.equal(model[2].bias.grad, G.sum(0))
 
 
-@pytest.mark.parametrize("options", KINDS_OF_CALL)
+@in_turn("options", KINDS_OF_CALL)
 def test_an_interrupt_in_a_hook_function_goes_on_as_it_is(options):
     model, interrupt = sequential(), [KeyboardInterrupt("mine")]
 
@@ -734,7 +732,7 @@ def test_options_for_modules_are_refused_on_tensors():
     assert count_hooks(model) == 0
 
 
-@pytest.mark.parametrize("m", [None, 3, "0", zoo.lin, print, {"a": 1}.values()])
+@in_turn("m", [None, 3, "0", zoo.lin, print, {"a": 1}.values()])
 def test_what_is_no_module_is_a_type_error(m):
     with pytest.raises(TypeError):
         Hook(m, args)
@@ -763,7 +761,7 @@ def failing_generator(model):
     raise KeyError("mine")
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "bad",
     [
         lambda m: [m[0], m[1], "2"],

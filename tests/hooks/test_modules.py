@@ -21,9 +21,7 @@ from hookcb.hooks.modules import (
     unwrapped,
 )
 from tests.hooks.support import Plain, frozen_part, parameter_containers, tied
-from tests.support import (
-    Net,
-)
+from tests.support import Net, in_turn
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -93,7 +91,7 @@ def test_finding_nothing_is_a_lookup_error_that_lists_what_there_is():
             find_modules(net, where)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("make", "expected"),
     [
         (lambda: nn.Linear(10, 30), (330, True)),

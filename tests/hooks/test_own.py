@@ -26,7 +26,7 @@ from hookcb import (
     watch,
 )
 from hookcb.testing import count_hooks
-from tests.support import each, fit, make_batches, make_learner, make_model
+from tests.support import each, fit, in_turn, make_batches, make_learner, make_model
 
 SAVE = {
     "torch.save": torch.save,
@@ -73,7 +73,7 @@ def hooks_of_ours(model):
         yield Hooks(list(model.parameters()), lambda *what: None, **options)
 
 
-@pytest.mark.parametrize("how", SAVE)
+@in_turn("how", SAVE)
 def test_a_file_of_a_hooked_model_has_the_same_bytes(how):
     model = make_model()
     items = [model, [model, model], {"net": model, "step": 3}]

@@ -9,7 +9,7 @@ from torch import nn
 
 from hookcb.hooks.params import Held, Param, check_which, find_params
 from tests.hooks.support import frozen_part, parameter_containers, tied
-from tests.support import Net
+from tests.support import Net, in_turn
 
 NAMES = ["scale", "stem.weight", "stem.bias", "blocks.0.0.weight", "blocks.0.0.bias"]
 NAMES += ["blocks.1.0.weight", "blocks.1.0.bias", "head.weight", "head.bias"]
@@ -34,7 +34,7 @@ def test_all_are_found_once_with_the_type_of_their_module():
     assert len(find_params(frozen_part())) == 4  # frozen ones too
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("which", "expected"),
     [
         (None, NAMES),

@@ -29,12 +29,22 @@ from tests.hooks.support import (
     encoder,
     frozen_part,
     mlp,
-    models,
     projections,
     randn,
     tied,
 )
-from tests.support import Net, Pair, attention, changes_in, in_terminal, row, row_of_type, shown
+from tests.support import (
+    Net,
+    Pair,
+    attention,
+    changes_in,
+    in_terminal,
+    in_turn,
+    models,
+    row,
+    row_of_type,
+    shown,
+)
 
 DEPTHS = [None, 0, 1, 2, 3, 10**9]
 
@@ -173,7 +183,7 @@ def test_bytes_of_what_is_stored_and_of_what_is_put_out():
     assert summary.activation_bytes == 4 * 30 * 4 + 4 * 2 * 2
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("make", "n_bytes"),
     [
         (lambda: (mlp(), randn(4, 10)), 4 * (30 + 30 + 2) * 4),
@@ -317,7 +327,7 @@ WORK = {
 
 
 @projections
-@pytest.mark.parametrize(("make", "n"), WORK.values(), ids=WORK)
+@in_turn(("make", "n"), WORK.values(), ids=WORK)
 def test_multiply_adds_are_those_counted_by_hand(make, n):
     model, *xb = make()
     for train in (True, False):
@@ -372,8 +382,8 @@ def test_multiply_adds_stand_in_the_row_of_the_layer_that_did_them():
     assert row(summary, "head").multiply_adds == 2 * 6 * 7 * 2
 
 
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("masked", [True, False])
+@in_turn("train", [True, False])
+@in_turn("masked", [True, False])
 def test_the_fast_path_of_a_transformer_hides_no_layer(train, masked):
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     with pytest.MonkeyPatch.context() as patch:
@@ -436,7 +446,7 @@ class Out:
     b: Any = None
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("output", "shape"),
     [
         (lambda x: (x, x[0]), (S([4, 3]), S([3]))),
@@ -490,7 +500,7 @@ def test_outputs_of_recurrent_layers_keep_their_states():
     assert "5" in str(gru.shape[0])  # five steps in all
 
 
-@pytest.mark.parametrize("key", ["[/red]", "<b>", "a.b", 3, ("t", 1)])
+@in_turn("key", ["[/red]", "<b>", "a.b", 3, ("t", 1)])
 def test_any_key_of_a_dict_can_be_shown(key):
     summary = module_summary(Plain(lambda m, x: {key: x}), randn(4, 3))
     assert next(iter(summary)).shape == {key: S([4, 3])}
@@ -512,7 +522,7 @@ class HasAll:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR")
-@pytest.mark.parametrize(
+@in_turn(
     "output",
     [
         lambda x: torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged),
@@ -594,7 +604,7 @@ def test_a_batch_is_moved_to_where_the_model_is():
     assert summary.n_params == 330 + 4 * 7 * (30 + 7 + 2)
 
 
-@pytest.mark.parametrize("depth", [-1, "x", 1.5, [1]])
+@in_turn("depth", [-1, "x", 1.5, [1]])
 def test_a_wrong_depth_is_refused(depth):
     calls = []
     model = Plain(lambda m, x: calls.append(x))
@@ -603,8 +613,8 @@ def test_a_wrong_depth_is_refused(depth):
     assert not calls
 
 
-@pytest.mark.parametrize("look", [module_summary, layer_info])
-@pytest.mark.parametrize("model", ["x", None, nn.Linear, [nn.Linear(2, 2)]])
+@in_turn("look", [module_summary, layer_info])
+@in_turn("model", ["x", None, nn.Linear, [nn.Linear(2, 2)]])
 def test_what_is_no_model_is_refused(look, model):
     with pytest.raises(TypeError, match=r"(?i)module|model|learner"):
         look(model, randn(2, 3))
@@ -618,7 +628,7 @@ def test_a_missing_batch_is_said(look):
     assert "xb" in said or "batch" in said
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("xb", "error"),
     [
         ((randn(4, 9),), RuntimeError),
@@ -700,7 +710,7 @@ def evil_model(name):
     return model
 
 
-@pytest.mark.parametrize("name", EVIL)
+@in_turn("name", EVIL)
 def test_names_are_shown_as_they_are(name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     summary = module_summary(evil_model(name), randn(4, 3))
@@ -756,10 +766,10 @@ def long_names(n_deep):
     return model
 
 
-narrow = pytest.mark.parametrize("columns", [40, 60, 80])
+narrow = in_turn("columns", [40, 60, 80])
 
 
-indented = pytest.mark.parametrize("n_deep", [0, 12])
+indented = in_turn("n_deep", [0, 12])
 
 
 @narrow

@@ -2,10 +2,9 @@
 
 from itertools import product
 
-import pytest
-
 from hookcb.loops.calls import Call, Habits, Now, classify
 from hookcb.loops.stages import AFTER_BACKWARD, BEFORE_BACKWARD, Stage
+from tests.support import in_turn
 
 TRAINING = Now(
     trains=True,
@@ -65,7 +64,7 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("case", TABLE)
+@in_turn("case", TABLE)
 def test_what_a_call_is(case):
     now, habits, expected = TABLE[case]
     assert classify(now, habits) is expected

@@ -36,6 +36,7 @@ from tests.support import (
     Z,
     events,
     fit,
+    in_turn,
     make_batches,
     make_learner,
     make_model,
@@ -57,7 +58,7 @@ def test_the_loop_is_on_one_screen():
     assert begins[-1] + len(sources[-1][0]) - begins[0] <= SCREEN  # with decorators, docstrings and all
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "opt_func",
     [
         torch.optim.SGD,
@@ -65,7 +66,7 @@ def test_the_loop_is_on_one_screen():
         lambda ps, lr: torch.optim.SGD(ps, lr=lr, momentum=0.9, weight_decay=0.1),
     ],
 )
-@pytest.mark.parametrize("diagnostics", [False, True])
+@in_turn("diagnostics", [False, True])
 def test_weights_losses_and_random_state_agree_with_a_plain_loop_bit_for_bit(opt_func, diagnostics):
     def model_and_loader():
         torch.manual_seed(3)
@@ -160,8 +161,8 @@ def test_a_model_that_cannot_be_trained_is_refused_before_anything_fires(frozen)
     assert log == []
 
 
-@pytest.mark.parametrize("raised", [None, ValueError, CancelFitException])
-@pytest.mark.parametrize("event", ["before_batch", "after_validate"])
+@in_turn("raised", [None, ValueError, CancelFitException])
+@in_turn("event", ["before_batch", "after_validate"])
 def test_the_modes_of_a_partly_eval_model_are_restored_however_the_fit_ends(event, raised):
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Sequential(nn.Dropout(), nn.Linear(3, 1)))
     model.train()
@@ -181,8 +182,8 @@ def test_the_modes_of_a_partly_eval_model_are_restored_however_the_fit_ends(even
     assert modes(model) == before
 
 
-@pytest.mark.parametrize("event", ["before_validate", "after_pred", "after_validate", "after_epoch"])
-@pytest.mark.parametrize("raised", [ValueError, KeyboardInterrupt, CancelFitException, CancelEpochException])
+@in_turn("event", ["before_validate", "after_pred", "after_validate", "after_epoch"])
+@in_turn("raised", [ValueError, KeyboardInterrupt, CancelFitException, CancelEpochException])
 def test_grad_mode_is_restored_however_the_validation_ends(event, raised):
     log = []
     with contextlib.suppress(ValueError, KeyboardInterrupt):
@@ -451,7 +452,7 @@ def test_saving_over_a_file_leaves_the_old_one_whole_where_it_fails(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["file.pt"]
 
 
-@pytest.mark.parametrize("raised", [None, ValueError, KeyboardInterrupt, CancelFitException])
+@in_turn("raised", [None, ValueError, KeyboardInterrupt, CancelFitException])
 def test_a_callback_kept_after_the_fit_keeps_neither_learner_nor_model_nor_batches(raised):
     cbs = [make() for make in DIAGNOSTICS[:1] + DIAGNOSTICS[2:]] + [Recorder(name="r2"), NoSuper()]
     model = make_model()

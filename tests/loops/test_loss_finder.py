@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from hookcb import Callback, Diagnose, GradientHealth, Recorder, watch
 from hookcb.diagnosis.measurements.loss_graph import read_loss
 from hookcb.loops.loss_finder import LossFinder
-from tests.support import make_batches, make_model, same, weights
+from tests.support import in_turn, make_batches, make_model, same, weights
 
 BATCHES = make_batches(4)
 X, Y = BATCHES[0]
@@ -66,7 +66,7 @@ def trained(backward, w=None, model=None):
     return losses, w
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "backward",
     [plain, of_a_list, of_one_element, weighted_as_a_whole, kept_graph, of_chosen_parameters, by_grad],
 )
@@ -129,7 +129,7 @@ class OwnScaler(torch.amp.GradScaler):
         return super().scale(loss) * weight
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("kind", "scale", "share"),
     [
         (OwnScaler, lambda scaler, loss: scaler.scale(loss, 1.0), 1),
@@ -290,8 +290,8 @@ def test_losses_in_the_closure_of_lbfgs_are_those_of_each_evaluation():
     assert w.recorder.losses == losses
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("whole", [True, False])
+@in_turn("reentrant", [True, False])
+@in_turn("whole", [True, False])
 def test_a_checkpointed_model_has_the_loss_of_the_outer_backward(reentrant, whole):
     class Checkpointed(nn.Module):
         def __init__(self):
@@ -466,7 +466,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@in_turn("kind", LOSSES)
 def test_a_graph_is_read_in_its_backward_as_before_it(kind):
     out = nn.Linear(2, 3)(torch.randn(6, 2))
     loss = LOSSES[kind](out, torch.arange(6) % 3)

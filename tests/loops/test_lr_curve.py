@@ -12,17 +12,8 @@ from hookcb import LRFind, synth_learner
 from hookcb.loops.lr_curve import longest_fall
 from hookcb.loops.lr_find import find_lr
 from hookcb.records.series import Smoothed
-from tests.support import fit
+from tests.support import fit, in_turn
 from tests.training.support import batches_of, quiet
-
-
-def test_smoothed_is_an_average_with_its_bias_corrected():
-    losses = [4.0, 1.0, 3.0, 2.5]
-    average, expected = 0.0, []
-    for i, loss in enumerate(losses, 1):
-        average = 0.98 * average + 0.02 * loss
-        expected.append(average / (1 - 0.98**i))
-    assert list(LRFind([1e-3, 1e-2, 1e-1, 1.0], losses).smoothed) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("n", [20, 100])
@@ -45,16 +36,10 @@ def test_a_suggestion_is_one_of_the_rates_tried(losses):
     assert LRFind(lrs[:2], losses[:2]).suggestion in lrs[:2]
 
 
-@pytest.mark.parametrize("losses", [[1.0, 2.0, 3.0, 9.0], [1.0] * 4, [math.nan] * 4, [1.0, math.inf, 2, 3]])
+@in_turn("losses", [[1.0, 2.0, 3.0, 9.0], [1.0] * 4, [math.nan] * 4, [1.0, math.inf, 2, 3]])
 def test_where_the_loss_falls_nowhere_nothing_is_suggested(losses):
     with pytest.raises(ValueError, match="falls at none"):
         _ = LRFind([1e-4, 1e-3, 1e-2, 1e-1], losses).suggestion
-
-
-def test_a_curve_without_a_suggestion_is_shown_too():
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    assert LRFind([1e-3, 1e-2, 1e-1], [1.0, 2.0, math.nan]).plot().axes
-    pyplot.close("all")
 
 
 def test_what_was_found_cannot_be_changed_and_is_shown_on_a_log_axis():

@@ -13,7 +13,7 @@ from torch import nn
 import hookcb
 from hookcb import Verdict, assert_healthy, assert_no_hooks
 from tests.hooks import support as zoo
-from tests.support import SaysSo, changes_in, make_batches, make_model, unsettle
+from tests.support import SaysSo, changes_in, in_turn, make_batches, make_model, unsettle
 from tests.training.support import TakesDict, TwoInputs, Wide
 
 pytestmark = pytest.mark.filterwarnings("ignore:ERROR  :UserWarning")
@@ -136,9 +136,9 @@ class FailsAt(nn.Module):
         raise self.error
 
 
-@pytest.mark.parametrize("error", [SaysSo(1, 2), KeyboardInterrupt(), SystemExit(3)])
-@pytest.mark.parametrize("at", [1, 2])
-@pytest.mark.parametrize("where", ["forward", "backward", "loss"])
+@in_turn("error", [SaysSo(1, 2), KeyboardInterrupt(), SystemExit(3)])
+@in_turn("at", [1, 2])
+@in_turn("where", ["forward", "backward", "loss"])
 def test_an_error_arrives_as_it_is_and_leaves_no_trace(error, at, where):
     model = FailsAt(error, at if where != "loss" else 99, backward=where == "backward")
     opt = adam(model)
@@ -209,7 +209,7 @@ def test_a_model_that_gives_no_finite_number_leaves_no_trace(what):
 NOT_LOOKED_AT = {"frozen_all_but_the_input"}  # nothing of it is trained
 
 
-@pytest.mark.parametrize("name", sorted(set(zoo.MODELS) - NOT_LOOKED_AT)[::4])
+@in_turn("name", sorted(set(zoo.MODELS) - NOT_LOOKED_AT)[::4])
 def test_odd_models_are_looked_at_without_a_trace(name):
     model = zoo.make(name)
     batch = zoo.make_input(1), zoo.make_input(2)
@@ -357,8 +357,8 @@ def wrong():
     ]
 
 
-@pytest.mark.parametrize(("what", "given", "says"), wrong(), ids=lambda x: x if isinstance(x, str) else "")
-@pytest.mark.parametrize("look", [hookcb.diagnose, assert_healthy])
+@in_turn(("what", "given", "says"), wrong(), ids=lambda x: x if isinstance(x, str) else "")
+@in_turn("look", [hookcb.diagnose, assert_healthy])
 def test_wrong_arguments_are_refused_by_name_before_anything_is_touched(look, what, given, says):
     model = make_model()
     calls = []

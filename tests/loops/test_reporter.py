@@ -9,6 +9,7 @@ from torch import nn
 from hookcb import Callback, CancelFitException, GradientHealth, Learner, watch
 from hookcb.loops.reporter import LoopReporter
 from hookcb.loops.stages import FIRST, TRANSITIONS, Move, Stage
+from tests.support import in_turn
 
 X, Y = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 2
 BATCHES = list(zip(X.split(6), Y.split(6), strict=True))
@@ -188,14 +189,6 @@ TO_STAGE = {
     Stage.BACKWARD_IN_STEP: [Move.BEGIN_BATCH, Move.BEGIN_STEP, Move.BEGIN_BACKWARD],
 }
 # what each move, in the order of Move, emits: b a batch, g a backward, s a step; capitals are their ends
-MOVES = [
-    Move.BEGIN_BATCH,
-    Move.BEGIN_BACKWARD,
-    Move.END_BACKWARD,
-    Move.BEGIN_STEP,
-    Move.END_STEP,
-    Move.END_BATCH,
-]
 EMITTED = {
     Stage.IDLE: ["b", "", "", "bs", "", ""],
     Stage.FORWARD: ["Bb", "g", "", "s", "", "B"],
@@ -208,8 +201,8 @@ EMITTED = {
 LETTERS = {"batch": "b", "backward": "g", "step": "s"}
 
 
-@pytest.mark.parametrize("stage", list(Stage))
-@pytest.mark.parametrize("move", list(Move))
+@in_turn("stage", list(Stage))
+@in_turn("move", list(Move))
 def test_each_move_has_an_outcome_at_each_stage(stage, move):
     events = []
 

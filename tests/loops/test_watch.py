@@ -37,6 +37,7 @@ from hookcb import (
 from tests.support import (
     CANCELS,
     EVENTS,
+    in_turn,
     make_batches,
     make_learner,
     make_model,
@@ -347,8 +348,8 @@ def test_a_batch_that_is_skipped_before_its_backward_goes_into_the_next():
     assert seen(loop) == "E(T((pplbBsS))T)E"
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("where", ["before the backward", "before the step"])
+@in_turn("grad", [False, True])
+@in_turn("where", ["before the backward", "before the step"])
 def test_a_call_in_eval_mode_in_the_middle_of_a_batch_is_left_out(where, grad):
     def loop(w, model, opt):
         for _ in range(2):
@@ -588,8 +589,8 @@ def closure_of(model, opt):
     return closure
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
-@pytest.mark.parametrize("by_name", [False, True])
+@in_turn("kind", [torch.optim.SGD, torch.optim.Adam])
+@in_turn("by_name", [False, True])
 def test_a_closure_is_one_batch_a_step(kind, by_name):
     model = make_model()
 
@@ -731,8 +732,8 @@ def test_a_scaler_skips_a_step(given):
 FUSED = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW]
 
 
-@pytest.mark.parametrize("kind", FUSED)
-@pytest.mark.parametrize("given", [False, True])
+@in_turn("kind", FUSED)
+@in_turn("given", [False, True])
 def test_gradients_of_fused_optimizers_are_read_unscaled(kind, given):
     norms = []
     for fused in (False, True):
@@ -1028,7 +1029,7 @@ RETURNS = {
 }
 
 
-@pytest.mark.parametrize("kind", RETURNS)
+@in_turn("kind", RETURNS)
 def test_models_return_many_things(kind):
     make, get, expected = RETURNS[kind]
 
@@ -1258,7 +1259,7 @@ def set_grads(params, grads):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
-@pytest.mark.parametrize("kind", STEPS)
+@in_turn("kind", STEPS)
 def test_a_step_that_is_compiled_is_followed_and_compiled_as_it_is_alone(kind):
     def trained(cbs):
         torch._dynamo.reset()
@@ -1462,7 +1463,7 @@ def test_a_watch_itself_is_not_copied():
 # ---- callbacks that stand in the way
 
 
-@pytest.mark.parametrize("event", [e for e in EVENTS if e in SHORT and "cancel" not in e and "_fit" not in e])
+@in_turn("event", [e for e in EVENTS if e in SHORT and "cancel" not in e and "_fit" not in e])
 def test_an_error_of_a_callback_reaches_the_loop_and_ends_the_watch(event):
     def fails(cb):
         raise OSError("disk full")
@@ -1507,10 +1508,8 @@ def test_an_error_in_a_backward_ends_the_with_block(event):
     assert count_hooks(model) == 0
 
 
-@pytest.mark.parametrize("level", CANCELS)
-@pytest.mark.parametrize(
-    "event", ["before_epoch", "before_batch", "after_pred", "after_backward", "after_step"]
-)
+@in_turn("level", CANCELS)
+@in_turn("event", ["before_epoch", "before_batch", "after_pred", "after_backward", "after_step"])
 def test_cancels_are_ignored_with_one_warning_a_kind(level, event):
     def cancels(cb):
         raise CANCELS[level]
@@ -1632,7 +1631,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@in_turn("kind", REFUSED)
 def test_callbacks_that_train_are_refused_before_anything_is_hooked(kind):
     kwargs, hint = REFUSED[kind]
     model = make_model()
@@ -1729,13 +1728,13 @@ def test_a_callback_may_follow_a_second_loop_when_the_first_has_ended():
     assert len(stats.stats) == 2
 
 
-@pytest.mark.parametrize("wrong", [3, "sgd", [3], {"g": 3}, [ActivationStats(), 3], nn.Linear(1, 1)])
+@in_turn("wrong", [3, "sgd", [3], {"g": 3}, [ActivationStats(), 3], nn.Linear(1, 1)])
 def test_what_is_no_optimizer_is_refused(wrong):
     with pytest.raises(TypeError, match="optimizer must be a torch optimizer"):
         watch(make_model(), wrong)
 
 
-@pytest.mark.parametrize("wrong", [3, nn.Linear, lambda x: x, "script"])
+@in_turn("wrong", [3, nn.Linear, lambda x: x, "script"])
 def test_what_is_no_module_is_refused(wrong):
     if wrong == "script":
         with warnings.catch_warnings(action="ignore"):

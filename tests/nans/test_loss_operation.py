@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 from hookcb.nans.loss_operation import operation_in_loss
+from tests.support import in_turn
 
 BAD = torch.tensor([0.0, 1.0, -2.0, 1e30])
 
@@ -22,7 +23,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("operation", LOSSES)
+@in_turn("operation", LOSSES)
 @pytest.mark.filterwarnings("ignore:std():UserWarning")
 def test_it_is_the_first_of_the_graph(operation):
     pred = BAD.clone().requires_grad_() * 1.0

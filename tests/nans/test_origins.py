@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hookcb.nans.origins import Origins, shown_line
+from tests.support import in_turn
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +64,7 @@ def into_out():
     return out
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("act", "op"),
     [(log_of_zero, "log"), (overflow, "exp"), (in_place, "div_"), (a_part, "log_"), (into_out, "log")],
 )
@@ -109,7 +110,7 @@ def own_hook():
     return x.grad
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("act", "op", "code"),
     [
         (root_at_zero, "SqrtBackward0", "(x * 2).sqrt().sum().backward()"),

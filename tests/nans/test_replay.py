@@ -3,13 +3,12 @@
 from collections import deque
 from functools import partial
 
-import pytest
 import torch
 from torch import nn
 
 from hookcb.core.restore import preserve_modes
 from hookcb.nans.replay import BatchStarts, as_at_start, has_observers
-from tests.support import make_learner
+from tests.support import in_turn, make_learner
 
 
 class Keeps(nn.Module):
@@ -81,7 +80,7 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("name", HOOKS)
+@in_turn("name", HOOKS)
 def test_hooks_that_return_nothing_are_left_out_and_others_are_not(name):
     make, is_observer = HOOKS[name]
     seen, model = [], nn.Linear(3, 3)

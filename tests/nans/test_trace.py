@@ -36,7 +36,7 @@ from hookcb.nans import trace as nan_trace
 from hookcb.nans.origins import Origins
 from hookcb.nans.replay import BatchStarts
 from hookcb.nans.trace import NanTrace
-from tests.support import fit, make_batches, make_learner, same, weights
+from tests.support import fit, in_turn, make_batches, make_learner, same, weights
 
 HERE = "test_trace.py"
 
@@ -164,7 +164,7 @@ def planted(batches, k, what=math.nan, where=0):
 # ---- what it finds
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("layer", "op"),
     [(Log, "log"), (ZeroByZero, "div"), (Attention, "div"), (OwnBatchNorm, "std"), (InPlace, "sqrt_")],
 )
@@ -224,8 +224,8 @@ def test_a_loss_that_is_infinite_is_traced_too():
     assert (report.where, report.op) == ("the loss function", "log")
 
 
-@pytest.mark.parametrize(("where", "path"), [(0, "xb[0]"), (1, "yb[0]")])
-@pytest.mark.parametrize("what", [math.nan, math.inf])
+@in_turn(("where", "path"), [(0, "xb[0]"), (1, "yb[0]")])
+@in_turn("what", [math.nan, math.inf])
 def test_data_that_is_not_finite_is_said_to_be_so(where, path, what):
     report = report_of(third(nn.ReLU()), data=planted(make_batches(3), 1, what, where))
     direction = "backward" if (what, where) == (math.inf, 0) else "forward"  # as Tanh makes 1 of inf
@@ -577,8 +577,8 @@ class Mapped(UserDict):
     pass
 
 
-@pytest.mark.parametrize("kind", [dict, Output, SimpleNamespace, Mapped, lambda **fields: (fields,)])
-@pytest.mark.parametrize("layer", [Log, RootAtZero])
+@in_turn("kind", [dict, Output, SimpleNamespace, Mapped, lambda **fields: (fields,)])
+@in_turn("layer", [Log, RootAtZero])
 def test_outputs_of_any_kind_are_looked_into(kind, layer):
     class Inner(nn.Module):
         def __init__(self):
@@ -826,10 +826,10 @@ def run_of_many(cb, layer, others=()):
     return learn, captured[0], everything(learn)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("layer", "event"), [(Log, "after_loss"), (RootAtZero, "after_backward"), (CountsInSecret, "after_loss")]
 )
-@pytest.mark.parametrize("precision", [None, "bf16"])
+@in_turn("precision", [None, "bf16"])
 def test_the_training_is_to_the_bit_what_it_would_be_had_it_ended_there_in_another_way(
     layer, event, precision
 ):
@@ -898,8 +898,8 @@ def test_gradients_wait_for_a_parameter_hook_only_in_the_training():
 # ---- beside others
 
 
-@pytest.mark.parametrize("at_hand", [True, False])
-@pytest.mark.parametrize("other", [TerminateOnNaN, None])
+@in_turn("at_hand", [True, False])
+@in_turn("other", [TerminateOnNaN, None])
 def test_the_loss_is_looked_at_with_the_gradients_where_a_look_costs(at_hand, other, monkeypatch):
     monkeypatch.setattr(nan_trace, "_is_at_hand", lambda x: at_hand)
     log = []
@@ -977,7 +977,7 @@ def test_nothing_of_the_training_is_kept_after_an_alarm():
     assert cb.report is not None
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("arguments", "error", "says"),
     [
         ({"bundle": 3}, TypeError, "bundle must be .*got 3"),
@@ -1112,8 +1112,8 @@ def test_after_one_batch_nothing_of_the_model_is_kept():
     assert cb._starts.buffers.places == []
 
 
-@pytest.mark.parametrize("n_drawn", [0, 1, 2, 3, 700])
-@pytest.mark.parametrize("draw", [numpy.random.rand, numpy.random.randn], ids=["rand", "randn"])
+@in_turn("n_drawn", [0, 1, 2, 3, 700])
+@in_turn("draw", [numpy.random.rand, numpy.random.randn], ids=["rand", "randn"])
 def test_the_state_of_numpy_is_that_of_each_batch(n_drawn, draw):
     starts, learn = BatchStarts(), make_learner()
     for _ in range(5):

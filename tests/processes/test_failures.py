@@ -93,7 +93,7 @@ def test_in_a_block_the_cause_is_raised_and_the_thread_ends():
     assert "Connection closed" in str(raised.value.__cause__)
     for thread in threading.enumerate():
         if thread.name == "hookcb ranks":
-            thread.join(5)
+            thread.join(30)
             assert not thread.is_alive()
 
 
@@ -106,7 +106,7 @@ def test_a_thread_that_cannot_look_for_failures_says_so_and_ends(monkeypatch, ca
     ranks.answer_alarm = broken
     with shared_failures(ranks, here):
         for thread in [thread for thread in threading.enumerate() if thread.name == "hookcb ranks"]:
-            thread.join(5)
+            thread.join(30)
     told = "hookcb: rank 0 looks for failures of others no more: KeyError('odd')\n"
     assert capsys.readouterr().err == told
 
@@ -124,7 +124,7 @@ def test_a_rank_that_cannot_be_freed_says_why_and_ends(monkeypatch, capsys):
     monkeypatch.setattr(failures, "GRACE", 0.05)
     monkeypatch.setattr(failures.os, "_exit", codes.append)
     with shared_failures(TwoRanks("rank 1 raised ValueError"), here):
-        until = time.monotonic() + 5
+        until = time.monotonic() + 30
         while not codes and time.monotonic() < until:
             time.sleep(0.01)
     assert codes == [1]

@@ -17,6 +17,7 @@ from torch.utils.data import (
 
 from hookcb.processes.loaders import Share, divided, with_loaders
 from tests.ranks.support import data
+from tests.support import in_turn
 
 SECOND = Share(2, 1)
 
@@ -69,7 +70,7 @@ def test_a_distributed_sampler_stays():
         assert divided(loader, SECOND, training=True) == (loader, "")
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("make", "why"),
     [
         (lambda: [1, 2], "it is a list"),

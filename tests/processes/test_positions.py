@@ -5,7 +5,6 @@ import sys
 import threading
 from contextlib import contextmanager
 
-import pytest
 import torch
 from torch import nn
 
@@ -19,6 +18,7 @@ from hookcb.processes.positions import (
     excuse_of,
     position_in,
 )
+from tests.support import in_turn
 
 USER = Call("/home/me/train.py", "train")
 
@@ -33,7 +33,7 @@ STEP = call("optim/optimizer.py", "wrapper")
 LOADER = call("utils/data/dataloader.py", "__next__")
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("calls", "doing"),
     [
         ([USER], ""),
@@ -51,7 +51,7 @@ def test_the_stage_is_told_by_the_calls_in_progress(calls, doing):
     assert doing_of(calls) == doing
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("calls", "name"),
     [
         ([], ""),
@@ -77,7 +77,7 @@ def test_a_collective_is_the_one_that_the_user_has_called(calls, name):
     assert collective_in(calls) == name
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("calls", "excuse"),
     [
         ([USER], ""),
@@ -152,7 +152,7 @@ def test_a_user_who_is_asked_has_time():
 A = {"place": "train.py:3", "code": "loss.backward()", "doing": "in the backward"}
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("positions", "text"),
     [
         (

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hookcb.processes.process_group import n_processes, own_device
+from tests.support import in_turn
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -15,7 +16,7 @@ def second_of_four(monkeypatch):
     return lambda n: monkeypatch.setattr(torch.cuda, "device_count", lambda: n)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("n_gpus", "given", "current", "device"),
     [
         (4, None, CPU, "cuda:1"),

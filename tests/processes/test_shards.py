@@ -10,6 +10,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hookcb.processes import shards
+from tests.support import in_turn
 
 
 @pytest.fixture
@@ -34,12 +35,12 @@ def spread(x, shape, *placements):
     return DTensor.from_local(own, mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
-@pytest.mark.parametrize("rank", range(4))
-@pytest.mark.parametrize(
+@in_turn("rank", range(4))
+@in_turn(
     "placements",
     [(Shard(0), Shard(0)), (Shard(0), Shard(1)), (Replicate(), Shard(1)), (Shard(1), Shard(0))],
 )
-@pytest.mark.parametrize("n_rows", [1, 5, 8])
+@in_turn("n_rows", [1, 5, 8])
 def test_the_first_row_is_that_of_torch(as_rank, rank, placements, n_rows):
     as_rank(rank, 4)
     x = spread(torch.arange(n_rows * 6.0).view(n_rows, 6), (2, 2), *placements)
@@ -100,12 +101,12 @@ def test_a_flattened_parameter_may_be_on_other_ranks_only(as_rank):
     assert [shards.has_no_part(p) for p in (weight, bias)] == [False, True]
 
 
-@pytest.mark.parametrize("rank", range(4))
-@pytest.mark.parametrize(
+@in_turn("rank", range(4))
+@in_turn(
     "placements",
     [(Shard(0), Shard(0)), (Shard(0), Shard(1)), (Replicate(), Shard(1)), (Replicate(), Replicate())],
 )
-@pytest.mark.parametrize("n_rows", [1, 5, 8])
+@in_turn("n_rows", [1, 5, 8])
 def test_a_whole_tensor_is_divided_as_torch_divides_it(as_rank, rank, placements, n_rows):
     as_rank(rank, 4)
     whole = torch.randn(n_rows, 6)

@@ -14,6 +14,7 @@ from hookcb.core.callback import Callback
 from hookcb.processes import votes as module
 from hookcb.processes.exchange import Exchange, RankError
 from hookcb.processes.votes import Votes
+from tests.support import in_turn
 
 
 class MayCancel(Callback):
@@ -169,7 +170,7 @@ def test_an_alarm_is_known_on_all_ranks_one_batch_later_and_then_forgotten():
     assert not votes.is_alarm_agreed
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("seconds", "every"), [(3.0, 1), (0.025, 1), (0.024, 2), (0.0125, 2), (0.01, 4), (0.002, 16), (1e-5, 16)]
 )
 def test_fast_batches_are_voted_on_less_often_as_the_slowest_rank_says(seconds, every, monkeypatch):

@@ -27,23 +27,25 @@ from hookcb import (
 from hookcb.core.console import show, warn
 from hookcb.loggers import JSONLLogger
 from hookcb.processes import stragglers
-from tests.ranks.support import answer, join_group, make_learner
+from tests.ranks.support import OwnTime, answer, join_group, make_learner
 from tests.ranks.trace_worker import Trace
 
 RANK = 0
 LAG = 0.01  # seconds
+LONG = 0.05  # by the real clock, whatever else the machine does
+OWN = OwnTime()
 
 
 class Lags(nn.Module):
     """Takes longer on one rank."""
 
-    def __init__(self, rank):
+    def __init__(self, rank, lag=OWN.lag):
         super().__init__()
-        self.rank = rank
+        self.rank, self.lag = rank, lag
 
     def forward(self, x):
         if self.rank == RANK:
-            time.sleep(LAG)
+            self.lag(LAG)
         return x
 
 
@@ -59,7 +61,7 @@ class LagsInData:
     def __iter__(self):
         for batch in self.dl:
             if self.rank == RANK:
-                time.sleep(LAG)
+                OWN.lag(LAG)
             yield batch
 
 
@@ -82,12 +84,12 @@ def sharded(model):
     return fully_shard(model)
 
 
-def timed(*layers, cbs=(), late=None, n_epoch=1, has_length=True, **kwargs):
+def timed(*layers, cbs=(), late=None, n_epoch=1, has_length=True, clock=OWN.patched, **kwargs):
     """A fit of 50 batches an epoch, in which ranks are compared after 20, 40 and 50 of them."""
     learn = make_learner(n_train=400, model=net(*layers), **kwargs)
     train = learn.dls.train if late is None else LagsInData(learn.dls.train, late)
     learn.dls = type(learn.dls)(train if has_length else WithoutLength(train), None)
-    with learn.no_logging():
+    with learn.no_logging(), clock():
         learn.fit(n_epoch, cbs=[StepTimer(), *cbs])
     return learn
 
@@ -119,7 +121,7 @@ def data():
 
 
 def callbacks():
-    return about(timed(cbs=[Callback(before_batch=lambda cb: time.sleep(LAG * RANK))]))
+    return about(timed(cbs=[Callback(before_batch=lambda cb: OWN.lag(LAG * RANK))]))
 
 
 def buffers_and_data_of_rank_0():
@@ -140,11 +142,16 @@ def sharded_forward():
 
 def votes():
     """All ranks wait in votes for the one that lags, not in the backward."""
-    return about(timed(Lags(1), cbs=[TerminateOnNaN(), GradientAccumulation(4)]))
+    return about(by_real_clock(cbs=[TerminateOnNaN(), GradientAccumulation(4)]))
 
 
 def without_length():
-    return about(timed(Lags(1), has_length=False))
+    return about(by_real_clock(has_length=False))
+
+
+def by_real_clock(**kwargs):
+    """Waits of hookcb for the other rank take time."""
+    return timed(Lags(1, lag=lambda _: time.sleep(LONG)), clock=contextlib.nullcontext, **kwargs)
 
 
 def pickled_while_it_runs():
@@ -181,7 +188,7 @@ def ends_early():
 
 def diagnosis():
     learn = make_learner(n_train=400, model=net(Lags(1)))
-    with learn.no_logging():
+    with learn.no_logging(), OWN.patched():
         learn.fit(2, cbs=Diagnose(show=False, on_sick="ignore"))
     found = [f for f in learn.diagnose().findings if f.code == "time.straggler"]
     return {"messages": [f.message for f in found], "timer": type(learn.step_timer).__name__}

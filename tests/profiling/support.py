@@ -172,6 +172,6 @@ def exported(profiler, folder, name="exported.json", **options):
 def facts_of_ranks(tmp_path_factory):
     """What two ranks saw of their timers, profilers and logs, by case; for all tests of a session."""
     worker = Path(__file__).with_name("ranks_worker.py")
-    facts = shared(tmp_path_factory, "profiling", lambda folder: launched(worker, folder, timeout=90.0))
+    facts = shared(tmp_path_factory, "profiling", lambda folder: launched(worker, folder, timeout=180.0))
     assert [rank["exit"] for rank in facts] == [0, 0], [rank["log"][-2000:] for rank in facts]
     return facts

@@ -2,12 +2,11 @@
 
 from types import SimpleNamespace
 
-import pytest
-
 from hookcb.profiling.ops import is_python_function
+from tests.support import in_turn
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("name", "is_python"),
     [
         ("torch/nn/modules/module.py(1735): _wrapped_call_impl", True),

@@ -25,6 +25,7 @@ from tests.support import (
     everything,
     fit,
     in_terminal,
+    in_turn,
     make_batches,
     make_learner,
     make_model,
@@ -100,14 +101,26 @@ def begins(cb):
     cb.starts.append(time.perf_counter())
 
 
+def calmly(profile, n_naps):
+    """A profiler, made again if other programs have made its steps longer than their naps."""
+    for _ in range(6):
+        if (profiler := profile()).phases().step < 1.3 * n_naps * NAP:
+            break
+    return profiler
+
+
 @pytest.fixture(scope="module")
 def sleepy():
     """Profiler of a training that sleeps once in each phase, and the time of two steps by the clock."""
-    torch.manual_seed(0)
     clock = Callback(before_batch=begins, after_batch=lambda cb: time.sleep(NAP))
-    clock.starts = []
-    learn = Learner(SleepyLoader(), Sleepy(), sleepy_loss, SleepySGD, lr=0.01)
-    profiler = profiled(learn, cbs=[clock], wait=0, warmup=1, active=2)
+
+    def profile():
+        torch.manual_seed(0)
+        clock.starts = []
+        learn = Learner(SleepyLoader(), Sleepy(), sleepy_loss, SleepySGD, lr=0.01)
+        return profiled(learn, cbs=[clock], wait=0, warmup=1, active=2)
+
+    profiler = calmly(profile, n_naps=6)
     return profiler, clock.starts[2] - clock.starts[1]
 
 
@@ -195,7 +208,9 @@ def test_naps_of_callbacks_are_theirs_at_whichever_event(order):
     events += ["before_step", "after_step", "after_batch"]
     sleeper = Callback(**dict.fromkeys(events, nap))
     sleeper.order = order
-    profiler = profiled(make_learner(n_valid=0), cbs=[sleeper], wait=0, warmup=1, active=1)
+    profiler = calmly(
+        lambda: profiled(make_learner(n_valid=0), cbs=[sleeper], wait=0, warmup=1, active=1), n_naps=8 / 3
+    )
     for row in profiler.phases().rows:
         if row.name == "callbacks":
             assert row.seconds > 8 * NAP / 3
@@ -217,7 +232,7 @@ def test_what_comes_between_steps_is_in_none():
     ]
     sleeper = Callback(**dict.fromkeys(events, nap))
     learn = Learner((SleepyLoader(), make_batches(1)), make_model(), F.mse_loss, torch.optim.SGD, lr=0.1)
-    profiler = profiled(learn, 2, cbs=[sleeper], wait=1, warmup=0, active=4)
+    profiler = calmly(lambda: profiled(learn, 2, cbs=[sleeper], wait=1, warmup=0, active=4), n_naps=1)
     assert profiler.profiled_steps == [1, 2, 3, 4]
     assert NAP < phases(profiler)["data"].seconds < profiler.phases().step < 1.7 * NAP
 
@@ -528,7 +543,7 @@ def test_neither_phases_nor_layers_are_operators(net):
     assert "Net" not in names
 
 
-@pytest.mark.parametrize("key", SORT_KEYS)
+@in_turn("key", SORT_KEYS)
 def test_the_table_is_sorted_by_any_of_torchs_keys(key, net):
     table = net.table(sort_by=key, row_limit=7)
     header, *rows = cells(table)
@@ -622,7 +637,7 @@ def noisy():
 EVERYTHING = {"profile_memory": True, "with_flops": True, "record_shapes": True, "with_stack": True}
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "options",
     [{}, {"wait": 0, "warmup": 0, "active": 4}, {"wait": 0, "active": 1, "repeat": 0}, EVERYTHING],
     ids=["default", "at once", "repeated", "everything"],

@@ -40,6 +40,7 @@ from tests.support import (
     covering,
     each,
     fit,
+    in_turn,
     make_batches,
     make_learner,
     make_model,
@@ -237,9 +238,7 @@ def test_a_fit_shorter_than_the_cycle_warns_with_the_numbers_and_keeps_what_was_
     assert ("a", "before_batch") not in before
 
 
-@pytest.mark.parametrize(
-    ("on", "n_epoch", "n_steps"), [("train", 1, 3), ("train", 2, 6), ("valid", 2, 4), ("all", 1, 5)]
-)
+@in_turn(("on", "n_epoch", "n_steps"), [("train", 1, 3), ("train", 2, 6), ("valid", 2, 4), ("all", 1, 5)])
 def test_it_warns_where_the_window_is_longer_by_one(on, n_epoch, n_steps):
     profiled(make_learner(), n_epoch, wait=0, warmup=1, active=n_steps - 1, on=on)
     with pytest.warns(UserWarning, match=rf"= {n_steps + 1} .*\b{n_steps}\b"):
@@ -486,7 +485,7 @@ def test_a_trace_that_cannot_be_written_is_an_error_that_leaves_nothing_behind(t
 # ---- what is refused
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("options", "error"),
     [
         ({"wait": -1}, ValueError),
@@ -539,7 +538,7 @@ def test_activities_go_by_name_or_as_torchs_own(activities, tmp_path):
     assert activities is None or profiler.schedule.activities == (torch.profiler.ProfilerActivity.CPU,)
 
 
-@pytest.mark.parametrize("modules", ["nothing.*", ["0", "9"], nn.Conv2d, lambda m: False])
+@in_turn("modules", ["nothing.*", ["0", "9"], nn.Conv2d, lambda m: False])
 def test_layers_that_are_not_there_end_the_fit_before_it_begins(modules):
     log = []
     learn = make_learner(cbs=spy(log, "a"))

@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-import time
 import warnings
 from unittest import mock
 
@@ -17,10 +16,11 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from hookcb import Diagnose, watch
 from tests.ranks.hanging_worker import Gate
-from tests.ranks.support import join_group, run_cases
+from tests.ranks.support import OwnTime, join_group, run_cases
 
 RANK, WORLD = 0, 1
 CASES = {}
+OWN = OwnTime()
 N = 40
 
 
@@ -330,16 +330,16 @@ class Slow(TensorDataset):
     """Samples that take long to read on rank 1."""
 
     def __getitem__(self, i):
-        time.sleep(1e-3 * RANK)
+        OWN.lag(1e-3 * RANK)
         return super().__getitem__(i)
 
 
-def many(dataset, forward=lambda: None, n=160):
-    """Batches of a DataLoader, in blocks of 20."""
+def many(dataset, forward=lambda: None, n=90):
+    """Batches of a DataLoader, in blocks of 10."""
     loader = DataLoader(dataset(*batch(0, n=8 * n)), 8)
     samples = iter(loader)
     model = DDP(nn.Sequential(nn.Linear(4, 16), Gate(forward), nn.ReLU(), nn.Linear(16, 2)))
-    with mock.patch("hookcb.diagnosis.faults.ranks.straggler.BLOCK", 20):
+    with mock.patch("hookcb.diagnosis.faults.ranks.straggler.BLOCK", 10), OWN.patched():
         return train(model, n, data=lambda i: next(samples))
 
 
@@ -350,7 +350,7 @@ def slow_to_read():
 
 @case
 def slow_forward():
-    return many(TensorDataset, lambda: time.sleep(8e-3 * RANK))
+    return many(TensorDataset, lambda: OWN.lag(8e-3 * RANK))
 
 
 @case
@@ -360,7 +360,7 @@ def as_fast_as_the_other():
 
 @case
 def slow_with_a_collective_in_the_forward():
-    return many(TensorDataset, lambda: (time.sleep(8e-3 * RANK), distributed.barrier()))
+    return many(TensorDataset, lambda: (OWN.lag(8e-3 * RANK), distributed.barrier()))
 
 
 def labels(of):

@@ -1,5 +1,6 @@
 """Helpers of the tests of ranks: launching processes, and the learner that they train."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -53,7 +54,7 @@ def begin(worker, folder, *args, world=2):
     return processes
 
 
-def end(processes, folder, timeout=60.0, only=None):
+def end(processes, folder, timeout=120.0, only=None):
     """Wait for ranks, or for `only` the first of them, and end the others.
 
     Returns:
@@ -71,11 +72,11 @@ def end(processes, folder, timeout=60.0, only=None):
     return [read(folder, rank) | {"exit": code} for rank, code in enumerate(codes)]
 
 
-def launched(worker, folder, *args, world=2, timeout=60.0, only=None):
+def launched(worker, folder, *args, world=2, timeout=120.0, only=None):
     return end(begin(worker, folder, *args, world=world), folder, timeout, only)
 
 
-def by_torchrun(worker, folder, *args, world=2, timeout=90):
+def by_torchrun(worker, folder, *args, world=2, timeout=180):
     """As `launched`, by torchrun."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
@@ -102,7 +103,7 @@ def read(folder, rank):
     return found | ({"log": log.read_text(errors="replace")} if log.exists() else {})
 
 
-def shared(tmp_path_factory, name, make, timeout=180):
+def shared(tmp_path_factory, name, make, timeout=300):
     """What `make(folder)` returns, made once for all workers of the test session."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
@@ -124,6 +125,31 @@ def shared(tmp_path_factory, name, make, timeout=180):
 
 
 # ---- in the ranks
+
+
+class OwnTime:
+    """Clock that counts what this thread computes, and its lags, which take no time.
+
+    Neither the load of the machine nor waits for other ranks count, so that a lag is found on any machine.
+    """
+
+    def __init__(self):
+        self._lags = 0.0
+
+    def __call__(self):
+        return time.thread_time() + self._lags
+
+    def lag(self, seconds):
+        self._lags += seconds
+
+    @contextlib.contextmanager
+    def patched(self):
+        """Have `StepTimer` and `Diagnose` read this clock in a block."""
+        with (
+            mock.patch("hookcb.core.clock.perf_counter", self),
+            mock.patch("hookcb.profiling.steps.timer.perf_counter", self),
+        ):
+            yield
 
 
 def join_group(timeout=TIMEOUT):

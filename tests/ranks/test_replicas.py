@@ -3,6 +3,7 @@
 import pytest
 
 from tests.ranks.support import launched, shared
+from tests.support import in_turn
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ FAULTS = {  # severity, parameter, ranks, step, and words of the message and the
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@in_turn("name", FAULTS)
 def test_replicas_that_part_are_told_with_rank_parameter_step_and_cause(ranks, name):
     severity, param, of, step, words, cause = FAULTS[name]
     alarms = of_both(ranks, name)["alarms"]
@@ -90,7 +91,7 @@ def test_processes_that_train_alone_are_a_warning(ranks, name, words):
     assert f"in 40 steps {words}" in text
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("name", "code", "of"),
     [
         ("inputs_of_one_rank", "input.scale", [1]),
@@ -106,7 +107,7 @@ def test_what_a_learner_sees_of_ranks_is_seen_in_a_plain_loop(ranks, name, code,
     assert [[x[0], x[4]] for x in of_both(ranks, name)["alarms"]] == [[code, of]]
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("name", "code"),
     [
         ("the_same_dropout", "random.duplicated"),
@@ -144,7 +145,7 @@ def check_healthy(verdict):
     assert not [note for note in verdict["notes"] if note[0].startswith("replica")]
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@in_turn("name", RIGHT)
 def test_right_uses_are_healthy(ranks, name):
     check_healthy(of_both(ranks, name))
 

@@ -8,7 +8,7 @@ from tests.ranks.support import launched, shared
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     return shared(
-        tmp_path_factory, "verdicts", lambda folder: launched("verdict_worker.py", folder, timeout=90)
+        tmp_path_factory, "verdicts", lambda folder: launched("verdict_worker.py", folder, timeout=180)
     )
 
 

@@ -12,6 +12,7 @@ from hookcb.records.content import MemoryUsed, TimeSpent
 from hookcb.report.compare import Comparison, Figure
 from hookcb.report.data import PageData
 from hookcb.report.page import Page
+from tests.support import in_turn
 
 
 def run(seconds=1.0, noise=0.05, loss=1.0, seed=0, n=200, **fields):
@@ -41,7 +42,7 @@ def test_figures_are_those_of_the_runs():
     assert all(text in str(found) for text in ("old", "new", "accuracy", "new / old", "healthy"))
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("condition", "is_met"),
     [
         ("step_time > 1.1", True),
@@ -120,7 +121,7 @@ def test_learners_pages_and_files_can_be_compared(tmp_path):
     assert found.save(tmp_path / "all.html").stat().st_size > 50_000
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("make", "error", "said"),
     [
         (lambda: compare(run()), ValueError, "2 to 8 runs, got 1"),

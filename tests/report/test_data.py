@@ -17,6 +17,7 @@ from hookcb.records.content import (
     TimeSpent,
 )
 from hookcb.report.data import PageData, envelope, thinned
+from tests.support import in_turn
 
 NAN, INF = math.nan, math.inf
 
@@ -61,8 +62,8 @@ def test_what_is_not_finite_stays_so():
         assert found[4:] == pytest.approx([3.4e38, -3.4e38], rel=0.01)
 
 
-@pytest.mark.parametrize("thin", [thinned, envelope])
-@pytest.mark.parametrize("n", [1, 99, 100, 101, 1000, 12_345])
+@in_turn("thin", [thinned, envelope])
+@in_turn("n", [1, 99, 100, 101, 1000, 12_345])
 def test_a_thinned_series_is_short_and_keeps_its_end_and_each_rare_value(thin, n):
     values = [1.0] * n
     for at in (0, n // 3, n - 1):
@@ -94,9 +95,7 @@ def test_a_hundred_layers_take_200_kB_at_most():
     assert len(back(data).layers["layer.7"].stats["std"]) > 60
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{}", "[]", "null", '{"schema": 1}', '{"schema": 1, "content": "", "numbers": ""}']
-)
+@in_turn("text", ["", "{}", "[]", "null", '{"schema": 1}', '{"schema": 1, "content": "", "numbers": ""}'])
 def test_damaged_text_is_told(text):
     with pytest.raises(ValueError, match="damaged"):
         PageData.from_json(text)

@@ -9,6 +9,7 @@ from hookcb.diagnosis.run import Series
 from hookcb.records.content import Recorded
 from hookcb.report.data import PageData
 from hookcb.report.departures import departures
+from tests.support import in_turn
 
 
 def page(seed, change=None, n=100, names=("a", "b", "c")):
@@ -30,7 +31,7 @@ def test_runs_with_other_seeds_do_not_depart():
     assert not any(found)
 
 
-@pytest.mark.parametrize("factor", [5, 0.1, math.inf, math.nan])
+@in_turn("factor", [5, 0.1, math.inf, math.nan])
 def test_the_layer_that_changes_first_is_named_with_its_step(factor):
     def change(name, step):
         return factor if step >= {"b": 60, "c": 70}.get(name, math.inf) else 1.0

@@ -26,7 +26,7 @@ from hookcb import (
 from hookcb.activations.stats import LAYER_STATS
 from tests.activations.support import Around, Puts, assert_stats, printed, randn
 from tests.hooks import support as zoo
-from tests.support import along, each, everything, first, fit, notice_waits, unsettle
+from tests.support import along, each, everything, first, fit, in_turn, notice_waits, unsettle
 
 OPTIONS = {
     "default": {},
@@ -172,7 +172,7 @@ TRANSFORMS = [vmapped, with_inner_grad, with_jacobian, with_vmapped_grad, with_f
 TRANSFORMS += [with_functional_call, with_double_backward]
 
 
-@pytest.mark.parametrize(("forward", "options"), along(TRANSFORMS, OPTIONS.values()))
+@in_turn(("forward", "options"), along(TRANSFORMS, OPTIONS.values()))
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func.jvp
 def test_a_layer_inside_a_transform_of_torch_func_raises_nothing(forward, options):
     def run(*cbs):

@@ -26,7 +26,7 @@ from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series
 from hookcb.diagnosis.verdict import Finding
 from tests.diagnosis.support import measured
-from tests.support import along, first
+from tests.support import along, first, in_turn
 
 N = 60  # batches
 STAYS = [1.0] * N
@@ -314,7 +314,7 @@ def test_a_beginning_far_from_guessing_that_ends_well_is_a_note(end, severity):
     assert only(FirstLoss, given).severity == severity
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("loss_func", "y", "constant"),
     [
         (F.mse_loss, torch.tensor([[50.0], [52.0], [54.0], [56.0]]), 5.0),

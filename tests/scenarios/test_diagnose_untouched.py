@@ -40,6 +40,7 @@ from tests.support import (
     changes_in,
     each,
     first,
+    in_turn,
     make_batches,
     make_model,
     no_collection,
@@ -456,7 +457,7 @@ def fail_at(error, at):
     return loss_func
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("at", "where", "how"),
     pairs([1, 3], ["forward", "backward", "loss", "loader", "step", "callback"], ENDS),
 )
@@ -612,7 +613,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@in_turn("name", TARGETS)
 def test_a_target_may_be_whatever_it_likes(name):
     def loss_func(pred, y):
         return pred.square().mean()
@@ -624,7 +625,7 @@ def test_a_target_may_be_whatever_it_likes(name):
     assert str(learn.diagnose())
 
 
-@pytest.mark.parametrize("name", ["cross_entropy", "nll_loss", "mse_loss", "bce", "ctc", "tuple"])
+@in_turn("name", ["cross_entropy", "nll_loss", "mse_loss", "bce", "ctc", "tuple"])
 def test_a_loss_may_be_whatever_it_likes(name):
     losses = {
         "cross_entropy": lambda p, y: F.cross_entropy(

@@ -10,6 +10,7 @@ from hookcb import Diagnose, GradientHealth, JSONLLogger, Log, WarmupCosine
 from hookcb.gradients.stats import GRAD_STATS
 from hookcb.report.collect import collect
 from tests.gradients.support import batches, close, learner, seeded, spoiling
+from tests.support import in_turn
 
 D = 40
 
@@ -28,7 +29,7 @@ def read(health, name="0.weight"):
     return [i for i, x in enumerate(health.series(name, "abs_max")) if not math.isnan(x)]
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("options", "records"),
     [
         ({}, [0, 10, 20]),
@@ -127,7 +128,7 @@ def test_a_large_weight_that_no_step_moves_is_named():
     assert [finding.param for finding in found] == ["0.weight"]
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 2.5, True, "10"])
+@in_turn("wrong", [0, -1, 2.5, True, "10"])
 def test_a_distance_that_cannot_be_is_refused(wrong):
     with pytest.raises((TypeError, ValueError), match="detail_every"):
         GradientHealth(detail_every=wrong)

@@ -19,7 +19,7 @@ from tests.gradients.support import (
     norm_of,
     ratio,
 )
-from tests.support import fit
+from tests.support import fit, in_turn
 
 sgd, adam = torch.optim.SGD, torch.optim.Adam
 FUSED = {
@@ -35,7 +35,7 @@ FUSED = {
 }
 
 
-@pytest.mark.parametrize("name", FUSED)
+@in_turn("name", FUSED)
 def test_readings_are_the_same_for_every_kind_of_optimizer(name):
     health = GradientHealth()
     learner(mlp(), None, health, GradientClip(0.3), opt=FUSED[name], lr=0.01)
@@ -51,7 +51,7 @@ def overflowing(model, data):
     return [(x, y * 3000 if k in (1, 4) else y) for k, (x, y) in enumerate(data)]
 
 
-@pytest.mark.parametrize("name", ["SGD", "fused SGD", "Adam", "fused Adam", "foreach AdamW"])
+@in_turn("name", ["SGD", "fused SGD", "Adam", "fused Adam", "foreach AdamW"])
 def test_under_a_scaler_gradients_are_unscaled_and_skipped_steps_counted(name):
     data = overflowing(mlp(), batches(7))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)

@@ -33,7 +33,7 @@ from tests.gradients.support import (
     seeded,
     wide,
 )
-from tests.support import along, fit
+from tests.support import along, fit, in_turn
 from tests.training.support import equal
 
 sgd, adam = torch.optim.SGD, torch.optim.Adam
@@ -229,7 +229,7 @@ def test_a_step_that_another_callback_cancels_is_told_as_skipped():
     assert learn.diagnose().findings == ()
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("event", "cancel"),
     along(
         ["after_loss", "before_backward", "after_backward", "before_step", "after_step"],

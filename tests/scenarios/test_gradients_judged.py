@@ -21,7 +21,7 @@ from hookcb import (
 from hookcb.diagnosis.gather import recorded
 from hookcb.diagnosis.judge import judge
 from tests.gradients.support import HEALTHY, INF, NAN, OTHER_HEALTHY, at, batches, learner, mlp, seeded, sgd
-from tests.support import along, first, fit, make_learner, make_model
+from tests.support import along, first, fit, in_turn, make_learner, make_model
 
 ADAM = torch.optim.Adam
 
@@ -63,8 +63,8 @@ def mended(cb):
         p.grad.nan_to_num_(0.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize(("name", "step"), [("0.weight", 3), ("2.bias", 0), ("0.bias", 7)])
+@in_turn("bad", [NAN, INF, -INF])
+@in_turn(("name", "step"), [("0.weight", 3), ("2.bias", 0), ("0.bias", 7)])
 def test_a_gradient_that_is_not_finite_is_named_with_its_first_step(name, step, bad):
     def plant(cb):
         if cb.train_iter in (step, step + 2) and cb.train_iter < 8:
@@ -252,28 +252,6 @@ def stacked(act, n=8, d=16, seed=0):
     return nn.Sequential(nn.Linear(2, d), act(), *layers, nn.Linear(d, 1))
 
 
-def xor(n=12, bs=32, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    xs = [torch.randn(bs, 2, generator=g) for _ in range(n)]
-    return [(x, (x[:, :1] * x[:, 1:]).sign()) for x in xs]
-
-
-def test_eight_sigmoids_vanish():
-    learn = Learner(xor(), stacked(nn.Sigmoid), F.mse_loss, torch.optim.SGD, lr=0.1)
-    fit(learn, cbs=GradientHealth())
-    assert findings(learn)[0] == ("grad.attenuated", "0.weight")
-
-
-def test_steep_waves_explode():
-    class Wave(nn.Module):
-        def forward(self, x):
-            return (20 * x).sin()
-
-    learn = Learner(xor(), stacked(Wave, 8), F.mse_loss, torch.optim.SGD, lr=1e-12)
-    fit(learn, cbs=GradientHealth())
-    assert findings(learn)[0] == ("grad.exploding", "0.weight")
-
-
 def test_a_rate_of_0_or_nearly_0_is_found():
     learn = fit(make_learner(n_train=12, lr=0.0, cbs=GradientHealth()))
     assert findings(learn) == [("param.not_stepped", "")]
@@ -292,47 +270,6 @@ def test_weights_that_are_put_back_do_not_move():
     putter.order = -5
     learn = fit(make_learner(n_train=8, model=model, cbs=[GradientHealth(), putter]))
     assert findings(learn) == [("param.not_stepped", "0.weight")]
-
-
-class ResidualStack(nn.Module):
-    """With a last gamma of zero in each branch."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.head = nn.Linear(2, 16), nn.Linear(16, 1)
-        self.branches = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.BatchNorm1d(16)
-            )
-            for _ in range(4)
-        )
-        for branch in self.branches:
-            nn.init.zeros_(branch[4].weight)
-
-    def forward(self, x):
-        x = self.stem(x)
-        for branch in self.branches:
-            x = x + branch(x)
-        return self.head(x)
-
-
-STACKED = {
-    "relu": lambda s: stacked(nn.ReLU, 2, seed=s),
-    "tanh": lambda s: stacked(nn.Tanh, 4, seed=s),
-    "two sigmoids": lambda s: stacked(nn.Sigmoid, 1, seed=s),
-    "gelu": lambda s: stacked(nn.GELU, 6, seed=s),
-    "residual": lambda s: (torch.manual_seed(s), ResidualStack())[1],
-}
-
-
-@pytest.mark.parametrize(("kind", "opt"), first(along(STACKED, [torch.optim.SGD, torch.optim.AdamW])))
-def test_a_healthy_stack_gives_no_alarm(kind, opt):
-    lr = 0.05 if opt is torch.optim.SGD else 3e-3
-    learn = Learner(xor(40, seed=0), STACKED[kind](0), F.mse_loss, opt, lr=lr)
-    fit(learn, 2, cbs=GradientHealth())
-    found = {code for code, _ in findings(learn)}
-    slow = {"loss.flat", "update.too_small", "update.too_large"}  # some of them hardly learn
-    assert found <= slow, str(learn.diagnose())
 
 
 @pytest.mark.slow

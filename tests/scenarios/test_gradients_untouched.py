@@ -46,7 +46,7 @@ from tests.gradients.support import (
     tokens,
 )
 from tests.hooks import support as zoo
-from tests.support import along, everything, first, fit, same, weights
+from tests.support import along, everything, first, fit, in_turn, same, weights
 from tests.training.support import equal
 
 MODELS = {"mlp": (mlp, lambda: batches(5), F.mse_loss)}
@@ -77,7 +77,7 @@ def trained(name, *cbs, opt=torch.optim.AdamW):
     return {"seen": seen, "losses": list(learn.recorder.losses), **left, **state}
 
 
-@pytest.mark.parametrize(("name", "options"), along(MODELS, OPTIONS.values()))
+@in_turn(("name", "options"), along(MODELS, OPTIONS.values()))
 def test_a_training_is_to_the_bit_what_it_is_without(name, options):
     plain, health = trained(name), GradientHealth(**options)
     watched = trained(name, health)
@@ -272,8 +272,8 @@ def half_and_clipped():
     return [MixedPrecision("fp16", init_scale=2.0**8), GradientClip(0.1)]
 
 
-@pytest.mark.parametrize("options", [{}, {"activations": True}])
-@pytest.mark.parametrize(
+@in_turn("options", [{}, {"activations": True}])
+@in_turn(
     ("name", "others"),
     # there is no LSTM in float16 on a CPU
     [(name, list) for name in MODELS] + [(name, half_and_clipped) for name in MODELS if name != "lstm"],

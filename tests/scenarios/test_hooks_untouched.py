@@ -7,7 +7,6 @@ import pickle
 import warnings
 import weakref
 
-import pytest
 import torch
 from torch import nn
 
@@ -15,7 +14,7 @@ from hookcb import find_modules
 from hookcb.hooks.hook import Hook, Hooks, hook_outputs
 from hookcb.testing import count_hooks
 from tests.hooks import support as zoo
-from tests.support import along, no_collection
+from tests.support import along, in_turn, no_collection
 
 
 def everything(m, *what):
@@ -89,7 +88,7 @@ WATCHES += [(kind, nothing, options) for kind, options in MODIFYING.items()]
 WATCHES += [("stored", None, {"grad": False}), ("stored with gradients", None, {"grad": True})]
 
 
-@pytest.mark.parametrize(("name", "nth"), along(zoo.MODELS, range(3)))
+@in_turn(("name", "nth"), along(zoo.MODELS, range(3)))
 def test_outputs_and_gradients_are_bit_identical_under_observers(name, nth):
     """Each model is watched in every third way, so that neighbors, which are alike, share all of them."""
     plain, n_hooks = expected(name), count_hooks(zoo.make(name))
@@ -105,7 +104,7 @@ def test_outputs_and_gradients_are_bit_identical_under_observers(name, nth):
         assert count_hooks(model) == n_hooks, kind
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("name", "func"),
     along(
         ["residual", "in_place_modules", "in_place_view_output", "returns_tuple", "lstm"], [nothing, falsy]
@@ -118,7 +117,7 @@ def test_what_an_observer_returns_replaces_nothing(name, func):
             assert differences(expected(name), zoo.run(model)) == [], kind
 
 
-@pytest.mark.parametrize(("mode", "kind"), along([torch.no_grad, torch.inference_mode], KINDS))
+@in_turn(("mode", "kind"), along([torch.no_grad, torch.inference_mode], KINDS))
 def test_hooks_work_without_grad(kind, mode):
     model = zoo.make("in_place_modules").eval()
     x = zoo.make_input()
@@ -145,7 +144,7 @@ def test_what_was_stored_in_inference_mode_can_be_used_afterwards():
         assert torch.equal(factor.grad, (t + 1).sum(0))
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("name", "kind"),
     along(
         ["residual", "in_place_modules", "lstm", "shared", "returns_frozen_dataclass"],
@@ -170,7 +169,7 @@ def test_a_forward_without_backward_leaves_no_activation_alive(name, kind):
         assert alive[0]() is None
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@in_turn("kind", KINDS)
 def test_a_backward_leaves_no_activation_alive(kind):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     alive = []
@@ -181,7 +180,7 @@ def test_a_backward_leaves_no_activation_alive(kind):
     probe.remove()
 
 
-@pytest.mark.parametrize("kind", IN_ALL_MODELS)
+@in_turn("kind", IN_ALL_MODELS)
 def test_a_removed_hook_keeps_neither_model_nor_function_alive(kind):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
 
@@ -201,7 +200,7 @@ def test_a_removed_hook_keeps_neither_model_nor_function_alive(kind):
     assert ref() is None
 
 
-@pytest.mark.parametrize("kind", IN_ALL_MODELS)
+@in_turn("kind", IN_ALL_MODELS)
 def test_a_hook_that_was_never_removed_dies_with_its_model(kind):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     hooks = Hooks(list(model), everything, **IN_ALL_MODELS[kind])
@@ -226,7 +225,7 @@ def copies(model):
     yield "copy of a copy", pickle.loads(pickle.dumps(copy.deepcopy(model)))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *MODIFYING])
+@in_turn("kind", [*KINDS, *MODIFYING])
 def test_copies_of_a_hooked_model_record_nothing_and_pollute_nothing(kind):
     model = zoo.make("in_place_modules")
     calls = []
@@ -248,7 +247,7 @@ def test_copies_of_a_hooked_model_record_nothing_and_pollute_nothing(kind):
     assert calls == []
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *MODIFYING])
+@in_turn("kind", [*KINDS, *MODIFYING])
 def test_a_copy_made_between_forward_and_backward_is_as_inert(kind):
     model = zoo.make("in_place_modules")
     calls = []
@@ -271,7 +270,7 @@ def test_a_saved_hooked_model_does_not_carry_what_was_stored():
         assert len(pickle.dumps(model)) < plain + 20_000
 
 
-@pytest.mark.parametrize("options", [{}, {"pre": True}, {"modify": True}, {"pre": True, "modify": True}])
+@in_turn("options", [{}, {"pre": True}, {"modify": True}, {"pre": True, "modify": True}])
 def test_copies_of_a_model_with_parameter_hooks_record_nothing(options):
     model = zoo.make("norm_and_dropout")
     calls = []

@@ -28,6 +28,7 @@ from tests.support import (
     each,
     fit,
     in_terminal,
+    in_turn,
     make_batches,
     make_learner,
     row,
@@ -279,7 +280,7 @@ class Loss(nn.Module):
         return Pair(out, F.mse_loss(out, y))
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("batch", "model", "n_inp"),
     [
         ({"x": randn(4, 2), "y": randn(4, 1)}, Loss, None),

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from hookcb import Learner, count_hooks, layer_info, module_summary
-from tests.hooks.support import IDS, Plain, S, cnn, encoder, mlp, models, randn
-from tests.support import SaysSo, along, changes_in, row, row_of_type, unsettle
+from tests.hooks.support import IDS, Plain, S, cnn, encoder, mlp, randn
+from tests.support import SaysSo, along, changes_in, in_turn, models, row, row_of_type, unsettle
 
 
 @models
@@ -28,8 +28,8 @@ def test_a_summary_leaves_everything_as_it_was(make):
         assert changed == [], (grad, look)
 
 
-@pytest.mark.parametrize("on", [True, False])
-@pytest.mark.parametrize("fails", [False, True])
+@in_turn("on", [True, False])
+@in_turn("fails", [False, True])
 def test_flags_stay_whatever_they_are(on, fails):
     def forward(m, x):
         if fails:
@@ -136,7 +136,7 @@ def _write_by_index(m, x):
     return m.fc(x)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("forward", "inner"),
     along(
         [_count_in_place, _count_anew, _count_by_data, _grow, _fill_cache, _register, _write_by_index],
@@ -289,7 +289,7 @@ def test_hooks_of_the_user_stay_and_forward_hooks_that_matter_run():
     assert n == count_hooks(model) == 4
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("error", "look"),
     along(
         [SaysSo(1, 2), KeyboardInterrupt(), RuntimeError("boom"), StopIteration(3)],

@@ -23,7 +23,7 @@ from hookcb import (
 )
 from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.run import Run
-from tests.support import along, fit, make_learner, make_model
+from tests.support import along, fit, in_turn, make_learner, make_model
 
 CBS = {"Diagnose": lambda: [Diagnose(show=False)], "records": lambda: [ActivationStats(), GradientHealth()]}
 
@@ -67,7 +67,7 @@ SEEN_NOTHING = {
 }
 
 
-@pytest.mark.parametrize(("cbs", "name"), along(CBS, SEEN_NOTHING))
+@in_turn(("cbs", "name"), along(CBS, SEEN_NOTHING))
 def test_a_watch_that_saw_no_training_is_unknown_with_the_reason(name, cbs):
     happens, reason = SEEN_NOTHING[name]
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import ActivationStats, Callback, Diagnose, GradientHealth, Recorder, watch
-from tests.support import make_batches, make_model, same, weights
+from tests.support import in_turn, make_batches, make_model, same, weights
 
 BATCHES = make_batches(6)
 X, Y = BATCHES[0]
@@ -194,7 +194,7 @@ def test_a_batch_that_closes_inside_a_step_is_not_that_of_the_backward_before():
 # ---- callbacks, in whatever form they are given
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "give",
     [
         lambda m, o: watch(m, o, [Recorder, ActivationStats()]),

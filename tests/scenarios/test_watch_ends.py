@@ -28,7 +28,7 @@ from hookcb import (
     watch,
 )
 from hookcb.loops.coverage import REFUSED
-from tests.support import SaysSo, along, changes_in, make_batches, make_model, no_collection
+from tests.support import SaysSo, along, changes_in, in_turn, make_batches, make_model, no_collection
 
 X, Y = make_batches(1)[0]
 # every public callback that may follow a loop
@@ -97,7 +97,7 @@ def test_every_public_callback_follows_or_is_refused():
     assert public - refused - elsewhere == expected
 
 
-@pytest.mark.parametrize("kind", FOLLOWS)
+@in_turn("kind", FOLLOWS)
 def test_callbacks_leave_nothing_behind(kind):
     model, opt = make_pair()
     plain, plain_opt = make_pair()
@@ -192,7 +192,7 @@ def test_a_watch_that_nobody_holds_goes_on():
     assert is_off(model)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("error", "where"),
     along(
         [SaysSo(1, 2), KeyboardInterrupt(), SystemExit(3), GeneratorExit()],
@@ -424,7 +424,7 @@ MISSING = {
 }
 
 
-@pytest.mark.parametrize("name", MISSING)
+@in_turn("name", MISSING)
 def test_each_event_is_seen_or_has_a_true_reason(name):
     model, opt = make_pair()
     with watch(model, opt) as w:

@@ -44,21 +44,6 @@ def is_last(t):
     return t.is_contiguous(memory_format=LAST)
 
 
-def test_it_trains_as_a_model_laid_out_by_hand():
-    learn = fit(learner(cbs=ChannelsLast()), 2)
-    model = Mixed()
-    for t in (model.conv.weight, model.offset):
-        t.data = t.data.contiguous(memory_format=LAST)
-    opt = torch.optim.SGD(model.parameters(), lr=0.05)
-    for _ in range(2):
-        for x, y in batches():
-            F.mse_loss(model(x.contiguous(memory_format=LAST)), y).backward()
-            opt.step()
-            opt.zero_grad()
-    assert same(weights(learn.model), weights(model))
-    assert all(map(torch.allclose, weights(learn.model), weights(fit(learner(), 2).model)))
-
-
 def test_model_and_images_are_laid_out_in_training_and_validation_and_the_batches_stay():
     learn, seen = learner(cbs=ChannelsLast()), []
     given = [x for x, _ in [*learn.dls.train, *learn.dls.valid]]

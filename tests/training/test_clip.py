@@ -11,9 +11,20 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from hookcb import Callback, GradientClip, Learner, MixedPrecision
-from tests.support import CANCELS, covering, fit, make_batches, make_learner, make_model, same, spy, weights
-from tests.training.support import OPTS, Wide, batches_of, momentum, quiet, sgd
+from hookcb import Callback, GradientClip, MixedPrecision
+from tests.support import (
+    CANCELS,
+    covering,
+    fit,
+    in_turn,
+    make_batches,
+    make_learner,
+    make_model,
+    same,
+    spy,
+    weights,
+)
+from tests.training.support import OPTS, batches_of, quiet, sgd
 
 RAGGED = [4, 4, 2]
 
@@ -36,7 +47,7 @@ def norm_of(model, norm_type=2.0):
     return torch.cat([p.grad.flatten() for p in model.parameters()]).double().norm(norm_type).item()
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("make", "clip"),
     [
         (lambda: GradientClip(), lambda params: clip_grad_norm_(params, 1.0)),
@@ -62,19 +73,6 @@ def test_nothing_clipped_is_a_coefficient_of_one():
     for cb in (GradientClip(1e6), GradientClip(value=1e6)):
         fit(make_learner(cbs=cb))
         assert cb.coefs == [1.0] * 3
-
-
-def test_callbacks_before_it_see_whole_gradients_and_those_after_it_clipped_ones():
-    seen = {-1: [], 21: []}
-    looks = [
-        Callback(name=f"at_{i}", before_step=lambda cb: seen[cb.order].append(norm_of(cb.model)))
-        for i in (0, 1)
-    ]
-    for look, order in zip(looks, seen, strict=True):
-        look.order = order
-    learn = fit(make_learner(cbs=[GradientClip(0.01), *looks]))
-    assert seen[-1] == pytest.approx(learn.gradient_clip.norms)
-    assert seen[21] == pytest.approx([0.01] * 3, rel=1e-3)
 
 
 def test_frozen_parameters_take_no_part():
@@ -106,12 +104,6 @@ def test_a_batch_without_gradients_is_a_norm_of_zero(make):
     assert (learn.gradient_clip.norms[0], learn.gradient_clip.coefs[0]) == (0.0, 1.0)
 
 
-def test_numbers_that_are_not_finite_are_kept():
-    batches = [(torch.full((2, 2), float("nan")), torch.ones(2, 1))]
-    learn = fit(Learner(batches, make_model(), F.mse_loss, cbs=GradientClip()))
-    assert learn.gradient_clip.norms[0] != learn.gradient_clip.norms[0]
-
-
 def test_its_state_goes_through_a_file_and_copies_keep_it():
     cb = GradientClip(0.1)
     fit(make_learner(cbs=cb))
@@ -126,7 +118,7 @@ def test_its_state_goes_through_a_file_and_copies_keep_it():
     assert empty.norms == []
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "wrong",
     [{"max_norm": 0}, {"max_norm": -1.0}, {"norm_type": 0}, {"value": -0.1}, {"max_norm": float("nan")}],
 )
@@ -163,17 +155,6 @@ def test_the_norm_is_clipped_as_torch_clips_it(opt_func, norm_type, max_norm):
     assert all(isinstance(v, float) for v in [*clip.norms, *clip.coefs])
 
 
-def test_values_are_clipped_as_torch_clips_them():
-    expected, norms, _ = by_hand(
-        lambda params: clip_grad_value_(params, 0.1), 2.0, batches_of(RAGGED), momentum
-    )
-    learn = quiet(batches_of(RAGGED), opt=momentum)
-    learn.fit(2, cbs=(clip := GradientClip(value=0.1)))
-    assert same(weights(learn.model), expected)
-    assert list(clip.norms) == pytest.approx(norms)
-    assert all(0 < c <= 1 for c in clip.coefs)
-
-
 def test_readers_before_it_see_what_is_unclipped_and_those_after_it_what_is_clipped():
     seen = {0: [], 19: [], 21: []}
 
@@ -189,15 +170,6 @@ def test_readers_before_it_see_what_is_unclipped_and_those_after_it_what_is_clip
     learn.fit(1, cbs=[GradientClip(0.01), *map(reading, seen)])
     assert seen[0] == seen[19] == pytest.approx(list(learn.gradient_clip.norms))
     assert seen[21] == pytest.approx([0.01] * 3, rel=1e-3)
-
-
-def test_frozen_parameters_and_a_batch_without_gradients_are_no_trouble():
-    model = Wide()
-    model.stem.requires_grad_(False)
-    learn = quiet(batches_of(RAGGED), batches_of([2]), model)
-    learn.fit(1, cbs=[GradientClip(), spy([], "a", {("before_backward", 0): CANCELS["backward"]()})])
-    assert len(learn.gradient_clip.norms) == 3
-    assert learn.gradient_clip.norms[0] == 0
 
 
 def test_gradients_that_are_not_finite_are_seen_in_the_norms():

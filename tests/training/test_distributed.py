@@ -6,6 +6,7 @@ from torch import nn
 
 from hookcb import Distributed, watch
 from tests.ranks.support import launched, shared
+from tests.support import in_turn
 from tests.training.distributed_worker import learner, quiet_fit, reference, rows, weights
 
 CASES = ["ddp", "ddp_in_fit", "fsdp2", "fsdp2_on_mesh", "tensor_parallel", "prepared_ddp"]
@@ -174,7 +175,7 @@ def test_a_process_alone_trains_as_without_it(options):
 # ---- arguments
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("error", "text", "mode", "options"),
     [
         (ValueError, "mode must be 'ddp' or 'fsdp2', got 'fsdp'", "fsdp", {}),

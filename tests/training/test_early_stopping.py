@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from hookcb import EMA, Callback, CancelEpochException, Checkpoint, EarlyStopping
-from tests.support import covering, fit, make_batches, make_learner, make_model, spy, train_by_hand
+from tests.support import covering, fit, in_turn, make_batches, make_learner, make_model, spy, train_by_hand
 from tests.training.support import CURVES, batches_of, quiet, scripted
 
 VALUES = [
@@ -130,7 +130,7 @@ def epochs_of(values, patience=2, **options):
     return len(learn.recorder.rows), cb
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("options", "values", "n", "reason"),
     [
         ({"baseline": 0.5}, [3.0, 2.0, 1.0, 0.9, 0.8], 2, "has not been better than 2"),

@@ -4,7 +4,6 @@ import copy
 import io
 import itertools
 import pickle
-from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -17,13 +16,12 @@ from hookcb import EMA, ActivationStats, Callback, GradientAccumulation, Learner
 from tests.support import (
     CANCELS,
     EVENTS,
-    covering,
     each,
     fit,
+    in_turn,
     make_batches,
     make_learner,
     make_model,
-    primary_plan,
     same,
     spy,
     weights,
@@ -138,28 +136,9 @@ def valid_losses(learn):
     return [row["valid_loss"] for row in learn.recorder.rows]
 
 
-@pytest.mark.parametrize("decay", [0.8, 0, 1])
-def test_it_is_torchs_average_and_training_is_as_without_to_the_bit(decay):
-    model, average, losses = by_hand(decay=decay)
-    learn = fit(learner(EMA(decay)), 2)
-    assert same(values(learn.model), values(model))
-    assert same(values(learn.ema.model), values(average))
-    assert [row["valid_loss"] for row in learn.recorder.rows] == losses
-    assert not any(m.training for m in learn.ema.model.modules())
-    learn.model.load_state_dict(learn.ema.model.state_dict())
-
-
 def test_a_mask_with_infinities_does_not_spoil_the_average():
     learn = fit(learner(EMA(0.8)), 2)
     assert torch.equal(learn.ema.model.mask, Masked().mask)
-
-
-def test_validations_may_be_of_the_plain_weights():
-    plain, learn = fit(learner()), fit(learner(EMA(0.8, validate=False)))
-    assert learn.recorder.rows[0]["valid_loss"] == plain.recorder.rows[0]["valid_loss"]
-    averaged = fit(learner(EMA(0.8)))
-    assert averaged.recorder.rows[0]["valid_loss"] != plain.recorder.rows[0]["valid_loss"]
-    assert averaged.validate()[0] == plain.validate()[0]
 
 
 def test_in_the_validation_the_model_is_the_average_and_the_average_stays_what_it_is():
@@ -176,42 +155,6 @@ def test_in_the_validation_the_model_is_the_average_and_the_average_stays_what_i
     fit(learner([EMA(0.8), Callback(after_pred=look)], model=model), 2)
     assert seen == [True] * 4
     assert all(a is b for a, b in zip((*model.parameters(), *model.buffers()), tensors, strict=True))
-
-
-@pytest.mark.parametrize(("shift", "error"), each(2, enumerate([*DEVIL, *CANCELS.values()])))
-def test_the_exchange_is_undone_however_the_fit_ends(shift, error):
-    def run(event, order, *cbs):
-        plan = primary_plan(event) | {(event, 1): error("planted")}
-        learn = learner([*cbs, spy([], "devil", plan, order=order)])
-        with suppress(ValueError, KeyboardInterrupt, RuntimeError):
-            fit(learn, 2)
-        assert not learn.opt._optimizer_step_post_hooks
-        return values(learn.model)
-
-    for i, event in enumerate(EVENTS[shift % 2 :: 2]):
-        order = (-1000, 1000)[i % 2]
-        assert same(run(event, order, EMA(0.8)), run(event, order)), event
-
-
-@pytest.mark.parametrize(("event", "order"), covering(NESTED_AT, [-1000, 1000], of=1))
-def test_a_validation_inside_changes_nothing(event, order):
-    inside = []
-
-    def validate(cb):
-        if not inside:
-            inside.append(1)
-            before = values(cb.model)
-            cb.learn.validate()
-            assert same(values(cb.model), before)
-            inside.pop()
-
-    nested = Callback(name="nested", **{event: validate})
-    nested.order = order
-    learn = fit(learner([EMA(0.8), nested]), 2)
-    model, average, losses = by_hand()
-    assert same(values(learn.model), values(model))
-    assert same(values(learn.ema.model), values(average))
-    assert [row["valid_loss"] for row in learn.recorder.rows] == losses
 
 
 @pytest.mark.parametrize("level", ["epoch", "fit"])
@@ -239,13 +182,6 @@ def test_of_two_only_one_may_be_validated():
     assert [row["valid_loss"] for row in learn.recorder.rows] == losses
 
 
-def test_cancelled_steps_do_not_count():
-    cancels = {("before_step", k): CANCELS["step"]() for k in range(9)}
-    learn = fit(learner([EMA(0.8), spy([], "cancel", cancels)]))
-    assert same(weights(learn.ema.model)[:2], weights(Masked())[:2])
-    assert learn.ema.state_dict()["n_averaged"] == 0
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_that_a_scaler_skips_do_not_count(fused):
     options = {"init_scale": 2.0**60, "backoff_factor": 2.0**-30}
@@ -254,13 +190,6 @@ def test_steps_that_a_scaler_skips_do_not_count(fused):
     fit(learn, 2)
     assert 0 < learn.mixed_precision.skipped < 6
     assert learn.ema.state_dict()["n_averaged"] == 6 - learn.mixed_precision.skipped
-
-
-def test_hooks_are_inert_on_the_copy():
-    stats, ema = ActivationStats(), EMA(0.8)
-    learn = fit(learner([stats, ema, Callback(after_step=lambda cb: cb.learn.ema.model(VALID[0][0]))]))
-    assert len(stats.stats) == 3
-    assert count_hooks(learn.model) == 0
 
 
 def test_a_compiled_model_is_averaged_too():
@@ -294,48 +223,17 @@ def test_its_state_has_each_name_of_a_shared_weight_and_buffers_that_are_not_sav
     assert torch.equal(averaged["again.weight"], averaged["stem.weight"])
 
 
-def test_copies_have_the_average_and_each_fit_makes_a_new_one():
-    learn = learner(EMA(0.8))
-    with pytest.raises(AttributeError, match="before its first fit"):
-        _ = learn.ema.model
-    fit(learn)
-    first = learn.ema.model
-    for copied in (copy.deepcopy(learn.ema), pickle.loads(pickle.dumps(learn.ema))):
-        assert same(values(copied.model), values(first))
-    fit(learn)
-    assert learn.ema.model is not first
-
-
-@pytest.mark.parametrize("decay", [-0.1, 1.1, float("nan")])
-def test_a_decay_out_of_range_is_refused(decay):
-    with pytest.raises(ValueError, match="must be a number from 0 to 1"):
+@in_turn(
+    ("decay", "error"),
+    [*((x, ValueError) for x in (-0.1, 1.1, float("nan"))), *((x, TypeError) for x in ("0.9", None, True))],
+)
+def test_a_decay_that_is_no_number_from_0_to_1_is_refused(decay, error):
+    with pytest.raises(error, match="must be a number from 0 to 1"):
         EMA(decay)
 
 
-@pytest.mark.parametrize("decay", ["0.9", None, True])
-def test_a_decay_that_is_no_number_is_refused(decay):
-    with pytest.raises(TypeError, match="must be a number from 0 to 1"):
-        EMA(decay)
-
-
-def test_of_two_averages_neither_moves_the_training():
-    def run(*cbs):
-        seeded()
-        learn = quiet(batches_of(RAGGED), UNEVEN, Wide(), momentum)
-        learn.fit(3, cbs=cbs)
-        return weights(learn.model)
-
-    try:
-        both = run(EMA(0.9), EMA(0.5, name="fast"))
-    except ValueError as refused:
-        assert "validate=False" in str(refused)  # noqa: PT017 - to be refused is as good
-    else:
-        assert same(both, run())
-    assert same(run(EMA(0.9), EMA(0.5, validate=False, name="fast")), run())
-
-
-@pytest.mark.parametrize("decay", [0.7, 0.999, 0.0, 1.0])
-@pytest.mark.parametrize("model", [Wide, make_model])
+@in_turn("decay", [0.7, 0.999, 0.0, 1.0])
+@in_turn("model", [Wide, make_model])
 def test_the_average_and_its_validation_are_torchs_and_training_is_as_without(decay, model):
     seeded()
     hand = Averaged(3, decay, model(), valid=UNEVEN)
@@ -406,6 +304,7 @@ def test_however_the_fit_ends_the_plain_weights_are_there_again(shift, raised):
         except (*DEVIL, RuntimeError):
             pass
         assert state_of(learn.model)["identity"] == identity
+        assert not learn.opt._optimizer_step_post_hooks
         return state_of(learn.model) | {"identity": None}
 
     for event, order in zip(EVENTS[shift % 2 :: 2], itertools.cycle([-1000, 1000, 1000]), strict=False):
@@ -413,9 +312,7 @@ def test_however_the_fit_ends_the_plain_weights_are_there_again(shift, raised):
         assert equal(run(EMA(0.5), devil[0]), run(devil[1])), event
 
 
-@pytest.mark.parametrize(
-    "event", ["before_batch", "after_pred", "after_loss", "after_batch", "before_validate"]
-)
+@in_turn("event", ["before_batch", "after_pred", "after_loss", "after_batch", "before_validate"])
 def test_a_validation_inside_the_validation_that_breaks_off_gives_the_weights_back(event):
     class Nested(Callback):
         def after_loss(self):
@@ -434,7 +331,7 @@ def test_a_validation_inside_the_validation_that_breaks_off_gives_the_weights_ba
     assert same(weights(learn.model), weights(plain.model))
 
 
-@pytest.mark.parametrize("how", ["accumulating", "cancelled step", "cancelled batch", "overflow"])
+@in_turn("how", ["accumulating", "cancelled step", "cancelled batch", "overflow"])
 def test_only_real_steps_enter_the_average(how):
     steps = {
         "accumulating": ([GradientAccumulation(2)], [1, 2]),
@@ -506,22 +403,6 @@ def test_a_second_fit_averages_anew_and_copies_keep_the_average():
         return [*weights(learn.ema.model), *weights(learn.model)], valid_losses(learn)
 
     assert equal(list(run(True)), list(run(False)))
-
-
-def test_state_is_plain_and_goes_on_after_loading():
-    def reload(cb):
-        torch.save(cb.learn.ema.state_dict(), file := io.BytesIO())
-        file.seek(0)
-        with torch.no_grad():
-            for p in cb.learn.ema.model.parameters():
-                p.mul_(3)  # spoilt, to be put right by loading
-        cb.learn.ema.load_state_dict(torch.load(file, weights_only=True))
-
-    again = Callback(name="again", after_epoch=reload)
-    again.order = 100
-    plain, learn = averaging(), averaging(again)
-    assert same(weights(learn.ema.model), weights(plain.ema.model))
-    assert valid_losses(learn) == valid_losses(plain)
 
 
 def test_the_trained_model_can_hold_the_averages_in_a_block():

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from hookcb import Distributed, synth_learner
+from tests.support import in_turn
 
 
 def engine(**changes):
@@ -22,7 +23,7 @@ def test_another_object_is_refused_with_what_to_install(given):
         Distributed(engine=given)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("changes", "text"),
     [
         ({"distributed_type": "DEEPSPEED"}, r"DeepSpeed cannot be used .* use hookcb.watch\(model\)"),
@@ -38,7 +39,7 @@ def test_settings_that_the_learner_cannot_honor_are_refused(changes, text):
         Distributed(engine=engine(**changes))
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("mode", "options", "name"),
     [
         ("fsdp2", {}, "mode='fsdp2'"),

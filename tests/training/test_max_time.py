@@ -8,17 +8,16 @@ import pytest
 
 from hookcb import Callback, MaxTime
 from tests.support import (
-    events,
     fit,
+    in_turn,
     make_batches,
     make_learner,
     make_model,
     same,
-    spy,
     train_by_hand,
     weights,
 )
-from tests.training.support import Unsized, batches_of, quiet
+from tests.training.support import batches_of, quiet
 
 RAGGED = [4, 4, 2]
 
@@ -78,7 +77,7 @@ def test_time_counts_in_a_fit_only(clock):
     assert len(learn.recorder.losses) == 1
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("seconds", "error"), [(0, ValueError), (-1.0, ValueError), (math.nan, ValueError), ("1h", TypeError)]
 )
 def test_an_invalid_time_is_refused(seconds, error):
@@ -86,19 +85,7 @@ def test_an_invalid_time_is_refused(seconds, error):
         MaxTime(seconds)
 
 
-@pytest.mark.parametrize("seconds", [1e-9, datetime.timedelta(microseconds=1)])
-def test_a_fit_ends_after_the_batch_in_which_the_time_was_up(seconds):
-    log = []
-    learn = quiet(Unsized(batches_of(RAGGED)), batches_of([2]))
-    for _ in range(2):
-        learn.fit(3, cbs=[cb := MaxTime(seconds), spy(log, "a")])
-        assert cb.stopped_at is not None
-        assert len(learn.recorder.losses) == 1
-    assert events(log).count("after_step") == 2
-    assert "before_validate" not in events(log)
-
-
-@pytest.mark.parametrize("seconds", [3600, 3600.0, datetime.timedelta(hours=1), math.inf])
+@in_turn("seconds", [3600, 3600.0, datetime.timedelta(hours=1), math.inf])
 def test_time_that_is_not_up_changes_nothing(seconds):
     plain, learn = (quiet(batches_of(RAGGED), batches_of([2])) for _ in range(2))
     plain.fit(2)

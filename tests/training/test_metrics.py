@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Callback, EarlyStopping, Learner, Metrics, accuracy
-from tests.support import Takes, X, Y, Z, fit, make_learner
+from tests.support import Takes, X, Y, Z, fit, in_turn, make_learner
 
 
 class F1:
@@ -52,13 +52,13 @@ def test_metrics_are_named_by_functions_partials_lambdas_and_mappings():
         Metrics([accuracy, accuracy])
 
 
-@pytest.mark.parametrize("bad", [3, [3], "accuracy", {"a": 3}])
+@in_turn("bad", [3, [3], "accuracy", {"a": 3}])
 def test_what_is_no_metric_is_refused(bad):
     with pytest.raises(TypeError):
         Metrics(bad)
 
 
-@pytest.mark.parametrize("name", ["epoch", "train_loss", "valid_loss", "time"])
+@in_turn("name", ["epoch", "train_loss", "valid_loss", "time"])
 def test_a_metric_named_like_another_column_does_not_overwrite_it(name):
     try:
         learn = fit(make_learner(metrics={name: lambda p, y: torch.tensor(-77.0)}))

@@ -9,7 +9,7 @@ import torch
 
 from hookcb import Callback, EarlyStopping, ReduceLROnPlateau
 from hookcb.training.monitor import improves, monitored, resolve_mode
-from tests.support import CANCELS, make_learner, same, spy, weights
+from tests.support import CANCELS, in_turn, make_learner, same, spy, weights
 from tests.training.support import (
     NESTED_AT,
     Unsized,
@@ -70,8 +70,8 @@ def test_the_mode_follows_from_the_name(column, falls):
     assert len(learn.recorder.rows) == (5 if falls else 2)
 
 
-@pytest.mark.parametrize("make", MAKES)
-@pytest.mark.parametrize("level", ["train", "epoch", "validate"])
+@in_turn("make", MAKES)
+@in_turn("level", ["train", "epoch", "validate"])
 def test_an_epoch_without_the_number_ends_no_fit(make, level):
     plan = {(f"before_{level}", k): CANCELS[level]() for k in (0, 2)}
     learn, log = quiet(batches_of([3, 2]), batches_of([2])), []

@@ -19,10 +19,7 @@ from hookcb import (
     Progress,
     TerminateOnNaN,
 )
-from tests.support import (
-    make_learner,
-    spy,
-)
+from tests.support import in_turn, make_learner, spy
 
 
 def shown(n_epoch=2, **kwargs):
@@ -76,7 +73,7 @@ def test_what_a_callback_puts_into_the_row_is_recorded_and_shown():
     assert "1.25" in out.getvalue()
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "text", torch.tensor(2.5), 10**30, True])
+@in_turn("value", [None, float("nan"), float("inf"), "text", torch.tensor(2.5), 10**30, True])
 def test_progress_shows_odd_values_without_failing(value):
     out = io.StringIO()
     note = Callback(name="note", after_train=lambda cb: cb.learn.row.update(odd=value))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hookcb import EMA, Callback, CancelEpochException, SaveModelCallback
-from tests.support import covering, make_learner
+from tests.support import covering, in_turn, make_learner
 from tests.training.support import CURVES, batches_of, quiet, scripted
 
 
@@ -121,7 +121,7 @@ def test_an_epoch_without_a_value_is_not_one(tmp_path):
     assert learn.save_model.best is None
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("options", "error", "told"),
     [
         ({"comp": "less"}, TypeError, "comp must be a function such as np.less"),

@@ -9,7 +9,7 @@ from torch.optim import SGD
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
 from hookcb import SWA, Callback, CancelFitException, Checkpoint, Learner, OneCycle
-from tests.support import fit
+from tests.support import fit, in_turn
 from tests.training.support import batches_of
 
 N = 6
@@ -49,8 +49,8 @@ def same(one, other):
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize(("start", "first"), [(3, 3), (0.5, 3), (0, 0), (5, 5)])
-@pytest.mark.parametrize("anneal", [0, 2])
+@in_turn(("start", "first"), [(3, 3), (0.5, 3), (0, 0), (5, 5)])
+@in_turn("anneal", [0, 2])
 def test_it_is_that_of_torch_by_hand(start, first, anneal):
     learn = learner(SWA(start, lr=0.02, anneal_epochs=anneal))
     fit(learn, N)
@@ -131,7 +131,7 @@ def test_inputs_may_be_several_or_have_names():
     assert torch.allclose(learn.swa.model.norm.running_mean, means, atol=1e-6)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("options", "told"),
     [
         ({"start": 1.5}, "start must be a number from 0 to 1"),

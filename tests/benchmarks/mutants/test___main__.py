@@ -19,6 +19,7 @@ def main(monkeypatch):
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "Executed", lambda path, root: SimpleNamespace(sources="now"))
     monkeypatch.setattr(module, "Trials", lambda *args: None)
+    monkeypatch.setattr(module, "sources", lambda root: {"core/some.py": b"def wake():\n    return 2\n"})
     return module
 
 

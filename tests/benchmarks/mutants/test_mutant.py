@@ -1,7 +1,8 @@
 """Mutants are found in a source, chosen by seed and room, applied, and found again where they have moved."""
 
-import pytest
 from mutant import choose, find, possible, quotas
+
+from tests.support import in_turn
 
 SOURCE = b'''"""More than 1 < 2."""
 from typing import TYPE_CHECKING
@@ -72,7 +73,7 @@ def test_what_needs_another_statement_is_not_swapped_with_it():
     assert changes(body.replace(b"(x)", b"(y)").replace(b"before_fit", b"fit"), "order") == set()
 
 
-@pytest.mark.parametrize("place", possible("a.py", SOURCE), ids=lambda place: place.mutant.after[:40])
+@in_turn("place", possible("a.py", SOURCE), ids=lambda place: place.mutant.after[:40])
 def test_an_applied_mutant_is_one_change_and_moves_no_line(place):
     changed = place.apply(SOURCE)
     compile(changed, "a.py", "exec")

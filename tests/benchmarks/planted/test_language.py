@@ -3,9 +3,10 @@
 import faults_language
 import language
 import language_controls
-import pytest
 import torch
 from torch.nn import functional as F
+
+from tests.support import in_turn
 
 N = 24
 
@@ -26,7 +27,7 @@ def sees(attend):
 PAST = torch.ones(N, N, dtype=torch.bool).tril()
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "attend",
     [
         language.fused,

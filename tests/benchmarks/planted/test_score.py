@@ -13,6 +13,7 @@ from torch import nn
 
 from hookcb import Learner, assert_no_hooks, watch
 from hookcb.diagnosis.verdict import Finding, Verdict
+from tests.support import in_turn
 
 CONTROL = Case("a control", train=None, target=0.5)
 FAULT = Case("a fault", train=None, codes=frozenset({"unit.dead", "data.labels"}), planted_at=40)
@@ -86,9 +87,7 @@ def test_the_layer_is_right_by_name_or_by_a_parameter_inside_it():
     assert of(blocks, beside, named_elsewhere, primary=beside).is_layer_right is False
 
 
-@pytest.mark.parametrize(
-    ("step", "is_soon"), [(40, True), (60, True), (61, False), (39, False), (None, False)]
-)
+@in_turn(("step", "is_soon"), [(40, True), (60, True), (61, False), (39, False), (None, False)])
 def test_a_fault_is_seen_soon_within_twenty_steps_of_where_it_was_planted(step, is_soon):
     assert of(FAULT, replace(DEAD, step=step), primary=DEAD).is_soon is is_soon
 
@@ -212,7 +211,7 @@ def test_no_rule_fires_where_nothing_is_wrong():
     }
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("rule", "changed"),
     [
         ("vanishing_gradient", {"steps": first(gradient={"mean": 9e-8})}),
@@ -231,7 +230,7 @@ def test_a_rule_of_sagemaker_fires(rule, changed):
     assert rule in baselines.SAGEMAKER(recorded(**changed))
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("rule", "changed"),
     [
         ("features_constant", {"inputs": (3.0, 0.0, 3.0, 3.0)}),
@@ -283,7 +282,7 @@ def test_the_deep_checker_ends_when_a_batch_is_fitted_for_good():
     assert "stagnated_loss" not in baselines.THEDEEPCHECKER(fitted)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("problem", "changed"),
     [
         ("vanish", {"steps": first(gradient={"norm": 1e-5}), "accuracies": [0.1] * N}),

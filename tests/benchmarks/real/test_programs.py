@@ -2,12 +2,12 @@
 
 import math
 
-import pytest
 import torch
 from program import built, outcome
 from programs import PROGRAMS
 
 from hookcb.diagnosis.fault import FAULTS
+from tests.support import in_turn
 
 BY_NAME = {program.name: program for program in PROGRAMS}
 
@@ -22,7 +22,7 @@ def test_each_fault_has_two_programs():
     assert {fault for fault in faults if faults.count(fault) < 2} == set()
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+@in_turn("program", PROGRAMS, ids=lambda program: program.name)
 def test_a_program_can_be_built_and_its_repair_takes_a_step(program):
     assert built(program, 0, is_repaired=False).model is not None
     repaired = built(program, 0, is_repaired=True)

@@ -11,7 +11,7 @@ from torch import nn
 from hookcb import Diagnose, Learner
 from hookcb.diagnosis.measurements.dead_units import MIN_EXAMPLES, MIN_LOOKS, DeadUnits
 from hookcb.diagnosis.run import Run
-from tests.support import along, first, fit
+from tests.support import along, first, fit, in_turn
 
 D, H, N = 6, 10, 64
 
@@ -66,7 +66,7 @@ def looked(model, n=10, loss=None, n_examples=N, at=None):
     return shares_of(units)
 
 
-@pytest.mark.parametrize("n_dead", [0, 1, 4, H])
+@in_turn("n_dead", [0, 1, 4, H])
 def test_the_share_of_dead_units_is_that_of_activations_that_are_always_zero(n_dead):
     model = net(n_dead=n_dead)
     x = torch.cat([batch(seed=step)[0] for step in range(10)])
@@ -161,7 +161,7 @@ def test_units_that_were_never_alive_are_told_from_those_that_died():
     assert (found.lately, found.never) == (6 / H, 2 / H)
 
 
-@pytest.mark.parametrize(("n_examples", "n"), [(512, 8), (100, 8), (64, 8), (40, 13), (32, 16), (15, 35)])
+@in_turn(("n_examples", "n"), [(512, 8), (100, 8), (64, 8), (40, 13), (32, 16), (15, 35)])
 def test_it_takes_eight_looks_and_512_examples(n_examples, n):
     assert (MIN_LOOKS, MIN_EXAMPLES) == (8, 512)
     found = looked(net(n_dead=3), n=40, n_examples=n_examples)["0.weight"]
@@ -226,14 +226,14 @@ class Own(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("is_matmul", "n_dead"), along([True, False], [0, 2, 9, 12]))
+@in_turn(("is_matmul", "n_dead"), along([True, False], [0, 2, 9, 12]))
 def test_lists_of_parameters_are_followed_whichever_way_they_are_multiplied(is_matmul, n_dead):
     found = looked(Own(is_matmul, [D, 12, 4], n_dead), loss=lambda out: (out - 1).square().mean())
     assert found["ws.0"].lately == pytest.approx(n_dead / 12)
     assert found["ws.1"].lately == 0
 
 
-@pytest.mark.parametrize(("is_matmul", "n_dead"), along([True, False], [0, 2, 5, D]))
+@in_turn(("is_matmul", "n_dead"), along([True, False], [0, 2, 5, D]))
 def test_square_ones_too(is_matmul, n_dead):
     found = looked(Own(is_matmul, [D, D, 4], n_dead), loss=lambda out: (out - 1).square().mean())
     assert found["ws.0"].lately == pytest.approx(n_dead / D)

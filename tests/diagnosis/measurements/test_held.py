@@ -11,7 +11,7 @@ from torch import nn
 from hookcb import Diagnose, watch
 from hookcb.diagnosis.measurements.held import HeldWeights
 from hookcb.diagnosis.measurements.samples import COLUMNS, Group, Range, written
-from tests.support import first
+from tests.support import first, in_turn
 
 
 def of(before, after, first=None):
@@ -50,7 +50,7 @@ def test_equal_nans_are_no_change():
     assert of(x, x.clone())["n_changed"] == 0
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (40, 300), (7, 3, 5, 5)])
+@in_turn("shape", [(), (3,), (40, 300), (7, 3, 5, 5)])
 def test_a_narrow_sample_has_up_to_32_elements_of_any_shape(shape):
     p = torch.randn(shape, dtype=torch.complex64 if shape == (3,) else None)
     x = Group([p], [0]).narrow()

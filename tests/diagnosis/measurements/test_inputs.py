@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hookcb.diagnosis.measurements.inputs import input_numbers
-from tests.support import along
+from tests.support import along, in_turn
 
 NAN = math.nan
 
@@ -16,7 +16,7 @@ def numbers(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("dtype", "shape"),
     along([torch.float32, torch.float64, torch.bfloat16, torch.float16], [(4, 3), (2, 3, 5, 5), (7,)]),
 )
@@ -53,7 +53,7 @@ def test_indices_have_no_size_but_may_differ():
     assert (bad, differs) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize("xb", [(), {}, ("text",), (torch.zeros(0, 3),), None, ([], {"n": 3})])
+@in_turn("xb", [(), {}, ("text",), (torch.zeros(0, 3),), None, ([], {"n": 3})])
 def test_a_batch_without_a_tensor_has_no_numbers(xb):
     assert input_numbers(xb) is None
 
@@ -64,7 +64,7 @@ def test_all_that_is_not_finite_is_counted_in_all_float_tensors():
     assert input_numbers((a, torch.arange(4), {"b": b}))[2] == 3
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("xb", "differs"),
     [
         ((torch.ones(4, 3),), 0.0),

@@ -10,7 +10,7 @@ from torch import nn
 from hookcb import ActivationStats, Diagnose, Hook, Learner, watch
 from hookcb.diagnosis.measurements.layer_times import FIRST, MAX_TIMED, MIN_TIMED, LayerTimes, work_of
 from hookcb.diagnosis.run import Run
-from tests.support import Clock, first, fit, make_learner, make_model
+from tests.support import Clock, first, fit, in_turn, make_learner, make_model
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def test_a_forward_that_raises_leaves_the_times_in_order(clock):
     assert round(times._now["1"] / 1000) == 2
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("op", "args", "shape", "expected"),
     [
         ("addmm", ((5,), (4, 3), (3, 5)), (4, 5), 60),

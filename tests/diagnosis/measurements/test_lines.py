@@ -15,7 +15,7 @@ from hookcb.core.batch import map_tensors
 from hookcb.diagnosis.measurements import lines as module
 from hookcb.diagnosis.measurements.lines import MIN_SAMPLES, LineSamples, Source
 from tests.core.support import without_lines
-from tests.support import Clock
+from tests.support import Clock, in_turn
 
 SWITCH = sys.getswitchinterval()
 LATE = "lines.sample(seconds, delay) # in a call, so an earlier line"
@@ -266,7 +266,7 @@ def test_a_thread_that_fails_ends_and_keeps_its_error(monkeypatch):
 
     monkeypatch.setattr(LineSamples, "sample", fails)
     lines = sampled()
-    lines._thread.join(5)
+    lines._thread.join(30)
     assert repr(lines.failure) == "KeyError('odd')"
     lines.close()
 
@@ -315,7 +315,7 @@ def own():
 """.splitlines(keepends=True)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("line", "first", "text"),
     [
         (1, 1, "for x in read("),

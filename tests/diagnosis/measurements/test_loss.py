@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from hookcb.diagnosis.measurements.loss import guess_of
 from hookcb.diagnosis.measurements.loss_graph import LossGraph, read_loss
+from tests.support import in_turn
 
 N, C, T = 6, 5, 3
 
@@ -64,7 +65,7 @@ GUESSES = {
 }
 
 
-@pytest.mark.parametrize("name", GUESSES)
+@in_turn("name", GUESSES)
 def test_the_loss_of_guessing_is_that_of_scores_that_are_all_alike_or_not_known(name):
     pred, y, loss_func = GUESSES[name]
     loss = loss_func(pred, y)
@@ -75,7 +76,7 @@ def test_the_loss_of_guessing_is_that_of_scores_that_are_all_alike_or_not_known(
 KNOWN = ["cross-entropy", "weighted", "of sequences", "of flattened ones", "of images", "binary", "mse"]
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@in_turn("name", KNOWN)
 def test_of_usual_losses_it_is_known(name):
     pred, y, loss_func = GUESSES[name]
     assert guess_of(read_loss(loss_func(pred, y).grad_fn), pred, (y,)) > 0

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb.diagnosis.measurements.loss_graph import LossGraph, n_between, penalty_of, read_loss
-from tests.support import along
+from tests.support import along, in_turn
 
 N, C, T = 6, 5, 3
 PLAIN = {"is_pure": True, "scale": 1.0}
@@ -50,7 +50,7 @@ def expect(loss, **fields):
 # ---- kinds
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("loss", "kind"),
     [
         (lambda: F.cross_entropy(X, Y), CE),
@@ -79,7 +79,7 @@ def test_a_plain_mean_of_a_usual_loss_is_told_with_what_it_applies(loss, kind):
     expect(loss(), **kind, **PLAIN, head="")
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "loss",
     [
         lambda: F.cross_entropy(X, SOFT),
@@ -94,7 +94,7 @@ def test_cross_entropy_with_soft_or_smoothed_targets_is_told_with_its_softmax(lo
     expect(loss(), **CE, head="")
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "loss",
     [
         lambda: X.mean(),
@@ -120,7 +120,7 @@ MEAN = F.cross_entropy
 NONE = {"reduction": "none"}
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("loss", "factor"),
     [
         (lambda: 0.3 * MEAN(X, Y), 0.3),
@@ -138,7 +138,7 @@ def test_a_loss_that_is_scaled_by_a_number_is_itself_at_that_scale(loss, factor)
     assert read(loss()).kind != ""
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("loss", "mean"),
     [
         (lambda: MEAN(X, Y, reduction="sum"), lambda: MEAN(X, Y)),
@@ -164,7 +164,7 @@ def test_the_scale_of_sums_and_means_by_hand_is_right_or_not_known(loss, mean):
     assert math.isnan(found.scale) or found.scale == pytest.approx((loss() / mean()).item(), rel=1e-4)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("loss", "kind", "sign"),
     [
         (lambda: -F.cross_entropy(X, Y), "cross-entropy", -1),
@@ -190,7 +190,7 @@ def test_cross_entropy_by_hand_is_told(loss):
     expect(loss(), **CE, is_pure=True, head="")
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "loss",
     [
         lambda: F.cross_entropy(X, Y) + F.cross_entropy(X2, Y2),
@@ -213,7 +213,7 @@ def test_what_more_a_loss_is_made_of_leaves_it_no_pure_one(loss):
     assert read(loss()).kind != ""
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("loss", "kinds"),
     [
         (lambda: F.mse_loss(X, SOFT), ("mse",)),
@@ -228,7 +228,7 @@ def test_a_sum_of_losses_has_their_kinds_if_all_are_known_and_have_one_sign(loss
     assert read(loss()).kinds == kinds
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "loss",
     [
         lambda: -(log_p().gather(1, Y[:, None])[:, 0] * ADVANTAGES).mean(),
@@ -281,14 +281,14 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize(("head", "between"), along(HEADS, BETWEEN))
+@in_turn(("head", "between"), along(HEADS, BETWEEN))
 def test_a_head_is_seen_through_views_casts_and_transposes(head, between):
     out = BETWEEN[between](HEADS[head](SEQUENCE))
     assert out.shape == SEQUENCE.shape
     assert {name: read(loss(out)).head for name, loss in LOSSES.items()} == dict.fromkeys(LOSSES, head)
 
 
-@pytest.mark.parametrize("between", BETWEEN)
+@in_turn("between", BETWEEN)
 def test_scores_as_a_linear_layer_gives_them_have_no_head(between):
     hidden = numbers(N, T, 4).requires_grad_()
     torch.manual_seed(0)
@@ -296,7 +296,7 @@ def test_scores_as_a_linear_layer_gives_them_have_no_head(between):
         assert {read(loss(BETWEEN[between](out))).head for loss in LOSSES.values()} == {""}
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "out", [lambda x: F.leaky_relu(x), lambda x: x.tanh(), lambda x: 5 * x.sigmoid(), lambda x: x + x.relu()]
 )
 def test_other_last_steps_are_no_head(out):
@@ -391,7 +391,7 @@ PENALTIES = {
 }
 
 
-@pytest.mark.parametrize(("penalty", "loss"), along(PENALTIES, MAIN_TERMS))
+@in_turn(("penalty", "loss"), along(PENALTIES, MAIN_TERMS))
 def test_it_is_what_was_added_to_the_loss(loss, penalty):
     torch.manual_seed(0)
     net = nn.Linear(5, 3)
@@ -401,13 +401,13 @@ def test_it_is_what_was_added_to_the_loss(loss, penalty):
     assert found.item() == pytest.approx(added.item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("loss", MAIN_TERMS)
+@in_turn("loss", MAIN_TERMS)
 def test_a_loss_without_a_penalty_has_none(loss):
     torch.manual_seed(0)
     assert penalty_of(MAIN_TERMS[loss](nn.Linear(5, 3)(INPUTS))).item() == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "loss",
     [
         lambda p: F.cross_entropy(p, LABELS, reduction="sum"),

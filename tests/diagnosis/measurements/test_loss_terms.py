@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from hookcb.core import graph
 from hookcb.diagnosis.measurements.loss_terms import read_terms
+from tests.support import in_turn
 
 N, C = 6, 3
 G = torch.Generator().manual_seed(0)
@@ -59,7 +60,7 @@ HAND_WRITTEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HAND_WRITTEN)
+@in_turn("name", HAND_WRITTEN)
 def test_a_hand_written_loss_is_one_exact_term(name):
     make, kind, takes = HAND_WRITTEN[name]
     (term,) = read_terms(make().grad_fn)
@@ -101,7 +102,7 @@ def test_a_weighted_sum_of_losses_has_a_term_for_each():
     ]
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "make",
     [
         lambda: (torch.rand(N) * F.cross_entropy(scores(), Y, reduction="none")).mean(),
@@ -116,7 +117,7 @@ def test_a_function_of_a_loss_or_a_weighted_one_is_not_exact(make):
     assert not any(term.is_exact and term.kind not in ("", "penalty") for term in found)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "make",
     [
         lambda: scores().mean(),

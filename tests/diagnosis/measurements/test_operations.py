@@ -11,7 +11,7 @@ from torch import nn
 from hookcb.diagnosis.faults.model.attention import low_heads
 from hookcb.diagnosis.measurements.operations import Operations, OpProbe
 from hookcb.diagnosis.run import Run
-from tests.support import along
+from tests.support import along, in_turn
 
 B, HEADS, T, D = 2, 4, 6, 8
 SHARP = torch.tensor([1.0, 1.0, 400.0, 400.0]).view(HEADS, 1, 1)  # of heads, by which scores grow
@@ -100,7 +100,7 @@ MASKS = {
 MASKS["boolean"][:, 0] = True
 
 
-@pytest.mark.parametrize(("mask", "with_grad"), along(MASKS, [True, False]))
+@in_turn(("mask", "with_grad"), along(MASKS, [True, False]))
 def test_scaled_dot_product_attention_is_seen_with_its_mask(mask, with_grad):
     (q, k, v), mask = qkv(), MASKS[mask]
     with torch.set_grad_enabled(with_grad):
@@ -162,8 +162,8 @@ def test_other_dtypes_are_seen(dtype):
     assert share(lambda: F.scaled_dot_product_attention(q, k, v)) == by_hand(plain(q, k))
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("training", [True, False])
+@in_turn("need_weights", [True, False])
+@in_turn("training", [True, False])
 def test_multihead_attention_is_seen(need_weights, training):
     torch.manual_seed(0)
     m = nn.MultiheadAttention(HEADS * D, HEADS, batch_first=True).train(training)
@@ -185,7 +185,7 @@ def test_rows_that_are_masked_whole_do_not_count_in_a_fused_call_or_by_hand():
     assert share(lambda: torch._safe_softmax(scores, -1) @ v) == 0
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "call",
     [
         lambda: numbers(8, 10).softmax(-1),  # of classes
@@ -318,8 +318,8 @@ def test_a_forward_that_raises_leaves_nothing_on():
     assert not model._forward_pre_hooks
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("t", [T, 50])  # of which some queries are inspected
+@in_turn("is_causal", [True, False])
+@in_turn("t", [T, 50])  # of which some queries are inspected
 def test_positions_of_queries_are_told_for_a_sequence_that_attends_to_itself(is_causal, t):
     q, k, v = (numbers(B, HEADS, t, D, seed=s) for s in range(3))
     found = []

@@ -15,7 +15,7 @@ from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.loss_graph import LossGraph, read_loss
 from hookcb.diagnosis.measurements.output import Output
 from hookcb.diagnosis.run import Run
-from tests.support import each
+from tests.support import each, in_turn
 
 INF = math.inf
 BCE = F.binary_cross_entropy_with_logits
@@ -42,14 +42,14 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("name", HEADS)
+@in_turn("name", HEADS)
 def test_the_range_of_a_head_is_known(name):
     make, low, high = HEADS[name]
     head = read_head(make(scores()))
     assert (head.low, head.high) == pytest.approx((low, high), abs=1e-5)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "make",
     [
         lambda x: x,
@@ -209,7 +209,7 @@ CLASSES_AS_VALUES = {
 }
 
 
-@pytest.mark.parametrize("name", CLASSES_AS_VALUES)
+@in_turn("name", CLASSES_AS_VALUES)
 def test_classes_in_a_loss_of_values_are_a_note(name):
     net, target, loss, advice = CLASSES_AS_VALUES[name]
     with warnings.catch_warnings():
@@ -220,7 +220,7 @@ def test_classes_in_a_loss_of_values_are_a_note(name):
     assert advice in found.next_steps[0]
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "target",
     [lambda x: torch.ones(len(x), 1), lambda x: bits(x) * 0.9, lambda x: (x > 0).float(), signed],
     ids=["all real, as in a GAN", "smoothed", "pixels", "values"],
@@ -322,8 +322,8 @@ def told_of(graph):
     return fault.seen
 
 
-@pytest.mark.parametrize("head", ["Softmax", "Sigmoid", "Relu"])
-@pytest.mark.parametrize("applies", ["softmax", "sigmoid"])
+@in_turn("head", ["Softmax", "Sigmoid", "Relu"])
+@in_turn("applies", ["softmax", "sigmoid"])
 def test_an_activation_before_a_loss_that_applies_its_own_is_named(head, applies):
     (found,) = told_of(LossGraph("cross-entropy", True, 1.0, applies, head))
     assert (found.code, found.layer, found.step) == ("head.activation", "head.act", 2)
@@ -347,7 +347,7 @@ def test_probabilities_for_nll_are_named():
     assert "log_softmax" in found.next_steps[0]
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "graph",
     [
         LossGraph(),

@@ -2,13 +2,13 @@
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 
 from hookcb.diagnosis.measurements.parameters import Parameters
 from hookcb.diagnosis.run import Run
 from tests.diagnosis.faults.support import followed, numbers, stepped
+from tests.support import in_turn
 
 
 def net():
@@ -21,7 +21,7 @@ def moved(parts):
     return parts.moved
 
 
-@pytest.mark.parametrize("trained", [range(6), [0], [1, 5], [2, 3], []])
+@in_turn("trained", [range(6), [0], [1, 5], [2, 3], []])
 def test_what_has_moved_is_what_differs_from_a_copy(trained):
     model = net()
     before, (parts, _) = copy.deepcopy(model), followed(Parameters, model)
@@ -49,7 +49,7 @@ def test_a_layer_that_comes_later_is_compared_with_its_own_beginning():
     assert kept is not model[3].weight
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@in_turn("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_a_change_by_one_bit_is_a_move(dtype):
     model = nn.Module()
     model.p = nn.Parameter(torch.ones(7, dtype=dtype))
@@ -70,7 +70,7 @@ def test_of_a_small_parameter_every_element_is_followed():
         assert moved(parts)["p"]
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (200, 200), (1000, 3), (3, 5000), (512, 16, 3, 3)])
+@in_turn("shape", [(64, 64), (200, 200), (1000, 3), (3, 5000), (512, 16, 3, 3)])
 def test_of_a_large_one_elements_all_over_are(shape):
     for part in range(4):
         model = nn.Module()

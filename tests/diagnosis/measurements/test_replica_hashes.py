@@ -17,6 +17,7 @@ from hookcb.diagnosis.measurements.replica_hashes import (
     next_look,
 )
 from hookcb.diagnosis.run import Run
+from tests.support import in_turn
 
 
 def of(*xs):
@@ -146,7 +147,7 @@ def test_a_model_without_a_wrapper_has_no_replicas(model):
     assert processes.state(run).rank == 1
 
 
-@pytest.mark.parametrize("ranks", [[3], [0, 1, 2, 3], [1, 3, 5], [0, 1, 5]])
+@in_turn("ranks", [[3], [0, 1, 2, 3], [1, 3, 5], [0, 1, 5]])
 def test_ranks_of_a_group_are_few_bytes_if_they_are_a_range(ranks):
     found = _as_range(ranks)
     assert list(found) == ranks

@@ -8,7 +8,7 @@ from torch import nn
 from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.measurements.tally import MAX_ELEMENTS, N_WAITING, Tally, at_path, path_to, saved_labels
 from hookcb.diagnosis.measurements.targets import Targets, entropy_of
-from tests.support import along, first, fit
+from tests.support import along, first, fit, in_turn
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_of_labels_that_are_mixed_a_part_is_counted_after_the_first_64_batches()
     assert min(targets.counts) > 0.28 * sum(targets.counts)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("labels", "is_mixed"),
     [
         (lambda i: torch.randint(10, (16,)), True),

@@ -20,7 +20,7 @@ from hookcb.diagnosis.measurements.targets import (
     losses_of_classes,
     recovered_target,
 )
-from tests.support import along, each
+from tests.support import along, each, in_turn
 
 G = torch.Generator().manual_seed(0)
 VALUES = torch.randn(200, 3, generator=G) * torch.tensor([1.0, 5.0, 0.2]) + 4
@@ -71,7 +71,7 @@ def test_no_constant_is_better(name):
     assert collected(y).losses(graph)[0] == pytest.approx(loss.item(), rel=0.02)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "graph",
     [
         LossGraph(),
@@ -165,7 +165,7 @@ def recovered(loss_func, y, n_out, *last, scores=lambda x: x):
     return found[0]
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("loss_func", "y", "n_out", "last"),
     [
         (F.mse_loss, SUMS, 1, ()),
@@ -194,7 +194,7 @@ def test_targets_of_a_sequence_are_recovered():
     assert torch.equal(found, y)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("loss_func", "y", "n_out"),
     [
         (F.l1_loss, SUMS, 1),

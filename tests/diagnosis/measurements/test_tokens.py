@@ -11,7 +11,7 @@ from torch import nn
 from hookcb import Diagnose, Learner, diagnose, watch
 from hookcb.diagnosis.measurements.tokens import MIN_BATCHES, UNKNOWN, Tokens, _targets_like
 from hookcb.diagnosis.run import Run
-from tests.support import along, each, first, pairs
+from tests.support import along, each, first, in_turn, pairs
 
 N, T, V, D = 8, 12, 16, 16
 ORDER = (
@@ -266,7 +266,7 @@ def test_the_preflight_sees_it_in_a_batch():
 # ---- what is compared
 
 
-@pytest.mark.parametrize("layout", ["NTC", "TNC", "NCT", "flat", "shorter"])
+@in_turn("layout", ["NTC", "TNC", "NCT", "flat", "shorter"])
 def test_the_gradient_of_a_cross_entropy_tells_its_targets(layout):
     x, y = sentences(T), sentences(T, seed=1)
     y[0, :3] = -100

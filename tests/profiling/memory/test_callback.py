@@ -25,7 +25,7 @@ from hookcb import (
 )
 from hookcb.profiling.memory.callback import MemoryStats
 from tests.profiling.memory.support import FLOAT, Blocks, batches_for, learner_for, mlp, watch
-from tests.support import same, weights
+from tests.support import in_turn, same, weights
 
 BS = 8
 KNOWS_TOP = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
@@ -41,7 +41,7 @@ def fitted(model, cbs, batches=None, **options):
 # ---- nothing changes
 
 
-@pytest.mark.parametrize("cb", [GradientAccumulation, MixedPrecision, EMA, lambda: GradientHealth(every=1)])
+@in_turn("cb", [GradientAccumulation, MixedPrecision, EMA, lambda: GradientHealth(every=1)])
 def test_beside_other_callbacks_weights_are_the_same(cb):
     plain, watched = Blocks(), Blocks()
     watched.load_state_dict(plain.state_dict())
@@ -136,10 +136,8 @@ class Inside(Callback):
         super().__init__(**{event: lambda cb: act(cb.learn) if cb.learn.training else None})
 
 
-@pytest.mark.parametrize("event", ["before_batch", "after_pred", "after_loss", "after_backward"])
-@pytest.mark.parametrize(
-    "act", [lambda learn: learn.validate(), lambda learn: learn.summary()], ids=["validate", "summary"]
-)
+@in_turn("event", ["before_batch", "after_pred", "after_loss", "after_backward"])
+@in_turn("act", [lambda learn: learn.validate(), lambda learn: learn.summary()], ids=["validate", "summary"])
 def test_a_validation_in_the_middle_does_not_count(event, act):
     plain = watch(mlp(), valid=batches_for(2))
     stats = watch(mlp(), cbs=[Inside(event, act)], valid=batches_for(2))

@@ -9,7 +9,7 @@ import torch
 from torch.func import grad
 
 from hookcb.profiling.memory.saved_tensors import SavedTensors
-from tests.support import no_collection
+from tests.support import in_turn, no_collection
 
 AUTOGRAD = torch._C._autograd
 ORIGINAL = AUTOGRAD._saved_tensors_hooks_disable, AUTOGRAD._saved_tensors_hooks_enable
@@ -68,7 +68,7 @@ def test_gradients_are_those_without(saved):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("make", "change"),
     [
         (lambda x: (y := (x * 1).sigmoid(), y), lambda y: y.detach().add_(1)),  # the output that it saves

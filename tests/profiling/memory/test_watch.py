@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.profiling.memory.support import FLOAT, LONG, Blocks, batches_for, kept_by_hand, mlp, watch
+from tests.support import in_turn
 
 BS = 8
 
@@ -56,7 +57,7 @@ def test_a_conv_net_keeps_what_its_layers_need():
     assert {row.name: row.grad_bytes for row in stats.layers() if row.grad_bytes} == of_params
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("make", "shape"),
     [
         (lambda: nn.TransformerEncoderLayer(12, 3, 20, batch_first=True), (5, 12)),

@@ -29,6 +29,7 @@ from hookcb.profiling.steps.times import (
     step_time,
 )
 from hookcb.records.store import StatStore
+from tests.support import in_turn
 
 
 def made_up(total=1.0, step=0, epoch=0, n_samples=32, notes=(), on_device=(), **seconds):
@@ -85,7 +86,7 @@ def test_a_step_on_a_device_has_its_seconds_too():
     assert (step.device_data, step.device_callbacks, step.device_total) == (1.0, 6.0, 21.0)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 10, 101, 500])
+@in_turn("n", [1, 2, 3, 10, 101, 500])
 def test_percentiles_are_those_of_torch(n):
     steps = randomly(n)
     found = percentiles(steps)
@@ -236,7 +237,7 @@ def a_row(step, total=1.0, *notes):
     return total, (0.0, total, 0.0, 0.0, 0.0, 0.0, 0.0), 0, step, 1, notes, 0.0, ()
 
 
-@pytest.mark.parametrize("keep", [2, 3, 4, 7, 50])
+@in_turn("keep", [2, 3, 4, 7, 50])
 def test_the_same_steps_stay_as_in_a_stat_store(keep):
     store, other = StepStore(keep), StatStore(("x",), keep)
     for step in range(130):

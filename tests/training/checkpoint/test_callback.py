@@ -16,7 +16,7 @@ import torch
 from hookcb import EMA, Callback, CancelBatchException, CancelFitException, Checkpoint, Event
 from hookcb.training.max_time import MaxTime
 from tests.core.support import FULL, files_limited_to, names
-from tests.support import fit, make_batches
+from tests.support import fit, in_turn, make_batches
 from tests.training.checkpoint.support import (
     Net,
     Stop,
@@ -60,26 +60,12 @@ def alike_files(a, b):
 # ---- which files
 
 
-def test_a_file_is_written_after_each_epoch(tmp_path):
-    saving = Checkpoint(tmp_path)
-    train(plain, 3, saving)
-    assert names(tmp_path) == FIRST_THREE
-    assert [file.name for file in saving.files] == FIRST_THREE
-
-
 def test_with_every_a_file_is_written_after_each_so_many_batches_of_the_fit(tmp_path):
     saving = Checkpoint(tmp_path, every=3, keep=100)
     train(plain, 2, saving)
     expected = ["epoch-0001-batch-000003.pt", "epoch-0001.pt", "epoch-0002-batch-000002.pt", "epoch-0002.pt"]
     assert [file.name for file in saving.files] == expected
     assert names(tmp_path) == expected
-
-
-def test_every_counts_all_batches_of_the_fit_and_not_those_of_an_epoch(tmp_path):
-    saving = Checkpoint(tmp_path, every=6, keep=100)
-    train(plain, 4, saving)
-    batches = [file.name for file in saving.files if "batch" in file.name]
-    assert batches == ["epoch-0002-batch-000002.pt", "epoch-0003-batch-000004.pt"]
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
@@ -209,7 +195,7 @@ def test_a_second_fit_begins_with_no_best(tmp_path):
 # ---- arguments
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "arguments",
     [
         {"every": 0},
@@ -291,12 +277,6 @@ def test_an_average_that_was_not_validated_is_not_taken(tmp_path):
     fresh = learner()
     fresh.load(learn.checkpoint.files[-1])
     assert torch.equal(fresh.model.head.weight, learn.model.head.weight)
-
-
-def test_files_are_read_without_running_code(tmp_path):
-    train(plain, 1, Checkpoint(tmp_path, every=1, keep=100))
-    for file in tmp_path.iterdir():
-        assert torch.load(file, weights_only=True)["format"]
 
 
 def test_a_full_disk_leaves_the_last_file_whole_and_no_part_of_the_new_one(tmp_path):

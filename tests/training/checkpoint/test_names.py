@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from hookcb.training.checkpoint.names import key_prefix, plain_weights, with_own_names, with_plain_names
+from tests.support import in_turn
 
 
 def inside():
@@ -32,8 +33,8 @@ def test_plain_names_are_those_of_the_model_inside(wrap):
     assert list(with_plain_names(model, model.state_dict())) == list(inside().state_dict())
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("wrote", [*WRAPS, lambda model: model])
+@in_turn("wrap", WRAPS)
+@in_turn("wrote", [*WRAPS, lambda model: model])
 def test_each_form_of_a_model_loads_what_another_has_written(wrap, wrote):
     torch.manual_seed(0)
     state, model = wrote(inside()).state_dict(), wrap(inside())

@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from hookcb.training.checkpoint.position import Position, check_position, rest_of_epoch
+from tests.support import in_turn
 
 
 def loader(rank, world, n=48, per_batch=4, dataset_seed=0, epoch=3, **kwargs):
@@ -31,8 +32,8 @@ def begin(world, n_batches, took_over=None, position=None, **kwargs):
     return seen, saved
 
 
-@pytest.mark.parametrize("worlds", [(2, 1), (2, 4), (1, 3), (4, 2, 1), (3, 1, 2)])
-@pytest.mark.parametrize("shuffle", [True, False])
+@in_turn("worlds", [(2, 1), (2, 4), (1, 3), (4, 2, 1), (3, 1, 2)])
+@in_turn("shuffle", [True, False])
 def test_each_sample_is_seen_once_whoever_goes_on(worlds, shuffle):
     seen, position = [], None
     for world in worlds:

@@ -38,7 +38,7 @@ from hookcb.training.schedules.one_cycle import OneCycle
 from hookcb.training.schedules.plateau import ReduceLROnPlateau
 from hookcb.training.schedules.schedule import Schedule
 from hookcb.training.schedules.warmup_cosine import WarmupCosine
-from tests.support import EVENTS, covering, each, fit, same, weights
+from tests.support import EVENTS, along, each, fit, in_turn, same, weights
 from tests.training.checkpoint.support import (
     Net,
     Stop,
@@ -181,7 +181,7 @@ def test_a_frozen_layer_and_ready_optimizer_are_resumed(tmp_path):
 @pytest.mark.filterwarnings("ignore:nothing left to train")
 @pytest.mark.parametrize(
     ("event", "order", "error"),
-    covering([e for e in EVENTS if "cancel" not in e], [0, 1000], [Stop, CancelFitException]),
+    along([e for e in EVENTS if "cancel" not in e], [0, 0, 1000, 1000], [Stop, CancelFitException]),
 )
 def test_a_fit_that_ends_at_any_event_is_resumed(tmp_path, event, order, error):
     with contextlib.suppress(Stop):
@@ -189,16 +189,6 @@ def test_a_fit_that_ends_at_any_event_is_resumed(tmp_path, event, order, error):
     there = any(tmp_path.glob("epoch-*.pt"))
     resumed = train(learner, 2, Checkpoint(tmp_path), resume="latest", seed=99 if there else 0)
     assert differing(uninterrupted(learner, 2), outcome(resumed)) == []
-
-
-def test_a_crash_is_resumed_from_the_last_file(tmp_path):
-    whole = uninterrupted(learner, 3)
-    for k in (1, 5, 8):
-        folder = tmp_path / str(k)
-        with pytest.raises(Stop):
-            train(learner, 3, Checkpoint(folder, every=2), acting("after_loss", raising(Stop()), k=k * 2))
-        resumed = go_on(learner, 3, Checkpoint(folder), resume="latest")
-        assert differing(whole, outcome(resumed)) == []
 
 
 def test_many_interruptions_are_as_none(tmp_path):
@@ -286,7 +276,7 @@ def truncate(file, n_bytes):
 # ---- files that are not whole
 
 
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
 def test_a_truncated_file_is_refused_by_its_name(folder, share):
     file = folder / "epoch-0002.pt"
     truncate(file, int(share * file.stat().st_size))
@@ -459,7 +449,7 @@ def test_of_files_of_one_time_the_latest_is_that_of_the_last_batch_and_not_the_b
     assert log == [2]
 
 
-@pytest.mark.parametrize("resume", [3, True, b"latest", 0.5])
+@in_turn("resume", [3, True, b"latest", 0.5])
 def test_what_is_no_path_is_refused(resume):
     refused((TypeError, ValueError), resume=resume, match="resume")
 

@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam
 from torch.optim import lr_scheduler as lrs
 
 from hookcb import Callback, OneCycle
-from tests.support import fit, make_batches, make_learner, make_model, same, weights
+from tests.support import fit, in_turn, make_learner, make_model, same, weights
 from tests.training.support import OPTS, batches_of, quiet, rates, sgd, train_plainly, two_groups
 
 RAGGED = [4, 4, 2]
@@ -45,29 +45,8 @@ def by_hand(make, n_epoch, batches, opt_func=SGD):
     return weights(model), seen
 
 
-@pytest.mark.parametrize(
-    "opt_func", [Adam, partial(SGD, momentum=0.9), SGD], ids=["adam", "momentum", "plain"]
-)
-def test_one_cycle_is_that_of_torch(opt_func):
-    cycles = opt_func is not SGD
-    make = partial(
-        lrs.OneCycleLR,
-        max_lr=0.3,
-        total_steps=12,
-        pct_start=0.25,
-        div_factor=25.0,
-        final_div_factor=1e5 / 25,
-        cycle_momentum=cycles,
-    )
-    expected, seen = by_hand(make, 4, make_batches(3), opt_func)
-    learn = fit(make_learner(opt_func=opt_func), 4, cbs=OneCycle(0.3))
-    assert learn.recorder.lrs == seen
-    assert same(weights(learn.model), expected)
-    assert (seen[0], seen[-1]) == (pytest.approx(0.3 / 25), pytest.approx(0.3 / 1e5))
-
-
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 12, 100])
-@pytest.mark.parametrize("opt_func", [Adam, partial(SGD, momentum=0.5)], ids=["adam", "momentum"])
+@in_turn("n", [2, 3, 4, 5, 8, 12, 100])
+@in_turn("opt_func", [Adam, partial(SGD, momentum=0.5)], ids=["adam", "momentum"])
 def test_one_cycle_follows_its_formula(n, opt_func):
     def cosine(start, end, share):
         return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
@@ -119,8 +98,8 @@ def test_one_cycle_peaks_at_the_rate_of_each_group(lr_max):
     assert all(b == pytest.approx(4 * a) for a, b in seen)
 
 
-@pytest.mark.parametrize("opt_func", OPTS)
-@pytest.mark.parametrize("n_fit", [1, 2])
+@in_turn("opt_func", OPTS)
+@in_turn("n_fit", [1, 2])
 def test_one_cycle_is_torchs_own_for_each_optimizer_and_a_second_fit_starts_anew(opt_func, n_fit):
     train, model = batches_of(RAGGED), make_model()
     opt = opt_func(model.parameters(), lr=0.1)
@@ -143,8 +122,8 @@ def test_one_cycle_is_torchs_own_for_each_optimizer_and_a_second_fit_starts_anew
     assert same(weights(learn.model), weights(model))
 
 
-@pytest.mark.parametrize("n_batches", range(1, 9))
-@pytest.mark.parametrize("pct_start", [0.01, 0.25, 0.5, 0.99])
+@in_turn("n_batches", range(1, 9))
+@in_turn("pct_start", [0.01, 0.25, 0.5, 0.99])
 def test_one_cycle_runs_from_lr_max_by_div_to_lr_max_by_div_final_in_a_fit_of_any_length(
     n_batches, pct_start
 ):
@@ -158,23 +137,6 @@ def test_one_cycle_runs_from_lr_max_by_div_to_lr_max_by_div_final_in_a_fit_of_an
         assert first == pytest.approx(0.04) or pct_start * n_batches == 1
         assert last == pytest.approx(0.004)
     assert all(0.004 - 1e-9 <= a <= 0.4 + 1e-9 for a, _ in seen)
-
-
-def test_one_cycle_follows_the_cosine_between_its_corners():
-    n, peak = 20, 0.25 * 20 - 1
-
-    def by_formula(i, low, high, end):
-        a, b, x = (low, high, i / peak) if i <= peak else (high, end, (i - peak) / (n - 1 - peak))
-        return b + (a - b) * (1 + math.cos(math.pi * x)) / 2
-
-    betas = []
-    note = Callback(name="betas", before_batch=lambda cb: betas.append(cb.opt.param_groups[0]["betas"]))
-    learn = quiet(batches_of([2] * 5), opt=torch.optim.Adam, lr=0.2)
-    watch, seen = rates(learn)
-    learn.fit(4, cbs=[watch, note, OneCycle(moms=(0.9, 0.7))])
-    assert [a for (a,) in seen] == pytest.approx([by_formula(i, 0.2 / 25, 0.2, 0.2 / 1e5) for i in range(n)])
-    assert [b for b, _ in betas] == pytest.approx([by_formula(i, 0.9, 0.7, 0.9) for i in range(n)])
-    assert {b for _, b in betas} == {0.999}
 
 
 @pytest.mark.parametrize("opt_func", [sgd, torch.optim.RMSprop, torch.optim.Adagrad])

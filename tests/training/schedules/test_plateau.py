@@ -7,12 +7,12 @@ import torch
 from torch.optim import SGD, lr_scheduler
 
 from hookcb import Callback, CancelEpochException, ReduceLROnPlateau
-from tests.support import covering, fit, make_learner, make_model
+from tests.support import covering, fit, in_turn, make_learner, make_model
 from tests.training.support import CURVES, batches_of, groups, quiet, rates, scripted, two_groups
 
 
-@pytest.mark.parametrize("cooldown", [0, 2])
-@pytest.mark.parametrize("mode", ["min", "max"])
+@in_turn("cooldown", [0, 2])
+@in_turn("mode", ["min", "max"])
 def test_the_plateau_is_that_of_torch(mode, cooldown):
     values = [1.0, 0.95, 0.95, 2.0, math.nan, 0.5, 0.5, 0.5, 0.9, 3.0, 3.0, 3.0]
     opt = SGD(make_model().parameters(), lr=0.1)

@@ -8,7 +8,7 @@ import torch
 from torch.optim import lr_scheduler as lrs
 
 from hookcb import Callback, CancelBatchException, CancelStepException, Schedule
-from tests.support import fit, make_learner, make_model, same, weights
+from tests.support import fit, in_turn, make_learner, make_model, same, weights
 from tests.training.support import Unsized, batches_of, groups, quiet, rates, sgd, train_plainly, two_groups
 
 RAGGED = [4, 4, 2]
@@ -66,8 +66,8 @@ def test_two_schedules_chain_as_in_torch():
     assert groups(learn.opt)[0]["lr"] == 0.1
 
 
-@pytest.mark.parametrize("per", ["batch", "epoch"])
-@pytest.mark.parametrize("kind", FACTORIES)
+@in_turn("per", ["batch", "epoch"])
+@in_turn("kind", FACTORIES)
 def test_any_scheduler_of_torch_trains_as_in_a_loop_by_hand(kind, per):
     make_opt = two_groups(torch.optim.SGD, momentum=0.9)
     train, model = batches_of(RAGGED), make_model()

@@ -6,11 +6,11 @@ import pytest
 from torch.optim import Adam
 
 from hookcb import WarmupCosine
-from tests.support import fit, make_learner, make_model
+from tests.support import fit, in_turn, make_learner, make_model
 from tests.training.support import batches_of, quiet, rates, two_groups
 
 
-@pytest.mark.parametrize(("warmup", "w"), [(0.25, 3), (4, 4), (0, 0), (12, 12), (1.0, 12), (1, 1)])
+@in_turn(("warmup", "w"), [(0.25, 3), (4, 4), (0, 0), (12, 12), (1.0, 12), (1, 1)])
 def test_warmup_cosine_follows_its_formula(warmup, w):
     learn = fit(make_learner(opt_func=Adam, lr=0.2), 4, cbs=WarmupCosine(warmup, lr_min=0.01))
     rates = [0.2 * (i + 1) / w for i in range(w)]
@@ -18,7 +18,7 @@ def test_warmup_cosine_follows_its_formula(warmup, w):
     assert learn.recorder.lrs == pytest.approx(rates)
 
 
-@pytest.mark.parametrize(("warmup", "n_warm"), [(0.25, 5), (7, 7), (1, 1), (0.1, 2)])
+@in_turn(("warmup", "n_warm"), [(0.25, 5), (7, 7), (1, 1), (0.1, 2)])
 def test_warmup_cosine_rises_by_equal_steps_and_falls_as_a_cosine(warmup, n_warm):
     learn = quiet(batches_of([2] * 5), model=(model := make_model()), opt=two_groups()(model, lr=0.4))
     watch, seen = rates(learn)
@@ -31,7 +31,7 @@ def test_warmup_cosine_rises_by_equal_steps_and_falls_as_a_cosine(warmup, n_warm
         assert got[n_warm:] == pytest.approx([0.01 + (base - 0.01) * part for part in down])
 
 
-@pytest.mark.parametrize("warmup", [0, 0.0, 1.0, 0.001])
+@in_turn("warmup", [0, 0.0, 1.0, 0.001])
 def test_warmup_cosine_takes_every_share_and_no_rate_is_zero_before_the_end(warmup):
     learn = quiet(batches_of([2] * 5))
     watch, seen = rates(learn)

@@ -11,7 +11,7 @@ from hookcb.diagnosis.faults.gradients.accumulation import Accumulation
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.loss_graph import LossGraph
 from tests.diagnosis.faults.support import followed
-from tests.support import each, first, pairs
+from tests.support import each, first, in_turn, pairs
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_losses_that_are_summed_over_batches_get_a_note_if_their_scale_matters(n
     assert not [note for note in w.diagnose().coverage if "a part of Diagnose" in note]
 
 
-@pytest.mark.parametrize("n_backward", [set(), {1}, {2, 4}, {1, 4}])
+@in_turn("n_backward", [set(), {1}, {2, 4}, {1, 4}])
 def test_a_varying_number_of_backwards_gets_no_note(n_backward):
     fault, run = followed(Accumulation, nn.Linear(2, 2))
     run.loop.is_external = fault._is_external = True

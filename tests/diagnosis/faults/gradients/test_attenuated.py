@@ -5,6 +5,7 @@ import pytest
 from hookcb.diagnosis.faults.gradients.attenuated import Attenuated
 from hookcb.diagnosis.run import Layer, Passed, Skipped
 from tests.diagnosis.support import evidence, gradient, only, stack
+from tests.support import in_turn
 
 
 def test_a_gradient_that_falls_from_layer_to_layer_names_the_lowest_one():
@@ -26,7 +27,7 @@ def test_the_activations_in_series_are_named_as_the_cause():
     assert found.causes[0].startswith("8 Sigmoid layers in series")
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "params",
     [
         stack([3e-4, 0.1, 1.0]),

@@ -5,6 +5,7 @@ import pytest
 from hookcb.diagnosis.faults.gradients.exploding import Exploding
 from hookcb.diagnosis.run import Passed, Skipped
 from tests.diagnosis.support import evidence, gradient, only, series, stack
+from tests.support import in_turn
 
 
 def test_a_gradient_that_grows_towards_the_input_names_the_largest():
@@ -37,7 +38,7 @@ def test_a_jump_of_the_norm_after_which_the_loss_is_higher_is_found_with_its_lay
     assert found.value == pytest.approx(50)
 
 
-@pytest.mark.parametrize("given", [jump(2.0), jump(1.0), jump(9.0, height=9.0), jump(9.0, at=4)])
+@in_turn("given", [jump(2.0), jump(1.0), jump(9.0, height=9.0), jump(9.0, at=4)])
 def test_a_jump_without_consequence_or_history_gives_no_finding(given):
     assert isinstance(only(Exploding().findings, given), Passed)
 

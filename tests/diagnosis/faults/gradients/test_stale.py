@@ -14,7 +14,7 @@ from hookcb import Diagnose, watch
 from hookcb.diagnosis.faults.gradients.stale import MIN_STEPS, StaleGradients
 from hookcb.diagnosis.measurements.steps import ClearedGradients, Steps
 from tests.diagnosis.faults.support import followed
-from tests.support import first
+from tests.support import first, in_turn
 
 
 def net(seed=0, n_out=2):
@@ -111,15 +111,15 @@ def test_gradients_that_nobody_clears_are_told(opt):
     assert "In 11 of 12 steps" in found.message
 
 
-@pytest.mark.parametrize("when", ["begin", "forward", "end"])
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("by_model", [True, False])
+@in_turn("when", ["begin", "forward", "end"])
+@in_turn("set_to_none", [True, False])
+@in_turn("by_model", [True, False])
 def test_gradients_that_are_cleared_anywhere_between_two_backwards_are_fine(when, set_to_none, by_model):
     assert trained(at(when, set_to_none, by_model=by_model)) == []
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("every", [2, 4])
+@in_turn("set_to_none", [True, False])
+@in_turn("every", [2, 4])
 def test_accumulation_is_no_stale_gradient(every, set_to_none):
     assert trained(at("begin", set_to_none, every), n=24, every=every) == []
     assert trained(at("end", set_to_none), n=24, every=every) == []

@@ -8,7 +8,7 @@ from torch import nn
 from hookcb import Diagnose, watch
 from hookcb.diagnosis.faults.head.axis import ClassAxis, class_scores
 from hookcb.diagnosis.run import Run
-from tests.support import first
+from tests.support import first, in_turn
 
 N, C, H, W, T = 4, 6, 8, 10, 7
 
@@ -82,12 +82,12 @@ def told_of(loss):
     return fault.seen
 
 
-@pytest.mark.parametrize("loss", RIGHT.values(), ids=RIGHT)
+@in_turn("loss", RIGHT.values(), ids=RIGHT)
 def test_classes_on_their_own_axis_are_no_finding(loss):
     assert told_of(loss()) == []
 
 
-@pytest.mark.parametrize("loss", WRONG.values(), ids=WRONG)
+@in_turn("loss", WRONG.values(), ids=WRONG)
 def test_a_reshape_that_cuts_across_the_classes_is_found(loss):
     (found,) = told_of(loss())
     assert found.code == "head.axis"
@@ -101,7 +101,7 @@ def test_a_log_softmax_over_the_samples_is_found():
     assert "dim=1" in found.next_steps[0]
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "loss",
     [
         lambda: F.mse_loss(rows(), torch.randn(N, C)),

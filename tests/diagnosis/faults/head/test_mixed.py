@@ -8,7 +8,7 @@ from torch import nn
 from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.run import Run, Skipped
-from tests.support import along, first, fit
+from tests.support import along, first, fit, in_turn
 
 N, T, D, C = 12, 5, 7, 3
 
@@ -111,7 +111,7 @@ def batch_dice(pred, y):
     return 1 - (2 * (p * truth).sum(0) / (p.sum(0) + truth.sum(0))).mean()
 
 
-@pytest.mark.parametrize("loss_func", [contrastive, weighted, decorrelated, batch_dice])
+@in_turn("loss_func", [contrastive, weighted, decorrelated, batch_dice])
 def test_losses_that_compare_samples_on_purpose_are_left_alone(loss_func):
     assert found(lambda model, x: model.head(x.mean(1)), loss_func) == []
 

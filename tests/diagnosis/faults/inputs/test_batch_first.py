@@ -12,7 +12,7 @@ from hookcb.diagnosis.faults.inputs.batch_first import BatchFirst
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.run import Run
 from hookcb.diagnosis.verdict import Finding
-from tests.support import first
+from tests.support import first, in_turn
 
 N, T, D = 12, 5, 8
 GRU = nn.GRU(D, D)
@@ -68,7 +68,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+@in_turn("make", LAYERS.values(), ids=LAYERS)
 def test_a_forgotten_batch_first_is_found(make):
     verdict = train(Net(make()))
     (layer,) = found(verdict)

@@ -2,13 +2,12 @@
 
 import math
 
-import pytest
-
 from hookcb.diagnosis.faults.inputs.contents import MIN_BATCHES, ConstantInputs, NonfiniteInputs
 from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.origin import Found, Origin
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
+from tests.support import in_turn
 
 NAN = math.nan
 
@@ -49,7 +48,7 @@ def test_samples_that_are_all_the_same_are_told_after_three_batches():
     assert seen((NAN, 0, NAN, 0, 0)) == [("input.constant", "error", 10, 0.0)]
 
 
-@pytest.mark.parametrize("differs", [(), (1, 1, 1), (0, 0, 0, 1), (NAN,) * 9, (0, 0, NAN)])
+@in_turn("differs", [(), (1, 1, 1), (0, 0, 0, 1), (NAN,) * 9, (0, 0, NAN)])
 def test_batches_that_differ_or_do_not_tell_are_no_finding(differs):
     assert seen(differs) == []
     is_known = any(x > 0 for x in differs)

@@ -9,6 +9,7 @@ from hookcb.diagnosis.faults.inputs.scale import InputScale
 from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.run import Passed
 from tests.diagnosis.support import evidence, measured, only, series, weight
+from tests.support import in_turn
 
 NAN = float("nan")
 
@@ -34,7 +35,7 @@ def test_columns_that_are_all_large_are_not_named_one_by_one():
     assert found([100.0, 200.0, 300.0], rms=216.0).message.startswith("The inputs have")
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "given",
     [
         {"columns": [1.0, 29.0], "rms": 20.0},

@@ -11,7 +11,7 @@ from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.faults.inputs.workers import CopiedGenerators, UnshardedWorkers
 from hookcb.diagnosis.measurements.loading import pass_of
 from hookcb.diagnosis.run import Absent, Run
-from tests.support import each, first, fit
+from tests.support import each, first, fit, in_turn
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -221,7 +221,7 @@ def test_a_worker_init_fn_that_seeds_another_generator_leaves_the_copies(init):
     assert "a worker_init_fn that seeds other generators than this one" in causes
 
 
-@pytest.mark.parametrize("init", [by_import, by_global, Reseeding(), seed_worker, lambda i: X])
+@in_turn("init", [by_import, by_global, Reseeding(), seed_worker, lambda i: X])
 def test_a_worker_init_fn_that_may_reach_the_dataset_is_right(init):
     assert pass_of(DataLoader(NOISY, 8, num_workers=2, worker_init_fn=init)).may_reseed
 

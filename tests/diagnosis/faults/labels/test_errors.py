@@ -11,7 +11,7 @@ from torch import nn
 from hookcb import Diagnose, Learner
 from hookcb.diagnosis.faults.labels.errors import LabelsOutOfRange
 from hookcb.diagnosis.run import Run
-from tests.support import fit
+from tests.support import fit, in_turn
 
 N, C, T = 6, 5, 3
 
@@ -48,8 +48,8 @@ def refusal(pred, y):
 OTHER = IndexError("index out of range")  # as a loss of one's own may put it
 
 
-@pytest.mark.parametrize("bad", [C, 99, -3])
-@pytest.mark.parametrize(
+@in_turn("bad", [C, 99, -3])
+@in_turn(
     ("shape", "of_labels"),
     [((N, C), (N,)), ((N, C, T), (N, T)), ((N, C, 4, 7), (N, 4, 7)), ((N, C, C), (N, C))],
 )
@@ -61,7 +61,7 @@ def test_a_label_that_torch_has_refused_is_told(shape, of_labels, bad):
     assert labels(None, (), error) == [("label.out_of_range", 3, bad)]  # of a loop whose labels are not known
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("shape", "of_labels"),
     [((N, C), (N,)), ((N, C, T), (N, T)), ((N, T, C), (N, T)), ((N, C, 4, 7), (N, 4, 7))],
 )
@@ -86,7 +86,7 @@ def test_advice_for_a_label_below_zero_is_not_to_have_fewer_outputs():
     assert "outputs" not in found.next_steps[0]
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("pred", "y"),
     [
         (numbers(N, C), numbers(N, C)),  # no classes

@@ -10,6 +10,7 @@ from torch import nn
 from hookcb import diagnose
 from hookcb.diagnosis.faults.labels.scaled import ScaledLabels
 from hookcb.diagnosis.run import Run
+from tests.support import in_turn
 
 PIXELS = torch.randint(0, 256, (32, 1, 4, 4), generator=torch.Generator().manual_seed(0)).float()
 DIGITS = torch.arange(32).remainder(10).float()
@@ -33,7 +34,7 @@ def test_scaled_labels_are_a_warning_before_training():
     assert (verdict.primary.code, verdict.status) == ("label.scaled", "suspect")
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("x", "y"),
     [
         (PIXELS / 255, DIGITS),

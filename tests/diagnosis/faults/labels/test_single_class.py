@@ -10,7 +10,7 @@ from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.loss_graph import LossGraph
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.run import Run
-from tests.support import along, each
+from tests.support import along, each, in_turn
 
 SCORES = LossGraph("cross-entropy", True, 1.0, applies="softmax", is_raw=True)
 LOGITS = LossGraph("binary cross-entropy", True, 1.0, applies="sigmoid", is_raw=True)
@@ -36,7 +36,7 @@ def test_labels_of_one_class_are_counted():
     assert told(ignored, SCORES)[0].startswith("All 320 labels")
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("y", "graph"),
     [
         (torch.where(torch.arange(640) == 639, 2, THREES), SCORES),

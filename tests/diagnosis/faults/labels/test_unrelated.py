@@ -12,7 +12,7 @@ from hookcb.diagnosis.faults.labels import unrelated
 from hookcb.diagnosis.faults.labels.unrelated import UnrelatedLabels
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.run import Run, Series
-from tests.support import everything, first, fit
+from tests.support import everything, first, fit, in_turn
 
 FLAT = Finding("loss.flat", "warning")
 
@@ -80,7 +80,7 @@ def test_a_model_that_cannot_even_learn_one_batch_is_not_the_labels_fault():
     assert seen(learner(model), FLAT) == []
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "findings",
     [
         (),

@@ -8,9 +8,10 @@ from hookcb.diagnosis.verdict import Finding
 from hookcb.hooks.coverage import BY_CLOSURE
 from tests.diagnosis.faults.loss.support import losses, noisy
 from tests.diagnosis.support import only
+from tests.support import in_turn
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "values",
     [
         [1.0] * 20 + [5.0] * 80,
@@ -26,7 +27,7 @@ def test_a_loss_that_rises_and_stays_high_is_told(values):
     assert found.step > 0 or values[1] > 5
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "values",
     [
         [1.0] * 10 + [1e-5] * 50 + [3e-5] * 40,  # noise of what is learned by heart

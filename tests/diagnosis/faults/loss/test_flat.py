@@ -13,21 +13,21 @@ from hookcb.diagnosis.rules import falls_slowly
 from hookcb.diagnosis.run import Passed, Series, Skipped
 from tests.diagnosis.faults.loss.support import NAN, losses, noisy
 from tests.diagnosis.support import only
-from tests.support import first, pairs
+from tests.support import first, in_turn, pairs
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("level", "guess", "severity"),
     [(2.35, 2.3, "warning"), (9.0, 2.3, "warning"), (0.7, 2.3, "info"), (2.3, NAN, "info")],
 )
-@pytest.mark.parametrize("noise", [0.0, 0.03])
+@in_turn("noise", [0.0, 0.03])
 def test_a_loss_that_stays_is_told(level, guess, severity, noise):
     found = only(FlatLoss, losses(noisy([level] * 100, noise), guess=guess))
     assert (found.code, found.severity) == ("loss.flat", severity)
     assert (found.step, found.last_step) == (10, 99)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "values",
     [
         noisy([2.3 - 0.005 * i for i in range(100)]),
@@ -41,7 +41,7 @@ def test_a_loss_that_falls_is_not_flat(values):
     assert isinstance(only(FlatLoss, losses(values, guess=2.3)), Passed)
 
 
-@pytest.mark.parametrize(("n_classes", "share", "bend"), pairs([10, 1000], [0.01, 0.03], [0.5, 1, 3]))
+@in_turn(("n_classes", "share", "bend"), pairs([10, 1000], [0.01, 0.03], [0.5, 1, 3]))
 def test_a_loss_that_surely_falls_is_not_flat_however_little(n_classes, share, bend):
     """Steadily, faster at first, or faster at last; guessing is where it begins."""
     guess = math.log(n_classes)

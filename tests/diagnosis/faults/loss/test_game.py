@@ -5,6 +5,7 @@ import pytest
 from hookcb.diagnosis.faults.loss.game import MAX_FALL, Balance
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped
+from tests.support import in_turn
 
 N = 40
 STAYS, FALLS = [1.0] * N, [1.0] * 10 + [1e-3] * (N - 10)
@@ -35,7 +36,7 @@ def test_a_discriminator_that_has_won_is_found_at_the_generator():
     assert found.value == pytest.approx(1000)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "changed",
     [
         {"generator": STAYS},

@@ -6,9 +6,10 @@ from hookcb.diagnosis.faults.loss.init import FirstLoss
 from hookcb.diagnosis.run import Passed, Skipped
 from tests.diagnosis.faults.loss.support import CE, INF, NAN, losses
 from tests.diagnosis.support import only
+from tests.support import in_turn
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("first", "kind", "guess", "severity"),
     [
         (6.0, CE, 2.3, "info"),
@@ -32,7 +33,7 @@ def test_a_loss_near_guessing_is_no_finding(first, kind, guess):
     assert isinstance(only(FirstLoss, losses([first], kind, guess)), Passed)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("values", "kind", "guess"),
     [([99.0], CE, NAN), ([99.0], "", 1.0), ([], CE, 1.0), ([INF], CE, 1.0), ([9.0], "mse", 0.0)],
 )

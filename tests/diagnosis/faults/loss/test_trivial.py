@@ -6,6 +6,7 @@ from hookcb.diagnosis.faults.loss.trivial import TrivialLoss
 from hookcb.diagnosis.run import Passed, Skipped
 from tests.diagnosis.faults.loss.support import flat
 from tests.diagnosis.support import evidence, only
+from tests.support import in_turn
 
 
 def check(level, constant=1.0, n=100, **kwargs):
@@ -24,7 +25,7 @@ def test_a_model_that_is_better_is_fine():
     assert isinstance(check(0.8), Passed)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "given",
     [
         {"level": 1.0, "n": 40},

@@ -11,7 +11,7 @@ from hookcb.diagnosis.faults.loss.unbounded import UnboundedLoss
 from hookcb.diagnosis.run import Passed, Skipped
 from tests.diagnosis.faults.loss.support import CE, losses
 from tests.diagnosis.support import only
-from tests.support import first
+from tests.support import first, in_turn
 
 
 def test_a_loss_below_what_it_can_be_is_told_at_the_first_step():
@@ -64,7 +64,7 @@ def test_a_loss_of_any_kind_that_falls_faster_and_faster_has_no_minimum():
     assert found.step == 0  # it is what leads to all the rest
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "values",
     [
         [5 - 1e6 * (1 - 0.95**i) for i in range(150)],  # slower and slower

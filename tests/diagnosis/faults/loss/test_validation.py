@@ -11,7 +11,7 @@ from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.validations import Validation, Validations
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from tests.diagnosis.support import evidence, measured, only
-from tests.support import first
+from tests.support import first, in_turn
 
 FALLING = [0.6, 0.4, 0.2, 0.1, 0.05, 0.02]
 REAL = F.cross_entropy
@@ -96,7 +96,7 @@ def test_a_share_of_correct_classes_of_guessing_excuses_nothing():
     assert only(Overfit, of(RISING, **given)).severity == "warning"
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("losses", "train"),
     [
         ([0.7, 0.5, 0.4, 0.35, 0.3, 0.3], FALLING),

@@ -7,6 +7,7 @@ from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series, Skipped
 from tests.diagnosis.support import measured
+from tests.support import in_turn
 
 
 def series(values, every=10):
@@ -114,7 +115,7 @@ def test_without_an_input_of_floats_the_first_layer_counts():
     assert only(ActivationScale, grown(0.02, 1.0, 50.0)).layer == "l1"
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "given",
     [
         grown(1.0, 2.0, 900.0, input_std=series([1.0] * 8)),
@@ -160,7 +161,7 @@ def test_the_spread_of_a_late_collapse_is_that_since_it_began():
     assert "1e-08 of their second moment (limit 1e-06)" in found.message
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "given",
     [
         collapse(1.0, 0.5, 0.1, 0.1, 1e-5),

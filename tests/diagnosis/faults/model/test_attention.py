@@ -2,13 +2,13 @@
 
 import math
 
-import pytest
 import torch
 
 from hookcb.diagnosis.faults.model.attention import BlindMask, CollapsedAttention, is_blind, low_heads
 from hookcb.diagnosis.measurements.operations import Operations
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from tests.diagnosis.measurements.test_operations import HEADS, B, T, by_hand, entropy, numbers
+from tests.support import in_turn
 
 # ---- heads that look at one place
 
@@ -20,7 +20,7 @@ def test_the_share_of_low_heads_is_that_of_entropies_row_by_row():
         assert low_heads(weights) == by_hand(weights)
 
 
-@pytest.mark.parametrize("n_low", [0, 1, 3, 4])
+@in_turn("n_low", [0, 1, 3, 4])
 def test_heads_that_look_at_one_place_are_counted(n_low):
     weights = torch.full((B, HEADS, T, T), 1 / T)
     weights[:, :n_low] = torch.eye(T)
@@ -78,7 +78,7 @@ def test_heads_that_look_at_one_place_in_each_batch_are_told():
     assert observations(math.nan, 0.75, 1.0, 1.0) == [("attn.collapse", "attn", 10, 0.75)]
 
 
-@pytest.mark.parametrize("shares", [(), (1.0, 1.0), (1.0, 1.0, 0.5), (0.5, 0.5, 0.5), (math.nan,) * 5])
+@in_turn("shares", [(), (1.0, 1.0), (1.0, 1.0, 0.5), (0.5, 0.5, 0.5), (math.nan,) * 5])
 def test_half_of_the_heads_or_two_batches_are_no_finding(shares):
     assert observations(*shares) == []
 

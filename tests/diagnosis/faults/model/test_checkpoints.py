@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from hookcb.diagnosis.faults.model.checkpoints import KeptWithoutCopy, UntrainedCheckpoint
-from hookcb.diagnosis.run import Run, Skipped
 from tests.diagnosis.faults.support import found_in_loop, from_start, small_net
 from tests.support import along, first
 
@@ -105,8 +103,3 @@ def test_first_weights_beside_trained_ones_and_averages_are_not():
     model = small_net()
     torch.save(model.state_dict(), BytesIO())  # before
     assert found(model, "checkpoint.untrained") == []
-
-
-@pytest.mark.parametrize("kind", [KeptWithoutCopy, UntrainedCheckpoint])
-def test_a_run_without_records_is_skipped(kind):
-    assert [type(x) for x in kind().findings(Run())] == [Skipped]

@@ -6,6 +6,7 @@ from hookcb.diagnosis.faults.model.dead_units import UnitsWithoutGradient
 from hookcb.diagnosis.measurements.dead_units import Dead, DeadUnits
 from hookcb.diagnosis.run import Layer, Param, Passed, Skipped
 from tests.diagnosis.support import evidence, gradient, only, series
+from tests.support import in_turn
 
 
 def dead(name, place, share, n_looked=10, n_examples=640, **kwargs):
@@ -65,7 +66,7 @@ def test_rows_that_were_zero_in_each_record_are_found_without_diagnose():
     assert isinstance(judged(dead("a", 0, 0.0), silent), Passed)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "params",
     [
         [dead("a", 0, 0.3)],

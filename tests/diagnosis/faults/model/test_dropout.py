@@ -10,7 +10,7 @@ from torch import nn
 from hookcb import Diagnose, Learner, diagnose, watch
 from hookcb.diagnosis.faults.model.dropout import ExtremeDropout, dropped_share
 from tests.diagnosis.faults.support import followed
-from tests.support import along
+from tests.support import along, in_turn
 
 X, Y = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 10
 CE = F.cross_entropy
@@ -52,7 +52,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(("name", "loss_func"), along(OTHERS, [CE, square]))
+@in_turn(("name", "loss_func"), along(OTHERS, [CE, square]))
 def test_nothing_else_is_taken_for_it(name, loss_func):
     assert dropped_share(loss_func(OTHERS[name](scores()), Y).grad_fn) == 0
 
@@ -172,13 +172,13 @@ def test_dropout_of_a_batch_that_is_evaluated_several_times_is_meant(n, n_batche
     assert not found.consequence_of
 
 
-@pytest.mark.parametrize(("with_watch", "drop"), along([False, True], NOT_DROPPING))
+@in_turn(("with_watch", "drop"), along([False, True], NOT_DROPPING))
 def test_numbers_that_are_drawn_in_eval_mode_are_no_dropout(drop, with_watch):
     assert modes_noted(drop, with_watch) == []
 
 
-@pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("drop", [0.0, 0.2])
+@in_turn("mode", ["train", "eval"])
+@in_turn("drop", [0.0, 0.2])
 def test_a_watched_validation_in_train_mode_gets_a_note_if_modes_matter(drop, mode):
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(drop), nn.Linear(8, 2))
     opt = torch.optim.SGD(model.parameters(), 0.1)
@@ -194,7 +194,7 @@ def test_a_watched_validation_in_train_mode_gets_a_note_if_modes_matter(drop, mo
     assert noted == (["info"] if drop and mode == "train" else [])
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("layer", "is_told"),
     [
         (nn.Dropout(0.9), True),

@@ -11,11 +11,10 @@ from torch import nn
 
 from hookcb import Diagnose, Learner, watch
 from hookcb.cli.main import main
-from hookcb.diagnosis.faults.model.frozen_random import FrozenAdapters, FrozenLate, FrozenRandom
+from hookcb.diagnosis.faults.model.frozen_random import FrozenRandom
 from hookcb.diagnosis.measurements.flags import looks_random
-from hookcb.diagnosis.run import Run, Skipped
 from tests.diagnosis.faults.support import numbers
-from tests.support import along, first, fit
+from tests.support import along, first, fit, in_turn
 
 REST = ("param.frozen_random", "param.frozen_late", "param.frozen_adapters")
 
@@ -178,9 +177,7 @@ def test_adapters_that_are_all_frozen_are_told(is_used, is_frozen, is_held, seve
     assert [s for code, s in found if code == "param.frozen_adapters"] == ([severity] if severity else [])
 
 
-@pytest.mark.parametrize(
-    ("seed", "layer"), along(range(5), [nn.Linear(64, 32), nn.Conv2d(8, 16, 3), nn.Conv1d(16, 64, 1)])
-)
+@in_turn(("seed", "layer"), along(range(5), [nn.Linear(64, 32), nn.Conv2d(8, 16, 3), nn.Conv1d(16, 64, 1)]))
 def test_initialized_weights_look_random(layer, seed):
     torch.manual_seed(seed)
     layer.reset_parameters()
@@ -197,8 +194,3 @@ def test_other_weights_do_not():
     sparse = w * (torch.rand_like(w) < 0.5)
     for other in (w * 3, w + 0.5 * low_rank * w.std(), sparse, w[:4], w[0]):
         assert not looks_random(other)
-
-
-@pytest.mark.parametrize("kind", [FrozenRandom, FrozenLate, FrozenAdapters])
-def test_without_anything_seen_nothing_is_ruled_out(kind):
-    assert [type(x) for x in kind().findings(Run())] == [Skipped]

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from hookcb import Diagnose, Learner, diagnose
 from hookcb.diagnosis.faults.model.linear_stack import LinearStack, linear_links
 from hookcb.diagnosis.run import Run
-from tests.support import pairs
+from tests.support import in_turn, pairs
 
 
 class Net(nn.Module):
@@ -34,9 +34,7 @@ def found(model, x, dtype=None):
     return [(seen.code, seen.layer) for seen in fault.seen]
 
 
-@pytest.mark.parametrize(
-    ("shape", "bias", "dtype"), pairs([(3, 8), (2, 3, 8)], [True, False], [None, "bf16"])
-)
+@in_turn(("shape", "bias", "dtype"), pairs([(3, 8), (2, 3, 8)], [True, False], [None, "bf16"]))
 def test_linear_layers_in_a_row_are_found_in_any_forward(shape, bias, dtype):
     assert found(Net(bias=bias), torch.randn(shape), dtype) == [("model.linear_stack", "fc1")]
 
@@ -50,7 +48,7 @@ HEALTHY = {
 }
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+@in_turn("name", HEALTHY)
 def test_layers_with_something_between_are_not(name):
     assert found(HEALTHY[name], torch.randn(2, 8, 8)) == []
 
@@ -122,7 +120,7 @@ STACKS = {
 }
 
 
-@pytest.mark.parametrize("name", STACKS)
+@in_turn("name", STACKS)
 def test_linear_layers_in_a_row_are_noted(name):
     torch.manual_seed(0)
     layers, expected = STACKS[name]

@@ -7,6 +7,7 @@ from torch import nn
 from hookcb.diagnosis.faults.model.modes import Modes
 from hookcb.diagnosis.verdict import Finding
 from tests.diagnosis.faults.support import followed, told
+from tests.support import in_turn
 
 
 def net():
@@ -69,7 +70,7 @@ def test_the_model_itself_may_be_a_batch_norm():
     assert found.code == "mode.mismatch"
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "norm",
     [
         lambda: nn.BatchNorm1d(4).requires_grad_(False),  # frozen on purpose
@@ -137,7 +138,7 @@ def test_a_frozen_model_whose_input_alone_is_trained_may_be_in_eval_mode():
 # ---- batches of one sample
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("sizes", "is_told"),
     [
         ([1] * 10, True),

@@ -7,8 +7,6 @@ from torch.optim import SGD
 
 from hookcb import Callback
 from hookcb.cli.main import main
-from hookcb.diagnosis.faults.model.unmatched_load import UnmatchedLoad
-from hookcb.diagnosis.run import Run, Skipped
 from tests.diagnosis.faults.support import found_in_loop, from_start, small_net, trained
 from tests.support import first
 
@@ -135,10 +133,6 @@ def test_a_learner_hears_loads_within_its_fit():
         verdict = trained(small_net(), [Loads()])
     assert [x.code for x in verdict.findings if x.severity == "error"] == [CODE]
     assert verdict.primary.code == CODE
-
-
-def test_a_run_without_records_is_skipped():
-    assert [type(x) for x in UnmatchedLoad().findings(Run())] == [Skipped]
 
 
 @pytest.mark.slow

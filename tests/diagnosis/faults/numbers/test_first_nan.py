@@ -1,11 +1,10 @@
 """NaN inside the backward, and infinite gradients of a training without Diagnose, on made-up numbers."""
 
-import pytest
-
 from hookcb.diagnosis.faults.numbers.first_nan import ContainedNan, FirstNan
 from hookcb.diagnosis.measurements.origin import Origin
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series, Skipped
 from tests.diagnosis.support import evidence, only, series, weight
+from tests.support import in_turn
 
 
 def of_gradients(outputs, params):
@@ -14,7 +13,7 @@ def of_gradients(outputs, params):
     return Run(layers={"body": layer}, params={param.name: param})
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("outputs", "params", "step"),
     [
         ([0, 0, 7, 9], [0, 0, 0, 0], 2),

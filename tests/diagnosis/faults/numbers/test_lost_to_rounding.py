@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from hookcb.diagnosis.faults.numbers.lost_to_rounding import LostToRounding
 from tests.diagnosis.faults.gradients.test_stale import batches, net
 from tests.diagnosis.faults.support import followed
-from tests.support import along
+from tests.support import along, in_turn
 
 
 def found(fault, run):
@@ -36,7 +36,7 @@ def stepped(lr, dtype=torch.bfloat16, n=5, scale=1.0, opt=torch.optim.SGD):
     return fault, run, expected
 
 
-@pytest.mark.parametrize(("dtype", "lr"), along([torch.bfloat16, torch.float16], [1e-5, 1e-3, 3e-2, 1.0]))
+@in_turn(("dtype", "lr"), along([torch.bfloat16, torch.float16], [1e-5, 1e-3, 3e-2, 1.0]))
 def test_shares_are_those_of_whole_weights_compared(dtype, lr):
     fault, _, expected = stepped(lr, dtype)
     assert set(fault.shares) == {"0.weight", "2.weight"}

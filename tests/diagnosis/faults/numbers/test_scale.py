@@ -6,6 +6,7 @@ from hookcb.diagnosis.faults.numbers.scale import CollapsedScale
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from tests.diagnosis.support import only, series
+from tests.support import in_turn
 
 
 def scaled(n_skipped=0, **kwargs):
@@ -26,7 +27,7 @@ def test_many_skipped_steps_or_a_scale_below_one_are_told(given):
     assert (found.code, found.severity, found.step) == ("amp.scale_collapse", "error", 7)
 
 
-@pytest.mark.parametrize(("n_steps", "n_skipped"), [(20, 4), (100, 10), (1_000, 50), (50, 0)])
+@in_turn(("n_steps", "n_skipped"), [(20, 4), (100, 10), (1_000, 50), (50, 0)])
 def test_a_few_skipped_steps_are_how_a_scaler_begins(n_steps, n_skipped):
     scale = {"scale": series([1.0] * 20)}
     given = scaled(n_steps=n_steps, n_skipped=n_skipped, steps=scale)

@@ -13,6 +13,7 @@ from hookcb.diagnosis.measurements.processes import Processes, Role
 from hookcb.diagnosis.measurements.replicas import N_ELEMENTS
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from tests.diagnosis.faults.ranks.support import merged
+from tests.support import in_turn
 
 
 def batch(seed, n=8):
@@ -183,7 +184,7 @@ def test_equal_batches_have_equal_hashes_and_others_have_not():
     assert len({of_one(other) for other in (x, *others)}) in (8, 9)  # a transposed one may be as long
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float64])
+@in_turn("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float64])
 def test_all_kinds_of_numbers_have_hashes(dtype):
     assert of_one(torch.arange(2).to(dtype)) is not None
 

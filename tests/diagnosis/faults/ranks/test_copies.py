@@ -10,6 +10,7 @@ from torch import nn
 from hookcb.diagnosis.faults.ranks.copies import MAX_CHANNELS, N_KEPT, OwnBuffers, buffers
 from hookcb.diagnosis.measurements.processes import Processes, Role
 from hookcb.diagnosis.run import Passed, Run, Skipped
+from tests.support import in_turn
 
 
 class Buffered(nn.Module):
@@ -40,7 +41,7 @@ def found(*states, **options):
     ]
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "change",
     [
         lambda m: None,

@@ -10,6 +10,7 @@ from hookcb.diagnosis.faults.ranks.diverged import DivergedReplicas
 from hookcb.diagnosis.measurements.processes import Processes, Role
 from hookcb.diagnosis.measurements.replica_hashes import SET_BY_OTHERS, Look, OfRank, ReplicaHashes
 from hookcb.diagnosis.run import Absent, Passed, Run, Skipped
+from tests.support import in_turn
 
 LOOKS = 0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 16, 17
 WHOLE = 0, 1, 2, 4, 8, 10, 16  # at which gradients are hashed
@@ -87,7 +88,7 @@ def test_replicas_that_stay_alike_are_fine():
     assert diverged(is_ddp=True) == FINE
 
 
-@pytest.mark.parametrize("first", [0, 1, 5, 17])
+@in_turn("first", [0, 1, 5, 17])
 def test_replicas_that_part_are_an_error_with_rank_parameter_and_step(first):
     found = diverged(4, is_ddp=True, weights=from_step(first, which=2))
     assert (found.code, found.severity, found.layer, found.param) == (
@@ -114,7 +115,7 @@ def test_the_first_step_comes_before_the_first_parameter():
     assert diverged(is_ddp=True, weights=made).param == "0.bias"
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("about", "words"),
     [
         ({"given": own_gradients}, "clipped, scaled"),
@@ -235,7 +236,7 @@ def test_what_else_writes_weights_is_taken_to_average_them():
     assert diverged(**about) == FINE
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "about",
     [
         {"weights": own_weights, "backward": own_gradients},  # experts, stages

@@ -4,6 +4,7 @@ import pytest
 
 from hookcb.diagnosis.faults.ranks.rescaled import MIN_STEPS, RescaledGradients
 from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped
+from tests.support import in_turn
 
 AFTER = [1.0, 0.7, 2.0, 0.3, 0.9]
 
@@ -36,7 +37,7 @@ def test_an_optimizer_that_undoes_the_factor_makes_it_a_note():
     assert "the optimizer undoes that" in found.message
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "given",
     [AFTER, [x / 2 for x in AFTER], [min(x, 0.25) for x in AFTER], [x / 4 for x in AFTER[:4]] + [0.9]],
 )
@@ -44,7 +45,7 @@ def test_gradients_that_are_clipped_or_left_as_they_are_are_fine(given):
     assert isinstance(only(gradients(given)), Passed)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "evidence",
     [
         Run(),

@@ -15,7 +15,7 @@ from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Passed, Run, Series, Skipped
 from tests.diagnosis.support import FALLS, STAYS, evidence, only, series, weight
-from tests.support import first
+from tests.support import first, in_turn
 
 
 def clipped(coef, is_adaptive=False, loss=STAYS, update=1e-6, kind="mse"):
@@ -24,7 +24,7 @@ def clipped(coef, is_adaptive=False, loss=STAYS, update=1e-6, kind="mse"):
     return evidence(param, loss=loss, loss_kind=kind, steps={"clip_coef": series(coef)})
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("given", "severity"),
     [
         (clipped(1e-3), "error"),
@@ -47,9 +47,7 @@ def test_clipping_of_steps_that_stay_large_is_a_note_for_adam_or_an_objective(is
     assert (found.severity == "info", "this does little harm" in found.message) == (is_note, is_note)
 
 
-@pytest.mark.parametrize(
-    "given", [clipped(0.1), clipped(1.0), clipped([1e-3] * 37 + [1.0] * 3), clipped(1e-3, loss=FALLS)]
-)
+@in_turn("given", [clipped(0.1), clipped(1.0), clipped([1e-3] * 37 + [1.0] * 3), clipped(1e-3, loss=FALLS)])
 def test_clipping_that_is_usual_is_no_finding(given):
     assert isinstance(only(ConstantClipping().findings, given), Passed)
 

@@ -9,6 +9,7 @@ from hookcb.diagnosis.judge import judge
 from hookcb.diagnosis.measurements.dead_units import Dead, DeadUnits
 from hookcb.diagnosis.run import Layer, Passed
 from tests.diagnosis.support import FALLS, RISES, STAYS, evidence, only, series, weight
+from tests.support import in_turn
 
 
 def test_steps_larger_than_the_weights_are_an_error():
@@ -25,15 +26,15 @@ def test_large_steps_of_which_no_harm_is_known_are_no_finding(ratios):
     assert isinstance(only(LargeUpdates().findings, evidence(weight(update_ratio=ratios), loss=())), Passed)
 
 
-@pytest.mark.parametrize(("loss", "severity"), [(STAYS, "warning"), (RISES, "error")])
-@pytest.mark.parametrize("ratios", [[0.3] * 4 + [0.01] * 36, [0.01] * 20 + [0.08] * 20])
+@in_turn(("loss", "severity"), [(STAYS, "warning"), (RISES, "error")])
+@in_turn("ratios", [[0.3] * 4 + [0.01] * 36, [0.01] * 20 + [0.08] * 20])
 def test_large_steps_that_last_are_told(ratios, loss, severity):
     assert (
         only(LargeUpdates().findings, evidence(weight(update_ratio=ratios), loss=loss)).severity == severity
     )
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("param", "loss"),
     [
         (weight(update_ratio=[0.15] * 10 + [0.03] * 30), STAYS),

@@ -13,7 +13,7 @@ from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
 from tests.diagnosis.faults.support import followed, found_by, plain_weight, small_net, told, trained
 from tests.diagnosis.support import STAYS, evidence, only, weight
-from tests.support import along, each, first
+from tests.support import along, each, first, in_turn
 
 
 def net():
@@ -105,7 +105,7 @@ def test_a_parameter_that_has_gradients_and_stays_is_told():
     assert (found.step, found.last_step) == (10, 39)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "param",
     [
         still(is_optimized=False),
@@ -130,7 +130,7 @@ def test_a_learning_rate_that_was_driven_to_zero_is_told_with_its_step(lr):
     assert ("scheduler" in found.next_steps[0]) == (lr[0] > 0)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("lr", "loss"),
     [
         ([0.1 * (1 + math.cos(math.pi * i / 39)) / 2 for i in range(40)], STAYS),
@@ -173,7 +173,7 @@ def stepping(*params, n_steps=40):
     return Run(params={p.name: p for p in params}, n_steps=n_steps)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("ratios", "has_moved", "n_steps", "kind"),
     [
         ([1e-3] * 6, True, 40, Passed),

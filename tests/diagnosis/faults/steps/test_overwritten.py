@@ -9,8 +9,6 @@ from torch import nn
 
 from hookcb import Callback, Diagnose, Learner, watch
 from hookcb.cli.main import main
-from hookcb.diagnosis.faults.steps.overwritten import Overwritten
-from hookcb.diagnosis.run import Run, Skipped
 from tests.support import each, first, fit
 
 CODE = "param.overwritten"
@@ -309,10 +307,6 @@ def test_weights_in_two_dtypes_and_of_odd_strides_are_compared():
             model[0].reset_parameters()
 
     assert found(trained(write, model=Mixed())) == [("warning", 80, "net.0.weight")]
-
-
-def test_nothing_is_said_of_a_run_without_steps():
-    assert [type(x) for x in Overwritten().findings(Run())] == [Skipped]
 
 
 @pytest.mark.slow

@@ -5,8 +5,6 @@ import torch
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
-from hookcb.diagnosis.faults.steps.resumed import NotResumed
-from hookcb.diagnosis.run import Run, Skipped
 from tests.diagnosis.faults.support import found_in_loop, from_start, small_net
 
 CODE = "load.not_resumed"
@@ -94,7 +92,3 @@ def test_weights_that_are_put_back_at_the_end_are_silent(file):
     opt = SGD(model.parameters(), lr=0.05, momentum=0.9)
     end = lambda: model.load_state_dict(torch.load(file)["model"])  # noqa: E731
     assert found_in_loop(model, opt, CODE, end=end) == []
-
-
-def test_a_run_without_records_is_skipped():
-    assert [type(x) for x in NotResumed().findings(Run())] == [Skipped]

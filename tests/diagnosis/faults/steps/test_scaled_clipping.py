@@ -11,7 +11,7 @@ from hookcb.diagnosis.faults.steps.small_updates import _why_small
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from tests.diagnosis.faults.support import numbers, plain_weight, small_net
 from tests.diagnosis.support import only, series
-from tests.support import along, first
+from tests.support import along, first, in_turn
 
 
 def recorded(norms, scales, before=1e3):
@@ -114,7 +114,7 @@ def test_hooks_that_clamp_to_the_scaled_limit_are_right():
     assert not [x for x in hooked(0.1 * 2.0**16).findings if x.code == "clip.scaled"]
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("norms", "scales", "limit"),
     [
         ([1 / 65536] * 8, [65536.0] * 8, 1.0),

@@ -8,6 +8,7 @@ from hookcb.diagnosis.judge import explained
 from hookcb.diagnosis.measurements.dead_units import Dead, DeadUnits
 from hookcb.diagnosis.run import Passed, Skipped
 from tests.diagnosis.support import FALLS, STAYS, evidence, only, weight
+from tests.support import in_turn
 
 
 @pytest.mark.parametrize(("size", "severity"), [(3e-6, "warning"), (1e-8, "error")])
@@ -26,7 +27,7 @@ def test_small_steps_that_have_not_moved_a_flat_loss_are_told(n_steps, guess, is
     assert (found.limit == 1e-4) if is_told else isinstance(found, Passed)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "given",
     [
         evidence(weight(update_ratio=[1e-4] * 40)),

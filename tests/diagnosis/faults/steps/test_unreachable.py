@@ -1,12 +1,11 @@
 """Layers that are called and get no gradient."""
 
-import pytest
-
 from hookcb.diagnosis.faults.steps.unreachable import Unreachable
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Skipped
 from tests.diagnosis.faults.support import found_by, plain_weight
 from tests.diagnosis.support import series
+from tests.support import in_turn
 
 SOME = [1.0] * 6
 
@@ -26,7 +25,7 @@ def in_batches(n, **kwargs):
     return given
 
 
-@pytest.mark.parametrize(("n", "is_found"), [(40, True), (21, True), (20, False), (1, False)])
+@in_turn(("n", "is_found"), [(40, True), (21, True), (20, False), (1, False)])
 def test_a_branch_that_is_called_in_few_batches_is_not_cut_off(n, is_found):
     (found,) = found_by(Unreachable, in_batches(n))
     assert isinstance(found, Passed) != is_found

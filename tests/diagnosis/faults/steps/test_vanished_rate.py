@@ -11,7 +11,7 @@ from hookcb import Diagnose, watch
 from hookcb.diagnosis.faults.steps.vanished_rate import VanishedRate
 from hookcb.diagnosis.run import Passed, Skipped
 from tests.diagnosis.support import FALLS, STAYS, evidence, only, weight
-from tests.support import first
+from tests.support import first, in_turn
 
 
 def decaying(rate, loss=STAYS, n=100):
@@ -27,7 +27,7 @@ def test_a_rate_that_vanishes_before_anything_is_learned_is_told():
     assert "scheduler.step()" in found.next_steps[0]
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "given",
     [
         decaying(lambda t: 0.05 * (1 + math.cos(math.pi * t))),

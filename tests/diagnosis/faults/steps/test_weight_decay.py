@@ -6,6 +6,7 @@ from hookcb.diagnosis.faults.steps.weight_decay import DominatingDecay
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Passed, Skipped
 from tests.diagnosis.support import evidence, only, weight
+from tests.support import in_turn
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ def test_decay_that_makes_up_the_step_or_has_eaten_the_weights_is_told(param):
     assert "100" in found.causes[0]
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "param",
     [
         weight(weight_decay=0.0, optimizer=0),

@@ -10,6 +10,7 @@ from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from tests.diagnosis.faults.time.support import only
 from tests.diagnosis.support import series
+from tests.support import in_turn
 
 
 def fetched(waits, batches):
@@ -30,7 +31,7 @@ def test_DataBound_is_told(wait, severity):
     assert "ms" in found.message
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("n", "advised"),
     [
         (1, "num_workers=1, as this process may use 1 processor"),
@@ -92,7 +93,7 @@ def test_delays_that_a_busy_machine_spreads_over_everything_are_no_waiting():
     assert not isinstance(only(DataBound, delayed(waits, [1e-3] * 200)), Passed)
 
 
-@pytest.mark.parametrize("every", [2, 3, 10, 1000])
+@in_turn("every", [2, 3, 10, 1000])
 def test_time_without_the_fetch_of_a_batch_is_no_waiting(every):
     found = only(DataBound, fetched([9.0 if i % every == 0 else 0.0 for i in range(41)], [10.0] * 41))
     assert isinstance(found, Skipped)

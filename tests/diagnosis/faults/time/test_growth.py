@@ -19,6 +19,7 @@ from hookcb.diagnosis.schedule import EACH, Schedule
 from hookcb.diagnosis.verdict import Finding
 from hookcb.hooks.coverage import BY_CLOSURE
 from tests.diagnosis.faults.time.support import only, places
+from tests.support import in_turn
 
 MB = 1e6
 X, Y = torch.ones(4, 3), torch.zeros(4, 2)
@@ -128,7 +129,7 @@ def an_epoch():
     return keep
 
 
-@pytest.mark.parametrize("keep", [detached, numbers, the_last_two, every_second, an_epoch])
+@in_turn("keep", [detached, numbers, the_last_two, every_second, an_epoch])
 def test_losses_that_are_dropped_in_time_or_kept_as_numbers_are_no_finding(keep):
     assert loop(keep()) == []
 
@@ -225,7 +226,7 @@ def test_the_history_of_lbfgs_may_grow():
     assert "history" in only(GrowingMemory, given).reason
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "values",
     [
         [100 * MB] * 100,
@@ -277,7 +278,7 @@ NOISE = [random.Random(1).choice([0.0, 0.0, 0.0, 1e-3, 5e-3]) for _ in range(N)]
 LINEAR = [2e-3 * (1 + 2 * i / N) + x for i, x in enumerate(NOISE)]
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "times",
     [
         LINEAR,
@@ -293,7 +294,7 @@ def test_steps_that_take_longer_and_longer_are_told(times):
     assert found.value >= 2
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "times",
     [
         [2e-3] * N,
@@ -388,7 +389,7 @@ def added_and_removed():
     return act
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "act",
     [
         added_and_removed(),
