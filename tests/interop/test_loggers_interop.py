@@ -129,7 +129,10 @@ def test_tensorboard_can_be_read_while_nothing_is_closed(tmp_path):
     logger.close()
 
 
-def test_a_resumed_training_hides_what_a_crash_had_left(tmp_path):
+def test_a_resumed_training_hides_what_a_crash_had_left(tmp_path, monkeypatch):
+    files = importlib.import_module("tensorboard.summary.writer.event_file_writer")
+    # files of one second are read in the order of these numbers, as texts
+    monkeypatch.setattr(files, "_global_uid", files.AtomicCounter(100))
     crashed = TensorBoardLogger(tmp_path)
     for step in (0, 50, 100):
         crashed.log({"loss": 1.0}, step=step)
