@@ -422,10 +422,11 @@ class ActivationRecords(SavedRecords):
     def show_on(self, page: Content) -> None:
         """Shows statistics and histograms of each layer in training."""
         steps, page.layers = self.steps(), {}
+        shown = [stat for stat in self.columns if stat != "rms"]  # which mean and std show, in less space
         for path in self.names:
             kind, shape = self.outputs.get(path, ("", ()))
             hist = self._hist_over_time(path, steps) if self.with_hist else None
-            series = self.shown_series(path, steps)
+            series = self.shown_series(path, steps, shown)
             page.layers[path] = Recorded(module_of(path), f"{kind} {tuple(shape)}", series, hist)
 
     def _hist_over_time(self, path: str, steps: Sequence[int]) -> HistogramOverTime:
