@@ -31,7 +31,7 @@ SPIKE = 6.0  # standard deviations above the usual loss
 WINDOW, NEAR, MIN_BEFORE = 128, 4, 32  # batches whose noise counts, the last of them, and how few suffice
 NOISE = SIGMA / math.sqrt(2)  # a difference of two losses has the noise of both
 CALM, N_AFTER = 3, 128  # batches in a row that end a spike, and after which it has not healed
-N_RATES, N_KEPT = 64, 32  # steps before a spike whose rates are kept, and spikes that are
+N_RATES, N_KEPT, N_SHARED = 64, 32, 8  # steps whose rates are kept; spikes that are, and of each rank
 N_SENT, MAX_WAITING = 16, 4_096  # losses that leave a GPU at once, and that wait on another device
 N_WORST = 3  # samples that are named
 MIN_SQUARE, ROUNDING = 1e-30, 0.01  # second moment that is no rounded zero; error of the ratio by rounding
@@ -84,7 +84,7 @@ class Spike:
 
     @property
     def excess(self) -> float:
-        """Standard deviations of the first loss above the median before it."""
+        """Standard deviations of the noise by which its first loss is above the usual one."""
         return (self.value - self.middle) / self.sigma
 
 
@@ -214,12 +214,10 @@ class Spikes(Measurement):
             self._receive(run, self._sent.popleft().arrived().tolist())
 
     def on_step(self, run: Run) -> None:
-        spike, self._new = self._new, None
-        if (
-            spike is not None
-            and (opt := run.loop.opt) is not None
-            and self._betas.get(id(opt)) == betas_of(opt)
-        ):
+        spike, self._new, opt = self._new, None, run.loop.opt
+        if spike is None or opt is None:
+            return
+        if self._betas.get(id(opt)) == betas_of(opt):
             spike.ratio = excess_of_moments(opt)
 
     def on_between(self, run: Run) -> None:
@@ -251,20 +249,19 @@ class Spikes(Measurement):
             self._receive(run, self._sent.popleft().arrived().tolist())
         self._receive(run, read_numbers([*self._waiting]))
         self._waiting.clear()
-        self.n, self.found = (
-            self._finder.n,
-            [replace(spike, after=spike.after[:]) for spike in self._finder.found],
-        )
+        self.n = self._finder.n
+        self.found = [replace(spike, after=spike.after[:]) for spike in self._finder.found]
 
     def freeze(self) -> None:
         self._finder = SpikeFinder()
         self._waiting.clear()
 
     def state(self, run: Run) -> list[dict[str, Any]]:
-        return [asdict(spike) for spike in self.found]
+        largest = sorted(self.found, key=lambda spike: -spike.excess)[:N_SHARED]
+        return [asdict(spike) for spike in sorted(largest, key=lambda spike: spike.step)]
 
     def merge(self, run: Run, of_ranks: Sequence[list[dict[str, Any]]], rank: int) -> None:
-        """Takes the spikes of all ranks; of one that several have seen, what the first to stand out knows."""
+        """Takes the spikes of all ranks; of one that several have seen, that of the rank where it is largest."""
         by_step: dict[int, Spike] = {}
         for rank_of, spikes in enumerate(of_ranks):
             for spike in (Spike(**known) for known in spikes):
@@ -278,7 +275,7 @@ class Spikes(Measurement):
 def _add_samples(spike: Spike, run: Run) -> None:
     """Adds the losses of the samples of the current batch, if they make up most of its loss."""
     of_sample = sample_losses(run.loop, run.measured(Targets).of_batch(run))
-    if of_sample is None or not MAIN < float(of_sample.nanmean()) / spike.value < 1 / MAIN:
+    if of_sample is None or not MAIN * spike.value < float(of_sample.nanmean()) < spike.value / MAIN:
         return
     spike.worst = worst_of(of_sample)
     spike.n_samples, spike.typical = int(of_sample.isfinite().sum()), float(of_sample.nanmedian())

@@ -39,21 +39,21 @@ class LossSpikes(Fault):
     Formula: at least two losses, each above the usual one by six times the noise, after 32 batches; or one by
     eight times and by a quarter, or one that lasts for more than three batches. The usual loss is the median
     of the last 32 or of the last 4, whichever is higher; the noise, 1.4826 times the median difference of two
-    losses in a row over up to 128 batches, divided by √2. A note; a warning if the state of
-    the optimizer is wrong, or if the rate had risen, the loss had not come back after 128 batches and is
-    still above that limit at the end. Other losses may stay higher as intended, as of tasks in a row.
+    losses in a row over up to 128 batches, divided by √2. A note; a warning if the state of the optimizer is
+    wrong, or if the rate had risen, the loss had not come back after 128 batches and is still above that
+    limit at the end. Other losses may stay higher as intended, as of tasks in a row.
 
-    What came first, in this order. The batch, if the next three losses are usual, as its step has then left
-    the weights as good as they were, or if most of its samples have usual losses and the next losses keep
-    less than a third of the excess, or if its inputs are four times as large as those of all inspected
-    batches. The learning rate, if it has risen by half or more from one step to the
-    next within the 64 steps before. The state of torch's Adam, if |m| > C √v before the step of that batch,
-    in any of up to 1,024 sampled elements of each parameter, C = (1 - β₁) / √((1 - β₂)(1 - β₁²/β₂)): no
-    gradients can make that, by the inequality of Cauchy and Schwarz; on a CPU, in float32. A layer or
-    parameter whose standard deviation, largest magnitude or norm has jumped in the last two looks before the
-    spike, at most 128 batches before: above the five looks before by a factor of two, and by twice their
-    largest change in logarithms, after eight looks or more. The weights, if later losses are higher or keep
-    half of the excess. What is not known is said.
+    What came first, in this order. The state of torch's Adam, if |m| > C √v before the step of that batch, in
+    any of up to 1,024 sampled elements of each parameter, C = (1 - β₁) / √((1 - β₂)(1 - β₁²/β₂)): no
+    gradients can make that, by the inequality of Cauchy and Schwarz; on a CPU, in float32. The batch, if the
+    next three losses are usual, as its step has then left the weights as good as they were, or if most of its
+    samples have usual losses and the next losses keep less than a third of the excess, or if its inputs are
+    four times as large as those of all inspected batches. The learning rate, if it has risen by half or more
+    from one step to the next within the 64 steps before. A layer or parameter whose standard deviation,
+    largest magnitude or norm has jumped in the last two looks before the spike, at most 128 batches before:
+    above the five looks before by a factor of two, and by twice their largest change in logarithms, after
+    eight looks or more. The weights, if later losses are higher or keep half of the excess. What is not known
+    is said.
 
     Source: J. von Neumann et al., "The mean square successive difference", 1941, and P. J. Huber, "Robust
     Statistics", 1981, for the noise. The batch or the state of the weights: A. Chowdhery et al., "PaLM",
@@ -129,8 +129,8 @@ CAUSES: dict[Kind, tuple[str, ...]] = {
 
 def cause_of(spike: Spike, run: Run) -> Cause:
     """Finds what came first at a spike, as far as it was seen."""
-    found = _of_batch(spike) or _of_rate(spike) or _of_state(spike) or _of_layers(spike, run)
-    found = found or _of_weights(spike)
+    found = _of_state(spike) or _of_batch(spike) or _of_rate(spike)
+    found = found or _of_layers(spike, run) or _of_weights(spike)
     return found or Cause("unknown", "the batch came first, or the step before it, which was not seen")
 
 
@@ -139,14 +139,14 @@ def _of_batch(spike: Spike) -> Cause | None:
     samples = _samples(spike)
     if spike.inputs > MAX_INPUT:
         scale = f"its inputs are {spike.inputs:.3g} times as large as those of all inspected batches"
-        return Cause("batch", f"this batch came first, as {scale}{samples and f'; {samples}'}")
-    if spike.lasted == 1:
-        return Cause(
-            "batch", f"it is this batch alone, as the next ones are usual{samples and f'; {samples}'}"
-        )
-    if samples and spike.typical <= spike.limit and _rest(spike) < FALLS:
-        return Cause("batch", f"this batch came first, as most of its samples are usual; {samples}")
-    return None
+        why = f"this batch came first, as {scale}"
+    elif spike.lasted == 1:
+        why = "it is this batch alone, as the next ones are usual"
+    elif samples and spike.typical <= spike.limit and _rest(spike) < FALLS:
+        why = "this batch came first, as most of its samples are usual"
+    else:
+        return None
+    return Cause("batch", f"{why}; {samples}" if samples else why)
 
 
 def _of_rate(spike: Spike) -> Cause | None:
@@ -271,9 +271,8 @@ def _next_steps(spike: Spike, cause: Cause, run: Run) -> tuple[str, ...]:
     again = f"hookcb replay {folder} --step {spike.step} runs it again, layer by layer" if folder else ""
     if cause.kind == "batch":
         samples = "the samples that are named" if _samples(spike) else "the samples"
-        return f"Look at {samples}, in the batch of step {spike.step}{again and f': {again}'}", run.advise(
-            "clip"
-        )
+        look = f"Look at {samples}, in the batch of step {spike.step}"
+        return f"{look}: {again}" if again else look, run.advise("clip")
     if cause.kind == "rate":
         return "Let the learning rate rise more slowly, or not as far", run.advise("clip")
     if cause.kind == "state":
