@@ -261,7 +261,7 @@ class Spikes(Measurement):
         return [asdict(spike) for spike in sorted(largest, key=lambda spike: spike.step)]
 
     def merge(self, run: Run, of_ranks: Sequence[list[dict[str, Any]]], rank: int) -> None:
-        """Takes the spikes of all ranks; of one that several have seen, that of the rank where it is largest."""
+        """Takes the spikes of all ranks; of one that several have seen, the largest."""
         by_step: dict[int, Spike] = {}
         for rank_of, spikes in enumerate(of_ranks):
             for spike in (Spike(**known) for known in spikes):
