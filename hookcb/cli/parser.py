@@ -248,7 +248,7 @@ def _add_replay(add: AddCommand) -> None:
     parser.add_argument("folder", type=Path, help="folder of the fit's Checkpoint")
     parser.add_argument(
         "--step",
-        type=_read_by(_step),
+        type=_count_of("step", least=0),
         required=True,
         metavar="N",
         help="number of the training batch, counted from 0 since the training began, as in a verdict",
@@ -295,19 +295,13 @@ def _input(text: str) -> tuple[tuple[int, ...], str]:
         ) from None
 
 
-def _count_of(what: str) -> Callable[[str], int]:
+def _count_of(what: str, least: int = 1) -> Callable[[str], int]:
     def count(text: str) -> int:
-        if not text.isdecimal() or int(text) < 1:
-            raise ValueError(f"{what} must be a whole number, 1 or more, got {text!r}")
+        if not text.isdecimal() or int(text) < least:
+            raise ValueError(f"{what} must be a whole number, {least} or more, got {text!r}")
         return int(text)
 
     return _read_by(count)
-
-
-def _step(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError(f"step must be a whole number, 0 or more, got {text!r}")
-    return int(text)
 
 
 def _minutes(text: str) -> float:

@@ -70,7 +70,7 @@ class Replay(Callback):
         losses, inputs: of the two batches, by step: the loss, and what the inputs are.
         of_samples: mean loss of each sample of the last one, `(N,)`, on the CPU; None if unknown.
         place: which batch of which epoch it is.
-        led: the callbacks that record for it.
+        outputs, gradients: the callbacks that record for it.
     """
 
     order = orders.STEP_TIMER
@@ -85,9 +85,7 @@ class Replay(Callback):
         self.of_samples: Tensor | None = None
         self.outputs = LedStats(include_paramless=True, name="replayed_outputs")
         self.gradients = LedHealth(detail_every=1, name="replayed_gradients")
-        self.led: tuple[Led, ...] = (self.outputs, self.gradients)
-        for cb in self.led:
-            cb.leader = self
+        self.outputs.leader = self.gradients.leader = self
 
     @property
     def is_wanted(self) -> bool:
@@ -167,7 +165,7 @@ def replaying(folder: Path, start: Start, replay: Replay) -> Iterator[None]:
         with learn.added_cbs(cbs):
             is_it = folder in [cb.folder for cb in learn.cbs if isinstance(cb, Checkpoint)]
             writers = [cb for cb in learn.cbs if isinstance(cb, WRITERS)]
-            more = [*replay.led, replay] if is_it else []
+            more = [replay.outputs, replay.gradients, replay] if is_it else []
             options |= {"resume": start.file if is_it else None}
             with learn.removed_cbs(writers), learn.no_logging(), warnings.catch_warnings():
                 for text in (".* has the state of callbacks that are not attached", "nothing left to train"):

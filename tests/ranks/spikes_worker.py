@@ -14,12 +14,6 @@ from hookcb import Diagnose, Learner, watch
 from tests.ranks.support import join_group, run_cases
 
 RANK, WORLD, AT, N_STEP = 0, 1, 60, 100
-CASES = {}
-
-
-def case(function):
-    CASES[function.__name__] = function
-    return function
 
 
 def model():
@@ -57,12 +51,10 @@ def watched(net, data):
     return told(w.diagnose())
 
 
-@case
 def one_rank_has_the_batch_in_ddp():
     return watched(DistributedDataParallel(model()), batches(1, RANK))
 
 
-@case
 def one_rank_has_the_batch_in_a_learner():
     learn = Learner(
         batches(1, RANK), DistributedDataParallel(model()), cross_entropy, torch.optim.Adam, lr=0.01
@@ -72,7 +64,6 @@ def one_rank_has_the_batch_in_a_learner():
     return told(learn.diagnose())
 
 
-@case
 def one_rank_has_the_batch_in_fsdp2():
     net = model()
     fully_shard(net[0])
@@ -80,7 +71,6 @@ def one_rank_has_the_batch_in_fsdp2():
     return watched(net, batches(1, RANK))
 
 
-@case
 def all_ranks_share_the_batch_in_tensor_parallelism():
     net = model()
     parallelize_module(
@@ -89,7 +79,14 @@ def all_ranks_share_the_batch_in_tensor_parallelism():
     return watched(net, batches(None, 0))
 
 
+CASES = (
+    one_rank_has_the_batch_in_ddp,
+    one_rank_has_the_batch_in_a_learner,
+    one_rank_has_the_batch_in_fsdp2,
+    all_ranks_share_the_batch_in_tensor_parallelism,
+)
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     RANK, WORLD = join_group()
-    run_cases(CASES, sys.argv[1])
+    run_cases({function.__name__: function for function in CASES}, sys.argv[1])

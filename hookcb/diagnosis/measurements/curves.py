@@ -61,6 +61,7 @@ class Curves(Measurement):
         self._losses = defaultdict[int, Curve](Curve)  # by id of the optimizer
         self._memory = Curve(MAX_MEMORY)
         self.last_loss: float | Tensor | None = None  # of the newest batch that has one
+        self.last_rate = math.nan  # of the newest step
         # time at which the first backward of the last batch had ended, NaN where an epoch begins
         self._ended, self._has_ended = math.nan, False
         self._statm: FileIO | None = None  # on Linux only
@@ -93,7 +94,8 @@ class Curves(Measurement):
         if (opt := run.loop.opt) is not None:
             if self.last_loss is not None:
                 self._losses[id(opt)].add((run.step, self.last_loss))
-            self._rate.add((run.step, largest_lr(opt)))
+            self.last_rate = largest_lr(opt)
+            self._rate.add((run.step, self.last_rate))
 
     def on_batch_end(self, run: Run) -> None:
         if self._memory.is_due() and (used := bytes_in_use(self._statm)) is not None:

@@ -135,9 +135,9 @@ class Loss(Measurement):
         self.graph_of_one = self.graph_of_one._replace(class_weights=None)
 
 
-def scores_of(pred: Any) -> Tensor | None:
-    """First float tensor in the model's output."""
-    return next((x for _, x in parts(pred) if isinstance(x, Tensor) and x.is_floating_point()), None)
+def first_float(item: Any) -> Tensor | None:
+    """First float tensor in an input or output of the model."""
+    return next((x for _, x in parts(item) if isinstance(x, Tensor) and x.is_floating_point()), None)
 
 
 def n_classes_of(scores: Tensor, labels: Tensor) -> int | None:
@@ -149,7 +149,7 @@ def n_classes_of(scores: Tensor, labels: Tensor) -> int | None:
 
 def guess_of(graph: LossGraph, pred: Any, yb: Any) -> float:
     """Loss of guessing: ln C for cross-entropy, the mean square of the targets for MSE; else NaN."""
-    scores = scores_of(pred)
+    scores = first_float(pred)
     targets = next((y for _, y in parts(yb) if isinstance(y, Tensor)), None)
     if scores is None or not graph.is_pure:
         return math.nan

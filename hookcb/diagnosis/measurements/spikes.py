@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 
 from hookcb.core import graph
 from hookcb.core.batch import batch_size, parts
-from hookcb.core.optim import largest_lr
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.curves import Curves
-from hookcb.diagnosis.measurements.loss import n_classes_of, scores_of
+from hookcb.diagnosis.measurements.loss import first_float, n_classes_of
 from hookcb.diagnosis.measurements.loss_terms import Term, main_term, read_terms
 from hookcb.diagnosis.measurements.samples import flat, spread
 from hookcb.diagnosis.measurements.targets import Targets
@@ -105,6 +104,10 @@ class SpikeFinder:
         self.n = 0  # of all spikes
         self.found: list[Spike] = []  # in order; of more than 32 those that stand out most
         self._open: Spike | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forgets the losses so far."""
         self._levels, self._noise = _Median(MIN_BEFORE), _Median(WINDOW)
         self._last = deque[float](maxlen=NEAR)
 
@@ -143,8 +146,7 @@ class SpikeFinder:
             spike.lasted, self._open = len(spike.after) - CALM + 1, None
         elif len(spike.after) == N_AFTER:
             self._open = None
-            self._levels, self._noise = _Median(MIN_BEFORE), _Median(WINDOW)
-            self._last.clear()
+            self._forget()
 
 
 class _Median:
@@ -224,7 +226,7 @@ class Spikes(Measurement):
         if (opt := run.loop.opt) is not None:
             if id(opt) not in self._betas:
                 self._betas[id(opt)] = betas_of(opt)
-            self._rates.append((run.step, largest_lr(opt)))
+            self._rates.append((run.step, run.measured(Curves).last_rate))
 
     def _send(self) -> None:
         self._sent.append(Transfer(torch.stack([*self._waiting])))
@@ -303,7 +305,7 @@ def sample_losses(loop: Any, targets: Any) -> Tensor | None:
     x, y = (graph.read_saved(term.node, name) for name in ("self", "target"))
     if is_kept := isinstance(x, Tensor) and isinstance(y, Tensor):
         x = x.detach()
-    elif (scores := scores_of(loop.pred)) is not None:
+    elif (scores := first_float(loop.pred)) is not None:
         x, y = scores.detach(), next((y for _, y in parts(targets) if isinstance(y, Tensor)), None)
     of_each = None if x is None or y is None else element_losses(term, x, y, is_kept)
     if of_each is None or not of_each.ndim:
@@ -343,7 +345,7 @@ def element_losses(term: Term, x: Tensor, y: Tensor, are_logarithms: bool) -> Te
 
 def largest_input(xb: Any) -> float | None:
     """Largest magnitude of the first float input, on the CPU; None if there is none."""
-    x = next((x for _, x in parts(xb) if isinstance(x, Tensor) and x.is_floating_point()), None)
+    x = first_float(xb)
     if x is None or not x.is_cpu or x.layout is not torch.strided or not x.numel():
         return None
     return max(abs(float(bound)) for bound in torch.aminmax(x.detach()))

@@ -11,7 +11,7 @@ from torch import Tensor
 from hookcb.core.batch import parts
 from hookcb.diagnosis.fault import EVERYTHING, Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.curves import Curves
-from hookcb.diagnosis.measurements.loss import n_classes_of, scores_of
+from hookcb.diagnosis.measurements.loss import first_float, n_classes_of
 from hookcb.diagnosis.run import Run
 
 REFUSED = re.compile(r"Target (-?\d+) is out of bounds")  # error of cross-entropy
@@ -120,7 +120,7 @@ class LabelsOutOfRange(_Error):
                 self._read(run, error)
 
     def _read(self, run: Run, error: IndexError) -> None:
-        refused, scores = REFUSED.search(str(error)), scores_of(run.loop.pred)
+        refused, scores = REFUSED.search(str(error)), first_float(run.loop.pred)
         y = next((y for _, y in parts(run.loop.yb) if isinstance(y, Tensor) and y.dtype == torch.int64), None)
         n_classes = high = None
         if scores is not None and y is not None and y.numel():

@@ -99,13 +99,13 @@ def _by_cause(spikes: Sequence[Spike], run: Run) -> list[tuple[Cause, list[Spike
 
     One that comes soon after another and is no larger is an aftershock, and has the cause of that.
     """
-    found: dict[Kind, list[tuple[Spike, Cause]]] = {}
     first, cause, last = spikes[0], cause_of(spikes[0], run), spikes[0].step
-    for spike in spikes:
-        own = cause_of(spike, run)
+    found: dict[Kind, list[tuple[Spike, Cause]]] = {cause.kind: [(first, cause)]}
+    for spike in spikes[1:]:
+        own = _of_itself(spike)
         is_new = spike.step > last + N_AFTER or spike.excess > first.excess
-        if is_new or (own.since is not None and own.since > first.step):
-            first, cause = spike, own
+        if is_new or (own is not None and own.since is not None and own.since > first.step):
+            first, cause = spike, cause_of(spike, run)
         last = spike.step
         found.setdefault(cause.kind, []).append((spike, cause))
     return [
@@ -129,9 +129,13 @@ CAUSES: dict[Kind, tuple[str, ...]] = {
 
 def cause_of(spike: Spike, run: Run) -> Cause:
     """Finds what came first at a spike, as far as it was seen."""
-    found = _of_state(spike) or _of_batch(spike) or _of_rate(spike)
-    found = found or _of_layers(spike, run) or _of_weights(spike)
+    found = _of_itself(spike) or _of_layers(spike, run) or _of_weights(spike)
     return found or Cause("unknown", "the batch came first, or the step before it, which was not seen")
+
+
+def _of_itself(spike: Spike) -> Cause | None:
+    """The cause that is seen without the layers."""
+    return _of_state(spike) or _of_batch(spike) or _of_rate(spike)
 
 
 def _of_batch(spike: Spike) -> Cause | None:

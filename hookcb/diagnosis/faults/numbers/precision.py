@@ -8,7 +8,7 @@ import torch
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.rules import before, in_order
-from hookcb.diagnosis.run import Absent, Passed, Run, Skipped
+from hookcb.diagnosis.run import Absent, Run, Skipped
 
 MIN_LOOKS = 3
 NEAR = 2.0  # ratio of the largest number of a dtype to an output that is too close to it
@@ -37,6 +37,7 @@ class Underflow(Fault):
 
     headline = "Gradients are too small for their precision"
     severity = "warning"
+    passed = "gradients that are too small for float16 or float8"
 
     def findings(self, run: Run) -> Iterator[Result]:
         narrow = [p for p in run.params.values() if p.resolution in BY_EPS and p.is_weight]
@@ -63,14 +64,9 @@ class Underflow(Fault):
                         next_steps=("Scale the loss by torch.amp.GradScaler, or train in bfloat16",),
                     )
                 )
-        if not narrow:
-            yield Absent("no weight is in float16 or float8")
-        elif not known:
-            yield Skipped(f"fewer than {MIN_LOOKS} gradients of weights in low precision were recorded")
-        elif found:
-            yield from self.told(run, found)
-        else:
-            yield Passed("gradients that are too small for float16 or float8")
+        few = Skipped(f"fewer than {MIN_LOOKS} gradients of weights in low precision were recorded")
+        unless = few if narrow else Absent("no weight is in float16 or float8")
+        yield from self.told(run, found, "" if known else unless)
 
 
 def digits_halved(dtype: torch.dtype) -> float:
@@ -99,6 +95,7 @@ class Overflow(Fault):
 
     headline = "Activations are too large for their precision"
     severity = "warning"
+    passed = "outputs that are close to the largest number of float16 or float8"
 
     def findings(self, run: Run) -> Iterator[Result]:
         narrow = [layer for layer in in_order(run) if layer.largest in BY_MAX]
@@ -119,11 +116,6 @@ class Overflow(Fault):
                         next_steps=("Normalize before that layer, or train in bfloat16",),
                     )
                 )
-        if not narrow:
-            yield Absent("no output is in float16 or float8")
-        elif not known:
-            yield Skipped(f"fewer than {MIN_LOOKS} outputs in low precision were recorded")
-        elif found:
-            yield from self.told(run, found)
-        else:
-            yield Passed("outputs that are close to the largest number of float16 or float8")
+        few = Skipped(f"fewer than {MIN_LOOKS} outputs in low precision were recorded")
+        unless = few if narrow else Absent("no output is in float16 or float8")
+        yield from self.told(run, found, "" if known else unless)
