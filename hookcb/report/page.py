@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import re
 import zlib
 from html import escape
 from pathlib import Path
@@ -21,12 +22,15 @@ SHARED = (
     "assets/stats.js",
     "assets/tables.js",
     "assets/timeline.js",
+    "assets/lines.js",
     "assets/axis.js",
     "assets/marks.js",
+    "assets/save.js",
     "assets/charts.js",
     "assets/run.js",
 )
 BOOT = ("assets/boot.js",)
+SPARED = re.compile(r"^[ \t]*(?://[^\n]*\n|/\*\*.*?\*/\n)?[ \t]*", re.MULTILINE | re.DOTALL)  # not "/*!", licenses
 BEGIN, END = '<script type="application/json" id="data">', "</script>"
 
 
@@ -117,9 +121,10 @@ def page_of(data: PageData) -> str:
 def filled(kind: Document, text: str) -> str:
     """A document with its data. Only our own scripts and styles may run in it, by their hashes.
 
-    The script is deflated, in base64, which saves half of an empty page.
+    The script is without comments and indentation, and deflated, in base64, which saves half of an empty page.
     """
     style, script, boot = (_joined(names) for names in (STYLES, (*SHARED, *kind.scripts), BOOT))
+    script = SPARED.sub("", script)
     scripts = f"script-src {_hash(boot)} {_hash(script)}"
     policy = f"default-src 'none'; {scripts}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
     packed = base64.b64encode(zlib.compress(script.encode(), 9)).decode("ascii")
