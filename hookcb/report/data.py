@@ -20,6 +20,7 @@ MIN_RECORDS = 16  # values of a series of a layer
 MAX_NUMBERS = 150_000  # of all layers
 MAX_TEXT = 190_000  # characters of all
 MANTISSA = 23  # bits of a float32
+LAYER_BITS = 13  # of them, of values of layers and parameters
 DAMAGED = (KeyError, TypeError, AttributeError, zlib.error, binascii.Error, json.JSONDecodeError)
 
 
@@ -57,8 +58,8 @@ def to_text(data: Any, n_series: int = 1) -> str:
     """A dataclass or dict as JSON: `schema`, `content` and `numbers`. No text in it can end an HTML element.
 
     In `content` a series is `[offset of its steps, offset of its values, length]` in `numbers`: int32
-    differences of steps, and float32 values, rounded to 2⁻¹⁴ of themselves for layers and parameters, 2⁻⁶ for
-    counts of histograms, little-endian, the first bytes of all before the second ones. Both are deflated, in
+    differences of steps, and float32 values, rounded to 2⁻¹⁴ of themselves for layers and parameters, to 2⁻¹¹
+    if they are so many that the text would be too long, to 2⁻⁶ for counts of histograms, little-endian, the first bytes of all before the second ones. Both are deflated, in
     base64. Of long series some values are left out, but not what is not finite, so that both together have
     about 190,000 characters at most.
 
@@ -66,13 +67,15 @@ def to_text(data: Any, n_series: int = 1) -> str:
         data: the dataclass or dict.
         n_series: number of series of layers and parameters.
     """
-    most = min(MAX_RECORDS, MAX_NUMBERS // max(1, n_series))
+    most, bits = min(MAX_RECORDS, MAX_NUMBERS // max(1, n_series)), LAYER_BITS
     while True:
-        packed = _Packed(max(most, MIN_RECORDS))
-        content = json.dumps(packed.plain(data), ensure_ascii=False, allow_nan=False)
+        packed = _Packed(max(most, MIN_RECORDS), bits)
+        content = json.dumps(packed.plain(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         content, numbers = _deflated(content.encode()), _deflated(packed.planes())
-        if len(content) + len(numbers) <= MAX_TEXT or most <= MIN_RECORDS:
+        if len(content) + len(numbers) <= MAX_TEXT or bits < LAYER_BITS:
             return json.dumps({"schema": SCHEMA, "content": content, "numbers": numbers})
+        if most <= MIN_RECORDS:
+            bits -= 3
         most = most * 2 // 3
 
 
@@ -89,10 +92,11 @@ class _Packed:
 
     Args:
         most: number of values of a layer's series.
+        bits: number of bits of their mantissa.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, most: int, bits: int) -> None:
+        self.most, self.bits = most, bits
         self._numbers = bytearray()
         self._steps: dict[bytes, int] = {}
 
@@ -107,7 +111,7 @@ class _Packed:
         if isinstance(x, Series):
             return self._add((envelope if most == MAX_POINTS else thinned)(x, most), bits)
         if isinstance(x, Recorded):
-            most, bits = self.most, 13
+            most, bits = self.most, self.bits
         elif isinstance(x, HistogramOverTime):
             most, bits = self.most // 4, 5
         if is_dataclass(x):

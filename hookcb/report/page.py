@@ -50,6 +50,7 @@ RUN = Document(
         "assets/model.js",
         "assets/layers.js",
         "assets/strips.js",
+        "assets/hists.js",
         "assets/layer.js",
         "assets/depth.js",
         "assets/costs.js",
