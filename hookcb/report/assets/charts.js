@@ -291,7 +291,7 @@ class Chart {
   entry({ label }, i, value, since) {
     const key = make("span.line", { "aria-hidden": "true" });
     key.style.background = `var(${paletteName(i)})`;
-    return make("li", {}, key, `${label} `, make("b", {}, value), since);
+    return make("li", {}, key, `${label} `, make(since ? "b.tight" : "b", {}, value), since);
   }
 
   /** The value of a line at `x`, or its latest, and the smoothed one beside it. */

@@ -194,8 +194,7 @@ function whyGray(steps, all, step) {
   for (const others of all) {
     const other = others[nearest(others, step)];
     if (other > hole[0] && other < hole[1]) {
-      const text = `other layers have a record of step ${whole(other)}, this one has none, as when it is not called`;
-      return { isOwn: true, text };
+      return { isOwn: true, text: `other layers have a record of step ${whole(other)}, this one has none` };
     }
     const [before, after] = holeAt(others, step) || [NaN, NaN];
     first = Math.max(first, before); // NaN stays
@@ -216,8 +215,9 @@ function grayKey(all) {
   const [start, end] = timeline.full;
   const found = [...all].slice(0, 50).flatMap((steps) => {
     const ends = [start, ...steps, end];
-    const middles = ends.flatMap((step, i) => (i && step - ends[i - 1] > 2 ? [(step + ends[i - 1]) / 2] : []));
-    return middles.slice(0, 200).map((step) => whyGray(steps, all, Math.round(step)));
+    const holes = ends.flatMap((step, i) => (i && step - ends[i - 1] > 2 ? [[ends[i - 1], step]] : [])).slice(0, 60);
+    const places = holes.flatMap(([from, to]) => [0.1, 0.5, 0.9].map((share) => from + share * (to - from)));
+    return places.map((step) => whyGray(steps, all, Math.round(step)));
   });
   const has = (isOwn) => found.some((own) => own?.isOwn === isOwn);
   const said = [has(false) && "no batch was inspected", has(true) && "this layer has no record, but others have"];
