@@ -7,11 +7,11 @@ import math
 import zlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
-from hookcb.records.content import MAX_RECORDS, Content, HistogramOverTime, Recorded
+from hookcb.records.content import MAX_RECORDS, Content, HistogramOverTime, Recorded, TimeSpent
 from hookcb.records.series import Series
 
 SCHEMA = 1
@@ -58,10 +58,10 @@ def to_text(data: Any, n_series: int = 1) -> str:
     """A dataclass or dict as JSON: `schema`, `content` and `numbers`. No text in it can end an HTML element.
 
     In `content` a series is `[offset of its steps, offset of its values, length]` in `numbers`: int32
-    differences of steps, and float32 values, rounded to 2⁻¹⁴ of themselves for layers and parameters, to 2⁻¹¹
-    if they are so many that the text would be too long, to 2⁻⁶ for counts of histograms, little-endian, the first bytes of all before the second ones. Both are deflated, in
-    base64. Of long series some values are left out, but not what is not finite, so that both together have
-    about 190,000 characters at most.
+    differences of steps, and float32 values, rounded to 2⁻¹⁴ of themselves for layers and parameters, or to
+    2⁻¹¹ if the text would be too long, to 2⁻⁶ for counts of histograms, little-endian, the first bytes of
+    all before the second ones. Both are deflated, in base64. Of long series some values are left out, but
+    not what is not finite, so that both together have about 190,000 characters at most.
 
     Args:
         data: the dataclass or dict.
@@ -114,6 +114,8 @@ class _Packed:
             most, bits = self.most, self.bits
         elif isinstance(x, HistogramOverTime):
             most, bits = self.most // 4, 5
+        elif isinstance(x, TimeSpent):
+            x = replace(x, phases=together(x.phases, most))
         if is_dataclass(x):
             return {own.name: self.plain(getattr(x, own.name), most, bits) for own in fields(x)}
         if isinstance(x, dict):
@@ -173,6 +175,23 @@ def envelope(series: Series, most: int) -> Series:
         if len(finite) < len(stretch):
             places.add(next(i for i in stretch if not math.isfinite(series.values[i])))
     return Series([series.steps[i] for i in sorted(places)], [series.values[i] for i in sorted(places)])
+
+
+def together(phases: dict[str, Series], most: int) -> dict[str, Series]:
+    """Phases at those of their common steps that `envelope` chooses for their sum, so that they add up.
+
+    >>> phases = {"data": Series([0, 1, 2, 3], [1.0, 3.0, 2.0, 0.0]), "rest": Series([0, 1, 2, 3], [0.0] * 4)}
+    >>> [own.steps for own in together(phases, 2).values()]
+    [[1, 3], [1, 3]]
+    """
+    if len({tuple(own.steps) for own in phases.values()}) != 1:
+        return phases
+    sums = [sum(row) for row in zip(*(own.values for own in phases.values()), strict=True)]
+    places = envelope(Series(list(range(len(sums))), sums), most).steps
+    return {
+        name: Series([own.steps[i] for i in places], [own.values[i] for i in places])
+        for name, own in phases.items()
+    }
 
 
 def _rounded(values: Sequence[float], bits: int) -> bytes:

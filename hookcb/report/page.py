@@ -30,7 +30,8 @@ SHARED = (
     "assets/run.js",
 )
 BOOT = ("assets/boot.js",)
-SPARED = re.compile(r"^[ \t]*(?://[^\n]*\n|/\*\*.*?\*/\n)?[ \t]*", re.MULTILINE | re.DOTALL)  # not "/*!", licenses
+# comments and indentation of scripts; a license, "/*!", stays
+SPARED = re.compile(r"^[ \t]*(?://[^\n]*\n|/\*\*.*?\*/\n)?[ \t]*", re.MULTILINE | re.DOTALL)
 BEGIN, END = '<script type="application/json" id="data">', "</script>"
 
 
@@ -122,7 +123,7 @@ def page_of(data: PageData) -> str:
 def filled(kind: Document, text: str) -> str:
     """A document with its data. Only our own scripts and styles may run in it, by their hashes.
 
-    The script is without comments and indentation, and deflated, in base64, which saves half of an empty page.
+    The script is deflated, in base64, without comments and indentation; that saves half of an empty page.
     """
     style, script, boot = (_joined(names) for names in (STYLES, (*SHARED, *kind.scripts), BOOT))
     script = SPARED.sub("", script)

@@ -80,7 +80,7 @@ def test_a_long_run_is_one_line_though_values_are_left_out(open_run):
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [(math.nan, "× NaN (1×)"), (math.inf, "▲ infinite (1×)"), (-math.inf, "▼ −infinite (1×)")]
+    ("value", "said"), [(math.nan, "× NaN (1×)"), (math.inf, "▲ infinite (1×)"), (-math.inf, "infinite (1×)")]
 )
 def test_what_is_not_finite_is_at_its_step_also_if_it_is_all(value, said, open_run):
     page = open_run({"loss": Series([20], [value])})
@@ -113,7 +113,7 @@ def test_numbers_without_a_place_on_a_logarithmic_axis_are_told_with_their_value
     assert "zero, which has no place" in legend
     assert "negative, which has no place" in legend
     page.evaluate("chartOf('loss').tell(2)")
-    assert "−2" in page.evaluate("chartOf('loss').box.innerText")
+    assert "\N{MINUS SIGN}2" in page.evaluate("chartOf('loss').box.innerText")
 
 
 def test_the_latest_number_of_each_line_is_told_with_its_step(open_run):
@@ -125,12 +125,24 @@ def test_the_latest_number_of_each_line_is_told_with_its_step(open_run):
     assert page.evaluate("chartOf('loss').where.textContent").strip() == ""
 
 
+@pytest.mark.parametrize("width", [360, 1280])
+def test_nothing_moves_while_numbers_under_the_pointer_are_told(width, pages, open_page):
+    page = open_page(pages("healthy"), width)
+    height = "document.documentElement.scrollHeight"
+    before = page.evaluate(height)
+    page.evaluate("timeline.point(3)")
+    assert "step 3" in page.inner_text("#run")
+    assert page.evaluate(height) == before
+    page.evaluate("timeline.point(null)")
+    assert page.evaluate(height) == before
+
+
 def test_epochs_are_ticks_of_the_axis(pages, open_page):
     page = open_page(pages("healthy"))
     page.evaluate(HELPERS)
     assert page.evaluate("timeline.epochs") == list(range(7, 64, 8))
     texts = page.evaluate("textsOf(() => chartOf('loss').draw())")
-    assert [text for text in texts if text.startswith("epoch")][0] == "epoch 1"
+    assert next(text for text in texts if text.startswith("epoch")) == "epoch 1"
     assert not page.evaluate("[...timeline.live()].some((own) => own.names && own.hasEpochs())")
 
 

@@ -26,14 +26,14 @@ class Chart {
     });
     this.legend = make("ul.legend");
     this.where = make("span.where");
-    const title = make(
+    this.caption = make(
       "figcaption",
       {},
       make("strong", {}, this.title),
       this.note ? ` ${this.note}` : "",
       this.where,
     );
-    this.box = make("figure.chart", {}, title, this.plot, this.legend, saveButtons(this), tableOf(this));
+    this.box = make("figure.chart", {}, this.caption, this.plot, this.legend, saveButtons(this), tableOf(this));
     this.plot.chart = this;
     this.plot.style.height = `${this.height}rem`;
     timeline.charts.add(this);
@@ -272,6 +272,7 @@ class Chart {
   /** Writes the legend, with the values at a place of the x axis, or else the latest with their steps. */
   tell(idx) {
     const x = this.plotted?.data[0][idx ?? -1] ?? null;
+    this.hold(x !== null);
     const ends = new Set(this.names ? [] : this.lines.map(({ series }) => series.steps.at(-1)));
     const [end] = ends;
     const at = (step) => (this.names ? this.names[step] : `step ${whole(step)}`);
@@ -286,6 +287,14 @@ class Chart {
       return make(isBad ? "li.nonfinite" : "li", {}, `${sign} ${text} (${found.length}×)`);
     });
     this.legend.replaceChildren(...entries, ...kinds);
+  }
+
+  /** Keeps the height of texts while values under the pointer are told, so that nothing moves under it. */
+  hold(isHeld) {
+    if (isHeld === this.isHeld) return;
+    this.isHeld = isHeld;
+    for (const { style, offsetHeight } of [this.caption, this.legend])
+      style.minHeight = isHeld ? `${offsetHeight}px` : "";
   }
 
   entry({ label }, i, value, since) {
