@@ -264,3 +264,26 @@ def test_gray_cells_say_why(open_run, shoot):
     page.mouse.move(2, 2)
     assert not tip.is_visible()
     shoot(page, "gray")
+
+
+def test_the_layer_map_and_bars_are_saved_too(pages, open_page):
+    page = open_page(pages("sick"))
+    page.select_option("#stat", "std")
+    data = load_report(pages("sick"))
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Save std of the output by layer as CSV").click()
+    with open(download.value.path(), encoding="utf-8", newline="") as file:
+        head, *rows = csv.reader(file)
+    first = data.layers[head[1]].stats["std"]
+    assert head == ["step", *(name for name, own in data.layers.items() if "std" in own.stats)]
+    assert [float(row[1]) for row in rows if row[1]] == pytest.approx(first.values, rel=1e-6)
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Save std of the output by layer as PNG").click()
+    assert download.value.path().read_bytes().startswith(b"\x89PNG")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Save Memory by layer as CSV").click()
+    with open(download.value.path(), encoding="utf-8", newline="") as file:
+        head, *rows = csv.reader(file)
+    assert head == ["layer", *data.memory.columns]
+    found = {row[0]: [float(x) for x in row[1:]] for row in rows}
+    assert found == {name or "(the model)": own for name, own in data.memory.layers.items() if sum(own)}

@@ -95,7 +95,9 @@ function drawEpochs(u, px) {
   let end = left - 60 * px; // of the text before
   for (const { x, n } of seen.filter((own) => own.n % every === 0)) {
     drawLine(pen, [x, y - 7 * px], [x, y + 6 * px]);
-    const text = [`epoch ${n}`, whole(n)].find((own) => x - 4 * px - pen.measureText(own).width > end + 6 * px);
+    const text = [`epoch ${n}`, whole(n)].find(
+      (own) => x - 4 * px - pen.measureText(own).width > end + 6 * px,
+    );
     if (text) pen.fillText(text, x - 4 * px, y);
     end = x;
   }

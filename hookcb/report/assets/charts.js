@@ -16,7 +16,16 @@ const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8].flatMap((x) => [x, 2 * 
  */
 class Chart {
   constructor(options) {
-    const usual = { lines: [], marks: [], limit: null, format: short, height: 11, note: "", axis: "auto", smoothing: 0 };
+    const usual = {
+      lines: [],
+      marks: [],
+      limit: null,
+      format: short,
+      height: 11,
+      note: "",
+      axis: "auto",
+      smoothing: 0,
+    };
     Object.assign(this, usual, options);
     this.plot = make(this.names ? "div.plot" : "div.plot.of-steps", {
       tabindex: "0",
@@ -33,7 +42,8 @@ class Chart {
       this.note ? ` ${this.note}` : "",
       this.where,
     );
-    this.box = make("figure.chart", {}, this.caption, this.plot, this.legend, saveButtons(this), tableOf(this));
+    const saved = saveButtons(this.title, { CSV: () => csvOf(this), PNG: () => pictureOf(this) });
+    this.box = make("figure.chart", {}, this.caption, this.plot, this.legend, saved, tableOf(this));
     this.plot.chart = this;
     this.plot.style.height = `${this.height}rem`;
     timeline.charts.add(this);
@@ -293,8 +303,8 @@ class Chart {
   hold(isHeld) {
     if (isHeld === this.isHeld) return;
     this.isHeld = isHeld;
-    for (const { style, offsetHeight } of [this.caption, this.legend])
-      style.minHeight = isHeld ? `${offsetHeight}px` : "";
+    for (const node of [this.caption, this.legend])
+      node.style.minHeight = isHeld ? `${node.getBoundingClientRect().height}px` : "";
   }
 
   entry({ label }, i, value, since) {

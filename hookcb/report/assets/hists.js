@@ -46,6 +46,12 @@ function smallHistogram({ name, label, layer }) {
     scale.isFinite ? null : make("span.nonfinite", {}, " NaN or infinite"),
   );
   const paint = () =>
-    raster(painted, timeline.range, clamp(Math.round(canvas.clientWidth * devicePixelRatio), 32, 1024), scale, canvas);
+    raster(
+      painted,
+      timeline.range,
+      clamp(Math.round(canvas.clientWidth * devicePixelRatio), 32, 1024),
+      scale,
+      canvas,
+    );
   return { box, paint };
 }

@@ -49,17 +49,39 @@ const switches = {
   /** The row of switches for the elements of charts. */
   of(boxes) {
     this.charts = boxes.map((box) => box.querySelector(".plot").chart);
-    const { steps } = this.charts.flatMap(({ lines }) => lines.map(({ series }) => series)).find(({ steps }) => isThinned(steps)) || {};
+    const { steps } =
+      this.charts
+        .flatMap(({ lines }) => lines.map(({ series }) => series))
+        .find(({ steps }) => isThinned(steps)) || {};
     const option = ([value, text]) => make("option", { value }, text);
     const axes = { auto: "automatic", linear: "linear", log: "logarithmic" };
     return make(
       "div.controls",
       {},
-      make("label", {}, "y axis ", make("select", { id: "run-axis", change: () => this.read() }, ...Object.entries(axes).map(option))),
+      make(
+        "label",
+        {},
+        "y axis ",
+        make("select", { id: "run-axis", change: () => this.read() }, ...Object.entries(axes).map(option)),
+      ),
       make("label", { for: "run-smoothing" }, "Smoothing"),
-      make("input", { id: "run-smoothing", type: "range", min: 0, max: 0.99, step: 0.01, value: 0, input: () => this.read() }),
+      make("input", {
+        id: "run-smoothing",
+        type: "range",
+        min: 0,
+        max: 0.99,
+        step: 0.01,
+        value: 0,
+        input: () => this.read(),
+      }),
       make("output", { id: "run-smoothed", for: "run-smoothing" }),
-      steps ? make("span.soft", {}, "of the smallest and largest values of stretches, which this page has of long curves") : "",
+      steps
+        ? make(
+            "span.soft",
+            {},
+            "of the smallest and largest values of stretches, which this page has of long curves",
+          )
+        : "",
     );
   },
 

@@ -1,18 +1,19 @@
-// Saving the numbers of a chart as CSV, and the chart as a picture that stands alone.
+// Saving the numbers of a figure as CSV, and the figure as a picture that stands alone.
 
-/** Two buttons for a chart. */
-function saveButtons(own) {
-  const button = (kind, content) =>
+/** Buttons that save a figure with this title: `made` gives a Blob by kind, CSV or PNG. */
+function saveButtons(title, made) {
+  const buttons = Object.entries(made).map(([kind, content]) =>
     make(
       "button.link",
       {
         type: "button",
-        "aria-label": `Save ${own.title} as ${kind}`,
-        click: async () => saveAs(`${own.title}.${kind.toLowerCase()}`, await content(own)),
+        "aria-label": `Save ${title} as ${kind}`,
+        click: async () => saveAs(`${title}.${kind.toLowerCase()}`, await content()),
       },
       kind,
-    );
-  return make("span.save", {}, button("CSV", csvOf), " ", button("PNG", pictureOf));
+    ),
+  );
+  return make("span.save", {}, ...buttons.flatMap((button) => [button, " "]));
 }
 
 function saveAs(name, blob) {
@@ -37,6 +38,9 @@ function csvNumber(x) {
   return String(+x.toPrecision(digits));
 }
 
+const csvBlob = (rows) =>
+  new Blob([rows.map((row) => `${row.join(",")}\r\n`).join("")], { type: "text/csv;charset=utf-8" });
+
 /** All numbers of a chart that the page has: a row for each step, a column for each line. */
 function csvOf({ lines: drawn, cells, names }) {
   const { lines } = cells || { lines: drawn };
@@ -49,46 +53,118 @@ function csvOf({ lines: drawn, cells, names }) {
     names ? csvCell(names[at]) : at,
     ...columns.map((column) => csvNumber(column.get(at))),
   ]);
-  return new Blob([[head, ...rows].map((row) => `${row.join(",")}\r\n`).join("")], {
-    type: "text/csv;charset=utf-8",
-  });
+  return csvBlob([head, ...rows]);
+}
+
+/** Numbers by name, a row for each. */
+const csvByName = (columns, rows) =>
+  csvBlob(
+    [["layer", ...columns], ...rows].map(([name, ...own]) =>
+      [name, ...own].map((x) => (typeof x === "number" ? csvNumber(x) : csvCell(x))),
+    ),
+  );
+
+const usualFont = (px) => `${12 * px}px system-ui, sans-serif`;
+const pixelsPerPx = () =>
+  (devicePixelRatio * parseFloat(getComputedStyle(document.documentElement).fontSize)) / 16;
+
+/** Name of the figure and of the run, over a picture. */
+const headOf = (title, note, px) => [
+  { text: title, font: `600 ${14 * px}px system-ui, sans-serif`, ink: color("--ink") },
+  { text: [note, document.title.split(":")[0]].filter(Boolean).join(" · ") },
+];
+
+/**
+ * A picture on the color of the page; `draw(pen, isReal)` gives its height without its edges, and draws if it is real.
+ */
+function picture(width, px, draw) {
+  const canvas = make("canvas");
+  const pen = canvas.getContext("2d");
+  const edge = 12 * px;
+  const height = draw(pen, edge, false);
+  [canvas.width, canvas.height] = [width + 2 * edge, Math.ceil(height + edge)];
+  pen.fillStyle = color("--paper");
+  pen.fillRect(0, 0, canvas.width, canvas.height);
+  draw(pen, edge, true);
+  return new Promise((done) => canvas.toBlob(done));
 }
 
 /** A chart as it is shown, with its title and its legend. */
 function pictureOf(own) {
   workOff();
   const plot = own.plotted.ctx.canvas;
-  const px = (devicePixelRatio * parseFloat(getComputedStyle(document.documentElement).fontSize)) / 16;
-  const edge = 12 * px;
-  const head = [
-    { text: own.title, font: `600 ${14 * px}px system-ui, sans-serif`, ink: color("--ink") },
-    { text: [own.note, document.title.split(":")[0]].filter(Boolean).join(" · ") },
-  ];
+  const px = pixelsPerPx();
+  const head = headOf(own.title, own.note, px);
   const key = [...(own.box.querySelector(".key")?.children || [])].map(partOf);
   const legend = [...own.legend.children].flatMap((item) => {
     const line = item.querySelector(".line");
     return [...(line ? [{ fill: getComputedStyle(line).backgroundColor }] : []), partOf(item)];
   });
   legend.push({ text: own.where.textContent.trim() });
-  const canvas = make("canvas");
-  const pen = canvas.getContext("2d");
-  const draw = (isReal) => {
+  return picture(plot.width, px, (pen, edge, isReal) => {
     let y = edge;
     for (const parts of [head, key]) y = flow(pen, parts, edge, y, plot.width, px, isReal);
     if (isReal) pen.drawImage(plot, edge, y);
     if (isReal && !own.names) {
       pen.textAlign = "right";
-      flowText(pen, { text: "step" }, edge + plot.width, y + plot.height - 8 * px - (own.hasEpochs() ? 14 * px : 0), px);
+      const below = (own.hasEpochs() ? 22 : 8) * px;
+      flowText(pen, { text: "step" }, edge + plot.width, y + plot.height - below, px);
       pen.textAlign = "left";
     }
-    return flow(pen, legend, edge, y + plot.height + 4 * px, plot.width, px, isReal) + edge;
-  };
-  const height = draw(false);
-  [canvas.width, canvas.height] = [plot.width + 2 * edge, Math.ceil(height)];
-  pen.fillStyle = color("--paper");
-  pen.fillRect(0, 0, canvas.width, canvas.height);
-  draw(true);
-  return new Promise((done) => canvas.toBlob(done));
+    return flow(pen, legend, edge, y + plot.height + 4 * px, plot.width, px, isReal);
+  });
+}
+
+/** The layer map as it is shown, with its title and its colors. */
+function pictureOfMap({ shown }, { choice, paint }, key) {
+  const px = pixelsPerPx();
+  const [name, strip, value, row] = [190, 600, 80, 18].map((x) => Math.round(x * px));
+  const rows = shown.slice(0, Math.floor(15_000 / row)); // a canvas has an end
+  rows.forEach(paint);
+  const cutNote =
+    rows.length < shown.length ? `the first ${whole(rows.length)} of ${whole(shown.length)} rows` : "";
+  const head = headOf(choice.title, cutNote, px);
+  const [first, last] = timeline.ends().map(whole);
+  return picture(name + strip + value, px, (pen, edge, isReal) => {
+    let y = edge;
+    for (const parts of [head, key]) y = flow(pen, parts, edge, y, name + strip + value, px, isReal);
+    if (!isReal) return y + rows.length * row + 20 * px;
+    pen.imageSmoothingEnabled = false;
+    for (const node of rows) {
+      pen.textAlign = "left";
+      flowText(
+        pen,
+        { text: cut(node.row.name || node.row.label, 28), ink: color("--ink") },
+        edge,
+        y + 13 * px,
+        px,
+      );
+      pen.fillStyle = color("--missing");
+      pen.globalAlpha = 0.4;
+      if (choice.of(node.row) !== null) pen.fillRect(edge + name, y + 1, strip, row - 2);
+      pen.globalAlpha = 1;
+      pen.drawImage(node.querySelector("canvas"), edge + name, y + 1, strip, row - 2);
+      pen.textAlign = "right";
+      flowText(
+        pen,
+        { text: node.querySelector(".value").textContent },
+        edge + name + strip + value,
+        y + 13 * px,
+        px,
+      );
+      y += row;
+    }
+    pen.textAlign = "left";
+    if (!choice.isCost)
+      flowText(
+        pen,
+        { text: `steps ${first} to ${last}; on the right, the latest` },
+        edge + name,
+        y + 14 * px,
+        px,
+      );
+    return y + 20 * px;
+  });
 }
 
 /** What a picture shows of an element of a legend. */
@@ -98,7 +174,7 @@ const partOf = (node) =>
     : { text: node.textContent.trim(), ink: getComputedStyle(node).color };
 
 function flowText(pen, { text, font, ink }, x, y, px) {
-  pen.font = font || `${12 * px}px system-ui, sans-serif`;
+  pen.font = font || usualFont(px);
   pen.fillStyle = ink || color("--soft");
   pen.fillText(text, x, y);
 }
@@ -107,7 +183,7 @@ function flowText(pen, { text, font, ink }, x, y, px) {
 function flow(pen, parts, left, top, width, px, isReal) {
   let [x, y] = [left, top];
   for (const part of parts) {
-    pen.font = part.font || `${12 * px}px system-ui, sans-serif`;
+    pen.font = part.font || usualFont(px);
     if (part.text === "") continue;
     const own = part.image ? 96 * px : part.fill ? 16 * px : pen.measureText(part.text).width;
     if (x > left && x + own > left + width) [x, y] = [left, y + 18 * px];

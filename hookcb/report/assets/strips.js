@@ -123,7 +123,24 @@ const strips = {
     $("map-key").replaceChildren(note);
     const summary = foldLater("As a table", () => this.summary());
     summary.className = "behind";
-    $("map-table").replaceChildren(summary);
+    const saved = saveButtons(`${this.choice.title} by layer`, {
+      CSV: () => this.csv(),
+      PNG: () => pictureOfMap(layers, this, [...note.children].slice(1).map(partOf)),
+    });
+    $("map-table").replaceChildren(saved, summary);
+  },
+
+  /** The numbers of all layers, a column for each, or of costs a row. */
+  csv() {
+    const own = layers.sorted.filter((row) => this.choice.of(row) !== null);
+    if (this.choice.isCost)
+      return csvByName(
+        ["total"],
+        own.map((row) => [row.name, this.choice.of(row)]),
+      );
+    return csvOf({
+      lines: own.map((row) => ({ label: row.name || row.label, series: this.choice.of(row) })),
+    });
   },
 
   summary() {
@@ -215,12 +232,17 @@ function grayKey(all) {
   const [start, end] = timeline.full;
   const found = [...all].slice(0, 50).flatMap((steps) => {
     const ends = [start, ...steps, end];
-    const holes = ends.flatMap((step, i) => (i && step - ends[i - 1] > 2 ? [[ends[i - 1], step]] : [])).slice(0, 60);
+    const holes = ends
+      .flatMap((step, i) => (i && step - ends[i - 1] > 2 ? [[ends[i - 1], step]] : []))
+      .slice(0, 60);
     const places = holes.flatMap(([from, to]) => [0.1, 0.5, 0.9].map((share) => from + share * (to - from)));
     return places.map((step) => whyGray(steps, all, Math.round(step)));
   });
   const has = (isOwn) => found.some((own) => own?.isOwn === isOwn);
-  const said = [has(false) && "no batch was inspected", has(true) && "this layer has no record, but others have"];
+  const said = [
+    has(false) && "no batch was inspected",
+    has(true) && "this layer has no record, but others have",
+  ];
   const text = said.filter(Boolean).join(", or ");
   return text && `gray: ${text}`;
 }
