@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import zlib
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from typing import NamedTuple
 from hookcb.core.arguments import check_page
 from hookcb.core.whole import write_whole
 from hookcb.report.data import PageData
+from hookcb.report.text import text_of, title_of
 
 HERE = Path(__file__).parent
 STYLES = ("vendor/uPlot-1.6.32.min.css", "assets/page.css")
@@ -27,6 +29,7 @@ SHARED = (
     "assets/run.js",
 )
 BOOT = ("assets/boot.js",)
+NO_MARKUP = {"HEADLINE": "", "FACTS": "", "COMMAND": ""}
 BEGIN, END = '<script type="application/json" id="data">', "</script>"
 
 
@@ -111,11 +114,13 @@ def load_report(path: str | Path) -> PageData:
 
 def page_of(data: PageData) -> str:
     """The page as text."""
-    return filled(RUN, data.to_json())
+    return filled(RUN._replace(title=title_of(data)), data.to_json(), text_of(data))
 
 
-def filled(kind: Document, text: str) -> str:
-    """A document with its data. Only our own scripts and styles may run in it, by their hashes.
+def filled(kind: Document, text: str, markup: Mapping[str, str] = NO_MARKUP) -> str:
+    """A document with its data, and the markup that stands in it before its scripts run.
+
+    Only our own scripts and styles may run in it, by their hashes.
 
     The script is deflated, in base64, which saves half of an empty page.
     """
@@ -124,8 +129,12 @@ def filled(kind: Document, text: str) -> str:
     policy = f"default-src 'none'; {scripts}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
     packed = base64.b64encode(zlib.compress(script.encode(), 9)).decode("ascii")
     parts = {"POLICY": policy, "STYLE": style, "SCRIPT": packed, "BOOT": boot, "DATA": text}
-    parts |= {"TITLE": kind.title, "MAIN": _joined((kind.sections,))}
-    pieces = _joined(("assets/page.html",)).split("@@")  # text, name, text, name …
+    parts |= {"TITLE": escape(kind.title), "MAIN": _inserted(_joined((kind.sections,)), markup)}
+    return _inserted(_joined(("assets/page.html",)), {**parts, **markup})
+
+
+def _inserted(template: str, parts: Mapping[str, str]) -> str:
+    pieces = template.split("@@")  # text, name, text, name …
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 
