@@ -490,7 +490,7 @@ class Diagnose(Callback):
 def _told(verdict: Verdict) -> str:
     """The fault of a verdict, in one sentence."""
     told = verdict.primary
-    return "" if told is None else f"{told.summary} ({told.code}): {told.message.rstrip('.')}"
+    return "" if told is None else f"{told.summary}: {told.message.rstrip('.')}"
 
 
 def recorded_in(loop: Any) -> list[Callback]:

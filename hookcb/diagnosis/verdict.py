@@ -104,15 +104,20 @@ class Finding:
     @property
     def head(self) -> str:
         """Severity, headline, layer or parameter, steps, ranks and code, in one line."""
-        parts = (self.severity.upper(), self.headline, *self._place(), f"({self.code})")
-        return "  ".join(filter(None, parts))
+        small = f"({self.code})" if self.headline else ""
+        return "  ".join(filter(None, (self.severity.upper(), self.name, *self._place(), small)))
+
+    @property
+    def name(self) -> str:
+        """The headline, or the code of a finding that has none."""
+        return self.headline or self.code
 
     @property
     def summary(self) -> str:
         """Headline, layer or parameter, and ranks: "Units of a layer get no gradient: layer 2"."""
         where = _plain_text(as_layer(self.layer) or self.param)
         on = f" on {self.on_ranks}" if self.ranks else ""
-        return f"{self.headline or self.code}{f': {where}' if where else ''}{on}{self.past}"
+        return f"{self.name}{f': {where}' if where else ''}{on}{self.past}"
 
     def _place(self) -> tuple[str, str, str]:
         """Layer or parameter, steps, and ranks."""
@@ -248,8 +253,9 @@ class Verdict(Printed):
             return f"UNKNOWN  {of}{what}: {self.reason}"
         if self.primary is not None:
             word = "SLOW" if self.is_slow else self.status.upper()
-            small = f"{self.primary.code}; {looked}" if self.n_checks else self.primary.code
-            return f"{word}  {of}{self.primary.summary} ({small})"
+            code = self.primary.code if self.primary.headline else ""
+            small = "; ".join(filter(None, (code, looked if self.n_checks else "")))
+            return f"{word}  {of}{self.primary.summary}{f' ({small})' if small else ''}"
         if self.n_checked < self.n_checks:
             return f"HEALTHY  {of}as far as checked: {looked}"
         return f"HEALTHY  {of}nothing wrong was found{f': {looked}' if self.n_checks else ''}"
@@ -262,7 +268,7 @@ class Verdict(Printed):
     def lines(self, width: int = WIDTH) -> list[str]:
         """The verdict as text, in at most 15 lines of at most `width` columns."""
         unfinished = [f for f in self.findings if f.code == UNFINISHED and f is not self.primary][:1]
-        end = [line for f in unfinished for line in _filled(f"{f.headline or f.code}: {f.message}", width, 1)]
+        end = [line for f in unfinished for line in _filled(f"{f.name}: {f.message}", width, 1)]
         end += self._looked_at(width)
         if self.primary is None:
             noted = [f for f in self.findings if f.code != UNFINISHED][:1]

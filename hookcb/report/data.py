@@ -16,7 +16,7 @@ from hookcb.records.series import Series
 
 SCHEMA = 1
 MAX_POINTS = 2_000  # values of a series of the whole run
-MIN_RECORDS = 16  # values of a series of a layer
+MIN_RECORDS = 14  # values of a series of a layer
 MAX_NUMBERS = 150_000  # of all layers
 MAX_TEXT = 185_000  # characters of all
 MANTISSA = 23  # bits of a float32

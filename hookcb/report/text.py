@@ -10,12 +10,11 @@ from fastcore.xml import ft, to_xml
 
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.explain import explain
-from hookcb.diagnosis.fault import FAULTS
 from hookcb.records.content import Recorded
 from hookcb.records.series import Series
 from hookcb.report.data import PageData
 
-MAX_ROWS = 20  # of a table; the scripts show all of them
+MAX_ROWS, MAX_STATS = 20, 6  # of a table; the scripts show all of them
 MIN_LOG = 20.0  # ratio of a number and its limit from which their axis is logarithmic
 WIDTH, LEFT, RIGHT = 640, 20, 620  # of the axis of a number, in its own units
 SICK = ("sick", "suspect")
@@ -39,7 +38,7 @@ def text_of(data: PageData) -> dict[str, str]:
 
 
 def _markup(*parts: Any) -> str:
-    return "".join(f"{to_xml(part, indent=False)}" for part in parts)
+    return f"{to_xml(parts, indent=False)}"  # a tuple, as text on its own is not escaped
 
 
 # ---- the head
@@ -173,8 +172,7 @@ def _proof(finding: Mapping[str, Any], index: int) -> Any:
     is_drawn = bool(finding.get("figure")) or (shown is not None)
     has_limit = bool(finding.get("figure")) or (shown is not None and shown["limit"] is not None)
     parts: list[Any] = [ft("div", cls="drawn", data_finding=str(index))] if is_drawn else []
-    check = FAULTS.get(finding["code"])
-    is_exact = check is not None and check.exact
+    is_exact = finding.get("is_exact", False)
     if value is not None and limit is not None and not has_limit and not is_exact:
         parts.append(_gauge(float(value), float(limit)))
     if not parts and finding["severity"] != "info":
@@ -229,7 +227,7 @@ def _ends(series: Series) -> list[str]:
 
 def _latest(records: Mapping[str, Recorded]) -> Any:
     """The latest number of each statistic of each layer or parameter."""
-    stats = list(dict.fromkeys(stat for own in records.values() for stat in own.stats))
+    stats = list(dict.fromkeys(stat for own in records.values() for stat in own.stats))[:MAX_STATS]
     rows = [
         (name or "(the model)", *(_short(own.stats[s].values[-1]) if own.stats.get(s) else "" for s in stats))
         for name, own in list(records.items())[:MAX_ROWS]
