@@ -55,7 +55,7 @@ def pages(tmp_path_factory):
 
 @pytest.fixture
 def open_page(browser):
-    """Opens a file with all of its sections unfolded; afterwards nothing must have gone wrong in it, and nothing been fetched."""
+    """Opens a file, all sections unfolded; afterwards nothing must have gone wrong, and nothing been fetched."""
     opened, wrong = [], []
 
     def open_(path, width=1280, scheme="light", height=900, is_live=False, is_folded=False, **options):
@@ -70,7 +70,9 @@ def open_page(browser):
         page.goto(path.as_uri())
         page.wait_for_selector("body[data-ready=yes]", timeout=20_000)
         if not is_folded:
-            page.evaluate("document.querySelectorAll('details.section').forEach((own) => { own.open = true; })")
+            page.evaluate(
+                "document.querySelectorAll('details.section').forEach((own) => { own.open = true; })"
+            )
         if not is_live:  # a page that loads itself anew ends what is evaluated in it
             page.evaluate(DRAWN)
         opened.append(page)
