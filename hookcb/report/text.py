@@ -29,6 +29,8 @@ def text_of(data: PageData) -> dict[str, str]:
         "COMMAND": _markup(*_command(data)),
         "VERDICT": _markup(*_verdict(verdict)) if verdict else "",
         "PLAIN": _markup(*_tables(data)),
+        "SAMPLES": _markup(_samples(data)) if data.samples else "",
+        "HAS_SAMPLES": "" if data.samples else " hidden",
         "CONFIG": _markup(*_config(data.config)),
         "NOTES": _markup(ft("ul", *(ft("li", note) for note in data.notes)) if data.notes else ""),
         "OPEN": "" if verdict.get("status") in SICK else " open",
@@ -238,6 +240,12 @@ def _latest(records: Mapping[str, Recorded]) -> Any:
         f"The latest numbers of the first {len(rows)} of {len(records):,}." if more else "The latest numbers."
     )
     return _table(("name", *(stat.replace("_", " ") for stat in stats)), rows, note)
+
+
+def _samples(data: PageData) -> Any:
+    rows = [(f"{x.step:,}", f"{x.index:,}", _short(x.loss), _short(x.usual)) for x in data.samples]
+    head = ("step", "sample of the batch", "loss", "median of the batch")
+    return _table(head, rows, "Largest losses of samples in the batches that were inspected.")
 
 
 def _config(config: Mapping[str, Sequence[Sequence[str]]]) -> list[Any]:

@@ -55,7 +55,7 @@ def pages(tmp_path_factory):
 
 @pytest.fixture
 def open_page(browser):
-    """Opens a file, all sections unfolded; afterwards nothing must have gone wrong, and nothing been fetched."""
+    """Opens a file, all sections unfolded; afterwards nothing must have gone wrong, nor been fetched."""
     opened, wrong = [], []
 
     def open_(path, width=1280, scheme="light", height=900, is_live=False, is_folded=False, **options):
