@@ -48,9 +48,9 @@ def test_a_fault_is_told_with_its_verdict_and_leaves_no_checkpoint(capsys, tmp_p
     args = ["demo", "--model", "mlp", "--epochs", "2", "--fault", "dead-relu", "--html", "a/run.html"]
     assert main(args) == 0
     shown = capsys.readouterr().out
-    assert load_report("a/run.html").headline.startswith("SICK  unit.dead in hidden")
+    assert load_report("a/run.html").headline.startswith("SICK  Units of a layer get no gradient")
     assert "planted fault: a bias of -10" in shown
-    assert "SICK unit.dead in hidden" in " ".join(shown.split())
+    assert "SICK Units of a layer get no gradient: hidden" in " ".join(shown.split())
     assert [own.name for own in tmp_path.iterdir()] == ["a"]  # of the page
 
 

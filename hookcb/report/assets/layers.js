@@ -29,7 +29,7 @@ const layers = {
   offer() {
     $("layer-controls").hidden = !this.choices.length;
     if (!this.choices.length) {
-      const text = "No numbers of layers were recorded; add ActivationStats() or Diagnose().";
+      const text = "No numbers of layers were recorded.";
       $("map").before(make("p.soft", {}, text));
     }
     for (const [label, choices] of Map.groupBy(this.choices, ({ group }) => group)) {
@@ -244,6 +244,7 @@ const layers = {
       if (!this.visible().includes(row)) $("find").value = "";
       this.list();
       this.reveal(this.nodes.get(row));
+      $("layers-section").open = true;
       $("layers-section").scrollIntoView();
       this.enter(this.nodes.get(row), true);
     }

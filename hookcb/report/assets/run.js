@@ -123,6 +123,7 @@ function showRun(page) {
       }),
     runName,
   );
+  $("run-section").hidden = false;
   if (charts.length) place.append(switches.of(charts));
   place.append(make("div.charts", {}, ...charts), same);
   switches.restore(switches.state);
