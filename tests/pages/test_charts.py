@@ -77,6 +77,7 @@ def test_a_long_run_is_one_line_though_values_are_left_out(open_run):
     shown = page.evaluate("chartOf('loss').lines[0].series.steps.length")
     assert 600 < shown < n
     assert page.evaluate("chartOf('loss').cuts[0].cuts.length") == 0
+    assert "latest, step 8,999" in page.evaluate("chartOf('loss').box.innerText")
 
 
 @pytest.mark.parametrize(

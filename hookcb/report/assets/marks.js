@@ -45,12 +45,20 @@ function drawSteps(chart, u, px) {
     drawLine(u.ctx, [x, top], [x, top + height]);
     u.ctx.globalAlpha = 1;
     if (!text) continue;
-    const room = u.ctx.measureText(text).width + 10 * px;
+    const shown = fitted(u.ctx, text, width - 14 * px);
+    const room = u.ctx.measureText(shown).width + 10 * px;
     let row = ends.findIndex((end) => end < x);
     if (row < 0) row = ends.push(0) - 1;
     ends[row] = Math.min(x, left + width - room) + room;
-    if (row < 4) drawLabel(u, text, x, top + (15 * row - 5) * px, "--ink", px); // the first row is above the plot
+    if (row < 4) drawLabel(u, shown, x, top + (15 * row - 5) * px, "--ink", px); // the first row is above the plot
   }
+}
+
+/** The beginning of a text that is no wider than `width`. */
+function fitted(pen, text, width) {
+  let n = text.length;
+  while (n > 1 && pen.measureText(n < text.length ? `${text.slice(0, n)}…` : text).width > width) n -= 1;
+  return n < text.length ? `${text.slice(0, n)}…` : text;
 }
 
 function drawLimit(chart, u, px) {

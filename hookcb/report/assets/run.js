@@ -49,10 +49,10 @@ const switches = {
   /** The row of switches for the elements of charts. */
   of(boxes) {
     this.charts = boxes.map((box) => box.querySelector(".plot").chart);
-    const { steps } =
-      this.charts
-        .flatMap(({ lines }) => lines.map(({ series }) => series))
-        .find(({ steps }) => isThinned(steps)) || {};
+    const series = this.charts.flatMap(({ lines }) => lines.map((line) => line.series));
+    this.note = series.some(({ steps }) => isThinned(steps))
+      ? ", long curves from the extremes of stretches"
+      : "";
     const option = ([value, text]) => make("option", { value }, text);
     const axes = { auto: "automatic", linear: "linear", log: "logarithmic" };
     return make(
@@ -75,13 +75,6 @@ const switches = {
         input: () => this.read(),
       }),
       make("output", { id: "run-smoothed", for: "run-smoothing" }),
-      steps
-        ? make(
-            "span.soft",
-            {},
-            "of the smallest and largest values of stretches, which this page has of long curves",
-          )
-        : "",
     );
   },
 
@@ -94,10 +87,15 @@ const switches = {
     const { axis, smoothing } = state;
     if (!$("run-axis")) return;
     [$("run-axis").value, $("run-smoothing").value] = [axis, smoothing];
-    $("run-smoothed").textContent = Number(smoothing) ? smoothing : "off";
+    $("run-smoothed").textContent = Number(smoothing) ? smoothing + this.note : "off";
     for (const own of this.charts) {
       Object.assign(own, { axis, smoothing: Number(smoothing) });
-      if (own.plotted) later(() => own.draw());
+      if (!own.plotted || own.isDue) continue;
+      own.isDue = true;
+      later(() => {
+        own.isDue = false;
+        own.draw();
+      });
     }
   },
 };
