@@ -95,7 +95,7 @@ def recordings_of(cbs: Iterable[Callback]) -> Iterator[tuple[str, Recording]]:
 
 
 def picked(values: Tensor, most: int) -> Tensor:
-    """Places of about `most` rows, none all NaN: one of each stretch, if possible not finite; and the last."""
+    """Places of about `most` rows, none all NaN: one of each stretch, not finite if possible; the last."""
     places = values.isnan().all(1).logical_not().nonzero()[:, 0]
     stride = -(-len(places) // most)
     if stride < 2:
@@ -104,7 +104,7 @@ def picked(values: Tensor, most: int) -> Tensor:
     is_bad = known[places].isfinite().all(1).logical_not()
     stretches = zip(torch.split(places, stride), torch.split(is_bad.int(), stride), strict=True)
     chosen = torch.stack([own[bad.argmax()] for own, bad in stretches])
-    return torch.cat([chosen, places[-1:]]).unique()
+    return chosen if chosen[-1] == places[-1] else torch.cat([chosen, places[-1:]])
 
 
 def with_numbers(found: Mapping[str, Series]) -> dict[str, Series]:
