@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from hookcb import load_report
+from hookcb import compare, load_report
 from hookcb.records.content import HistogramOverTime, ModuleRow, Recorded
 from hookcb.records.series import Series
 from hookcb.report.data import PageData
@@ -288,3 +288,16 @@ def test_the_layer_map_and_bars_are_saved_too(pages, open_page):
     assert head == ["layer", *data.memory.columns]
     found = {row[0]: [float(x) for x in row[1:]] for row in rows}
     assert found == {name or "(the model)": own for name, own in data.memory.layers.items() if sum(own)}
+
+
+def test_charts_of_compared_runs_have_the_same_switches_and_keys(pages, open_page, tmp_path):
+    path = compare(pages("healthy"), pages("sick")).save(tmp_path / "both.html")
+    page = open_page(path)
+    page.evaluate(HELPERS)
+    page.fill("#run-smoothing", "0.5")
+    page.select_option("#run-axis", "log")
+    settle(page)
+    assert page.evaluate("[chartOf('loss').smoothing, chartOf('loss').isLog]") == [0.5, True]
+    page.evaluate("chartOf('loss').plot.focus()")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("chartOf('loss').where.textContent").strip() == "step 0"
