@@ -1,8 +1,8 @@
 """By how many steps faults of large models are told before the loss shows them.
 
-`python benchmarks/planted/early.py --seeds 0 1 2` trains each fault, and the same training repaired. While the
-fault trains, the verdict is asked for after each 10 batches. The loss shows a fault from the first step on from
-which the median of 10 losses is 5 % above that of the repaired training at the same steps.
+`python benchmarks/planted/early.py --seeds 0 1 2` trains each fault, and the same training repaired. It asks
+for the verdict after each 10 batches of both. The loss shows a fault from the first step on from which the
+median of 10 losses is 5 % above that of the repaired training at the same steps.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cache
 from statistics import median
 
 import torch
@@ -104,10 +105,12 @@ class Asking(Callback):
             self.told.setdefault(verdict.primary.code, self.train_iter)
 
 
-def trained(train: Train, seed: int, cbs: Callbacks = ()) -> list[float]:
-    """Losses of a training."""
+@cache
+def trained(train: Train, seed: int) -> tuple[list[float], Asking]:
+    """Losses of a training, and when it was told what."""
+    asking = Asking()
     torch.manual_seed(seed)
-    return train(seed, cbs).losses
+    return train(seed, [asking.diagnose, asking]).losses, asking
 
 
 def departure(losses: Sequence[float], repaired: Sequence[float]) -> int | None:
@@ -127,11 +130,13 @@ class Lead:
         asked: first one after which the verdict has the code, if it is asked for.
         told: that at which hookcb tells it by itself, before the end.
         shown: that from which the loss shows it.
+        wrong: first one after which the verdict on the repaired training has the code.
     """
 
     asked: int | None
     told: int | None
     shown: int | None
+    wrong: int | None
 
     @property
     def lead(self) -> int | None:
@@ -140,10 +145,10 @@ class Lead:
 
 
 def lead_of(code: str, fault: Train, repaired: Train, seed: int) -> Lead:
-    asking = Asking()
-    losses = trained(fault, seed, [asking.diagnose, asking])
-    shown = departure(losses, trained(repaired, seed))
-    return Lead(asking.asked.get(code), asking.told.get(code), shown)
+    losses, asking = trained(fault, seed)
+    usual, of_repaired = trained(repaired, seed)
+    shown = departure(losses, usual)
+    return Lead(asking.asked.get(code), asking.told.get(code), shown, of_repaired.asked.get(code))
 
 
 # ---- the command
@@ -160,12 +165,13 @@ def main() -> int:
     parser.add_argument("--only", default="*", metavar="GLOB", help="codes that match")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print("| fault | planted | known at step | told by itself | the loss shows it | steps before |")
-    print("|---|---|---|---|---|---|")
+    print("| fault | planted | known at step | told by itself | loss shows it | steps before | if repaired |")
+    print("|---|---|---|---|---|---|---|")
     for code, what, fault, repaired in PAIRS:
         if fnmatch(code, args.only):
             leads = [lead_of(code, fault, repaired, seed) for seed in args.seeds]
-            columns = (cell([getattr(x, name) for x in leads]) for name in ("asked", "told", "shown", "lead"))
+            names = "asked", "told", "shown", "lead", "wrong"
+            columns = (cell([getattr(x, name) for x in leads]) for name in names)
             print(f"| `{code}` | {what} | {' | '.join(columns)} |", flush=True)
     return 0
 

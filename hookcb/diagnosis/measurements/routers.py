@@ -1,5 +1,6 @@
 """Routers: to which experts the routers of a model send their tokens."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from hookcb.diagnosis.run import Absent, Run, Skipped
 from hookcb.hooks.modules import named_modules
 
 MIN_EXPERTS = 2
-MAX_LOOKS = 256  # of a router that are kept, the latest
+MAX_LOOKS, MAX_SHARED = 256, 16  # of a router that are kept, and that each rank gives, the latest
 
 
 class Load(NamedTuple):
@@ -92,8 +93,26 @@ class Routers(Measurement):
         elif run.measured(Operations).is_left_out:
             run.lack(Skipped("the model is compiled, which hides what its routers choose"), "experts")
 
+    def state(self, run: Run) -> dict[str, list[Load]]:
+        return {layer: loads[-MAX_SHARED:] for layer, loads in self.loads.items()}
+
+    def merge(self, run: Run, of_ranks: Sequence[dict[str, list[Load]]], rank: int) -> None:
+        """Adds the tokens of all ranks in looks of all; ranks that share all tokens count once."""
+        self.loads = {}
+        for layer in dict.fromkeys(layer for loads in of_ranks for layer in loads):
+            different = dict.fromkeys(tuple(loads[layer]) for loads in of_ranks if layer in loads)
+            by_step = [{load.step: load for load in loads} for loads in different]
+            common = sorted(set.intersection(*map(set, by_step)))
+            self.loads[layer] = [_sum([loads[step] for loads in by_step]) for step in common]
+
     def freeze(self) -> None:
         self._experts, self._seen = {}, {}
+
+
+def _sum(loads: Sequence[Load]) -> Load:
+    """Tokens of one look on several ranks."""
+    same = [load.counts for load in loads if len(load.counts) == len(loads[0].counts)]
+    return loads[0]._replace(counts=tuple(map(sum, zip(*same, strict=True))))
 
 
 def _numbers_of_experts(m: nn.Module) -> list[int]:

@@ -1,7 +1,8 @@
 """head.logits: scores of a cross-entropy that drift away from zero, all together."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -58,6 +59,21 @@ class DivergingLogits(Fault):
     def tell(self, run: Run) -> None:
         values = read_numbers([z for _, z in self._kept])
         self.z = [(step, z) for (step, _), z in zip(self._kept, values, strict=True)]
+
+    def state(self, run: Run) -> tuple[list[tuple[int, float]], torch.dtype, str]:
+        return self.z, self._dtype, self._layer
+
+    def merge(
+        self, run: Run, of_ranks: Sequence[tuple[list[tuple[int, float]], torch.dtype, str]], rank: int
+    ) -> None:
+        """Takes the mean over ranks; of a pipeline, those that have the head."""
+        known = [x for x in of_ranks if x[0]]
+        by_step: dict[int, list[float]] = {}
+        for step, z in (pair for pairs, *_ in known for pair in pairs):
+            by_step.setdefault(step, []).append(z)
+        if known:
+            _, self._dtype, self._layer = known[0]
+            self.z = [(step, fmean(by_step[step])) for step in sorted(by_step)]
 
     def freeze(self) -> None:
         self._kept = []

@@ -1,7 +1,7 @@
 """attn.logits: attention logits that grow without end."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from torch import Tensor
@@ -52,6 +52,16 @@ class GrowingLogits(OfCalls):
     def see_logits(self, layer: str, largest: Tensor) -> None:
         """Keeps the largest logit of a call."""
         self.keep(layer, largest)
+
+    def state(self, run: Run) -> dict[str, list[tuple[int, float]]]:
+        return {layer: list(series) for layer, series in self._series().items()}
+
+    def merge(self, run: Run, of_ranks: Sequence[dict[str, list[tuple[int, float]]]], rank: int) -> None:
+        """Takes the calls of all ranks, as if one had made them."""
+        layers = dict.fromkeys(layer for numbers in of_ranks for layer in numbers)
+        self.numbers = {
+            layer: sorted(call for numbers in of_ranks for call in numbers.get(layer, ())) for layer in layers
+        }
 
     def findings(self, run: Run) -> Iterator[Result]:
         found = sorted(self._found(), key=lambda x: -x.value)

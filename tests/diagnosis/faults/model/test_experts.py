@@ -104,6 +104,18 @@ def test_a_model_without_experts_cannot_have_the_faults():
         assert list(fault().findings(run)) == [Absent("the model has no experts")]
 
 
+def test_tokens_of_ranks_are_added_in_looks_of_all_and_shared_ones_count_once():
+    def merged(*of_ranks):
+        routers = Routers()
+        routers.merge(Run(), of_ranks, 0)
+        return routers.loads
+
+    one, other = [Load(1, (5, 0), 1), Load(2, (4, 1), 1)], [Load(2, (0, 5), 1), Load(4, (1, 4), 1)]
+    assert merged({"moe": one}, {"moe": other}) == {"moe": [Load(2, (4, 6), 1)]}
+    assert merged({"moe": one}, {"moe": list(one)}) == {"moe": one}  # as in tensor parallelism
+    assert merged({"first": one}, {"last": other}) == {"first": one, "last": other}  # as in a pipeline
+
+
 # ---- findings
 
 STEPS = [0, 1, 2, 5, 10, 19, 38, 76, 152]
