@@ -167,7 +167,7 @@ class StepScales(Measurement):
         return _before(self._norms, step)
 
     def scales(self, step: int) -> OfSteps:
-        """Scales of a GradScaler in the backwards of batches, of up to 32 before a step, and of its own."""
+        """Scales of a GradScaler in the backwards of up to 32 batches before a step, with their steps."""
         return _before(self._scales, step)
 
     def rescaled(self, step: int, within: int) -> Rescaled | None:

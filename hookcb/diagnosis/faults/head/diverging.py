@@ -29,11 +29,11 @@ MIN_LOOKS = 6
 class DivergingLogits(Fault):
     """Scores of a cross-entropy that drift away from zero all together, which the loss does not see.
 
-    Formula: z = log Σ exp(scores), the mean of up to 256 rows of an inspected batch. A softmax is the same
-    for scores that are all shifted, so nothing holds z near ln C. Each of the last three |z|, before
-    convergence or in bfloat16, of looks so far apart that the step of each is 1.5 times that of the one
-    before, is 1.3 to 30 times the one before. Limit: 100 in bfloat16, whose numbers are a half apart there;
-    in other types 1,000, and a note from 100 on, or if the loss diverges.
+    Formula: z = log Σ exp(scores), the mean of up to 256 rows of an inspected batch, and of ranks. A softmax
+    is the same for scores that are all shifted, so nothing holds z near ln C. Each of the last three |z|,
+    before convergence or in bfloat16, of looks so far apart that the step of each is 1.5 times that of the
+    one before, is 1.3 to 30 times the one before. Limit: 100 in bfloat16, whose numbers are a half apart
+    there; in other types 1,000, and a note from 100 on, or if the loss diverges.
 
     Source: Chowdhery et al., "PaLM", 2022, for the z-loss; Wortsman et al., "Small-scale proxies for
     large-scale Transformer training instabilities", 2023, for the divergence of output logits.

@@ -31,10 +31,10 @@ class GrowingLogits(OfCalls):
     """Attention logits that grow without end, which makes attention sharp and the training unstable.
 
     Formula: the largest logit, q·k times the scale, that the mask leaves, of up to 32 queries of each head
-    and sample, in inspected batches. It is 1.3 times what it was, or more, in each of the last three looks
-    that are so far apart that the step of each is 1.5 times that of the one before. Limit: 1,000, and from
-    100 on a note. A large logit that does not grow is no finding, nor one that is 30 times what it was: then
-    everything diverges.
+    and sample, in inspected batches of all ranks. It is 1.3 times what it was, or more, in each of the last
+    three looks that are so far apart that the step of each is 1.5 times that of the one before. Limit: 1,000,
+    and from 100 on a note. A large logit that does not grow is no finding, nor one that is 30 times what it
+    was: then everything diverges.
 
     Source: Dehghani et al., "Scaling Vision Transformers to 22 Billion Parameters", 2023; Wortsman et al.,
     "Small-scale proxies for large-scale Transformer training instabilities", 2023. The limits are those of
