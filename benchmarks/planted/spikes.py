@@ -108,7 +108,7 @@ def clipped_until(seed: int, cbs: Callbacks, limit: float, lr: float) -> Run:
     return run
 
 
-@spike("LM: clipping to 0.1 ends, at a rate for it", says="clipping to 0.1 had ended at step 120")
+@spike("LM: clipping to 0.1 ends, at a rate for it", says="from step 120 on clip_grad_norm_ was not called")
 def clipping_ends(seed: int, cbs: Callbacks) -> Run:
     return clipped_until(seed, cbs, limit=0.1, lr=0.6)
 

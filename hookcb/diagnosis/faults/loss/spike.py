@@ -200,13 +200,16 @@ def _of_clipping(spike: Spike) -> Cause | None:
     if len(norms) < MIN_NORMS or n_cut < CUT * len(norms):
         return None
     had_cut = f"it had cut {n_cut} of the last {len(norms)} gradients"
-    after = f"after {change.n_before:,} steps; {had_cut}"
-    return Cause("clip", f"{_end_of_clipping(change)}, {after}", since=change.step)
+    return Cause("clip", f"{_new_limit(change)}; {had_cut}", since=change.step)
 
 
-def _end_of_clipping(change: LimitChange) -> str:
-    new = "ended" if change.after == math.inf else f"been raised to {change.after:g}"
-    return f"clipping to {change.before:g} had {new} at step {change.step:,}"
+def _new_limit(change: LimitChange) -> str:
+    """What has changed in clipping; other ways to clip are not seen."""
+    new = f"the limit of clip_grad_norm_ was {change.after:g}"
+    if change.after == math.inf:
+        new = "clip_grad_norm_ was not called"
+    before = f"after {change.n_before:,} steps with a limit of {change.before:g}"
+    return f"from step {change.step:,} on {new}, {before}"
 
 
 def _before(spike: Spike, cause: Cause) -> str:
@@ -215,8 +218,7 @@ def _before(spike: Spike, cause: Cause) -> str:
         return ""
     said = []
     if spike.limit_change and cause.kind != "clip":
-        end = _end_of_clipping(LimitChange(*spike.limit_change))
-        said.append(f" {end[:1].upper()}{end[1:]}.")
+        said.append(f" F{_new_limit(LimitChange(*spike.limit_change))[1:]}.")
     for (_, before), (step, scale) in pairwise(_near(spike.scales, spike.step)):
         if scale != before:
             said.append(

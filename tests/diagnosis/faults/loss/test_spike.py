@@ -138,16 +138,21 @@ def test_clipping_that_ended_comes_first_if_it_did_cut():
     run = with_steps(lasting(), limit_change=(92, 92, 1.0, math.inf))
     message = only(LossSpikes, run).message
     assert (
-        "noise: clipping to 1 had ended at step 92, after 92 steps; it had cut 32 of the last 32" in message
+        "noise: from step 92 on clip_grad_norm_ was not called, after 92 steps with a limit of 1" in message
     )
+    assert "it had cut 32 of the last 32 gradients" in message
     message = only(LossSpikes, with_steps(lasting(), norm=0.5, limit_change=(92, 92, 1.0, math.inf))).message
-    assert "so the weights have moved, by this step or one before it. Clipping to 1 had ended at" in message
+    assert "so the weights have moved, by this step or one before it. From step 92 on clip_grad" in message
+    message = only(LossSpikes, with_steps(lasting(), limit_change=(92, 92, 1.0, 8.0))).message
+    assert "noise: from step 92 on the limit of clip_grad_norm_ was 8, after 92 steps" in message
 
 
 def test_clipping_is_not_named_for_a_batch_that_heals_at_once():
     values = level()
     values[100] = 9.0
-    assert "lipping" not in only(LossSpikes, with_steps(values, limit_change=(92, 92, 1.0, math.inf))).message
+    assert (
+        "clip_grad" not in only(LossSpikes, with_steps(values, limit_change=(92, 92, 1.0, math.inf))).message
+    )
 
 
 def test_a_scale_that_changed_between_backward_and_step_is_a_warning():
