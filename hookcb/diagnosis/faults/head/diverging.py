@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,19 +61,18 @@ class DivergingLogits(Fault):
         values = read_numbers([z for _, z in self._kept])
         self.z = [(step, z) for (step, _), z in zip(self._kept, values, strict=True)]
 
-    def state(self, run: Run) -> tuple[list[tuple[int, float]], torch.dtype, str]:
-        return self.z, self._dtype, self._layer
+    def state(self, run: Run) -> tuple[Any, ...]:
+        """The log-sum-exp of scores, if any is large, their dtype and layer."""
+        return (self.z, self._dtype, self._layer) if any(abs(z) > MAX_Z for _, z in self.z) else ()
 
-    def merge(
-        self, run: Run, of_ranks: Sequence[tuple[list[tuple[int, float]], torch.dtype, str]], rank: int
-    ) -> None:
-        """Takes the mean over ranks; of a pipeline, those that have the head."""
-        known = [x for x in of_ranks if x[0]]
+    def merge(self, run: Run, of_ranks: Sequence[tuple[Any, ...]], rank: int) -> None:
+        """Takes the mean over ranks with large scores; of a pipeline, one of them may have the head."""
         by_step: dict[int, list[float]] = {}
-        for step, z in (pair for pairs, *_ in known for pair in pairs):
-            by_step.setdefault(step, []).append(z)
-        if known:
-            _, self._dtype, self._layer = known[0]
+        for known in filter(None, reversed(of_ranks)):
+            of_rank, self._dtype, self._layer = known
+            for step, z in of_rank:
+                by_step.setdefault(step, []).append(z)
+        if by_step:
             self.z = [(step, fmean(by_step[step])) for step in sorted(by_step)]
 
     def freeze(self) -> None:

@@ -54,14 +54,15 @@ class GrowingLogits(OfCalls):
         self.keep(layer, largest)
 
     def state(self, run: Run) -> dict[str, list[tuple[int, float]]]:
-        return {layer: list(series) for layer, series in self._series().items()}
+        """The largest logits of layers in which any is large."""
+        series = self._series().items()
+        return {layer: list(x) for layer, x in series if max(x.values, default=0.0) > MAX_LOGIT}
 
     def merge(self, run: Run, of_ranks: Sequence[dict[str, list[tuple[int, float]]]], rank: int) -> None:
-        """Takes the calls of all ranks, as if one had made them."""
+        """Takes the calls of these layers on all ranks, as if one rank had made them."""
         layers = dict.fromkeys(layer for numbers in of_ranks for layer in numbers)
-        self.numbers = {
-            layer: sorted(call for numbers in of_ranks for call in numbers.get(layer, ())) for layer in layers
-        }
+        of_all = {layer: [x for numbers in of_ranks for x in numbers.get(layer, ())] for layer in layers}
+        self.numbers = self.numbers | {layer: sorted(numbers) for layer, numbers in of_all.items()}
 
     def findings(self, run: Run) -> Iterator[Result]:
         found = sorted(self._found(), key=lambda x: -x.value)
