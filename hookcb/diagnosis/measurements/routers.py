@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from hookcb.core.torch_private import Convolution
 from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.measurements.operations import Operations
+from hookcb.diagnosis.measurements.processes import Processes
 from hookcb.diagnosis.run import Absent, Run, Skipped
 from hookcb.hooks.modules import named_modules
 
 MIN_EXPERTS = 2
-MAX_LOOKS, MAX_SHARED = 256, 16  # of a router that are kept, and that each rank gives, the latest
+MAX_LOOKS, MAX_SHARED, MIN_SHARED = 256, 16, 4  # the latest of a router: that are kept, and that a rank gives
+MAX_BYTES, MAX_OF_ALL, BYTES = 1 << 18, 1 << 26, 3  # that a rank gives, and all ranks; of a number of tokens
 
 
 class Load(NamedTuple):
@@ -47,7 +49,7 @@ class Routers(Measurement):
     parameter of shape (n, …, …).
     """
 
-    uses = (Operations,)
+    uses = (Operations, Processes)
     is_under_way = False  # whether `Operations` is to measure each inspected batch
 
     def __init__(self) -> None:
@@ -93,8 +95,13 @@ class Routers(Measurement):
         elif run.measured(Operations).is_left_out:
             run.lack(Skipped("the model is compiled, which hides what its routers choose"), "experts")
 
-    def state(self, run: Run) -> dict[str, list[Load]]:
-        return {layer: loads[-MAX_SHARED:] for layer, loads in self.loads.items()}
+    def state(self, run: Run) -> dict[str, list[Load]] | None:
+        """The latest looks of each router; None if these are too large, so that each rank judges its own."""
+        most = min(MAX_BYTES, MAX_OF_ALL // run.measured(Processes).world)
+        n_experts = sum(len(loads[-1].counts) for loads in self.loads.values() if loads)
+        n_looks = min(MAX_SHARED, most // (BYTES * max(1, n_experts)))
+        shared = {layer: loads[-n_looks:] for layer, loads in self.loads.items()}
+        return shared if n_looks >= MIN_SHARED else None
 
     def merge(self, run: Run, of_ranks: Sequence[dict[str, list[Load]]], rank: int) -> None:
         """Adds the tokens of all ranks in looks of all; ranks that share all tokens count once."""

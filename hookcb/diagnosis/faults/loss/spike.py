@@ -204,7 +204,7 @@ def _of_clipping(spike: Spike) -> Cause | None:
 
 
 def _new_limit(change: LimitChange) -> str:
-    """What has changed in clipping; other ways to clip are not seen."""
+    """Change in the calls of torch's clipping; other ways to clip are not seen."""
     new = f"the limit of clip_grad_norm_ was {change.after:g}"
     if change.after == math.inf:
         new = "clip_grad_norm_ was not called"
