@@ -1,8 +1,8 @@
 """By how many steps faults of large models are told before the loss shows them.
 
 `python benchmarks/planted/early.py --seeds 0 1 2` trains each fault, and the same training repaired. It asks
-for the verdict after each 10 batches of both. The loss shows a fault from the first step on from which the
-median of 10 losses is 5 % above that of the repaired training at the same steps.
+for the verdict after each 10 batches of both. The loss shows a fault once the median of 10 losses in a row is
+5 % above that of the repaired training at the same steps.
 """
 
 import argparse
@@ -114,11 +114,11 @@ def trained(train: Train, seed: int) -> tuple[list[float], Asking]:
 
 
 def departure(losses: Sequence[float], repaired: Sequence[float]) -> int | None:
-    """First step from which the median of 10 losses is 5 % above the repaired one; None if there is none."""
+    """First step at which the median of the last 10 losses is 5 % above the repaired one; None if none is."""
     for i in range(min(len(losses), len(repaired)) - WINDOW + 1):
         mine, usual = (median(x[i : i + WINDOW]) for x in (losses, repaired))
         if not mine <= ABOVE * usual:  # it may be NaN
-            return i
+            return i + WINDOW - 1
     return None
 
 
@@ -129,7 +129,7 @@ class Lead:
     Attributes:
         asked: first one after which the verdict has the code, if it is asked for.
         told: that at which hookcb tells it by itself, before the end.
-        shown: that from which the loss shows it.
+        shown: that at which the loss shows it.
         wrong: first one after which the verdict on the repaired training has the code.
     """
 

@@ -137,7 +137,7 @@ def scaled(seed: int, cbs: Callbacks, after_backward: float | None, after_step: 
     "LM: the loss scale is lowered between backward and step", says="the scale of the GradScaler had changed"
 )
 def scale_between(seed: int, cbs: Callbacks) -> Run:
-    return scaled(seed, cbs, after_backward=2.0**14, after_step=None)
+    return scaled(seed, cbs, after_backward=2.0**12, after_step=None)
 
 
 @control(SPIKE_CONTROLS, "LM: clipping to 10 ends, which cuts nothing", target=2.9)
@@ -147,7 +147,7 @@ def clipping_of_nothing(seed: int, cbs: Callbacks) -> Run:
 
 @control(SPIKE_CONTROLS, "LM: the loss scale is lowered after a step", target=2.9)
 def scale_after(seed: int, cbs: Callbacks) -> Run:
-    return scaled(seed, cbs, after_backward=None, after_step=2.0**14)
+    return scaled(seed, cbs, after_backward=None, after_step=2.0**12)
 
 
 @control(SPIKE_CONTROLS, "LM: one row of a batch is noise, which heals", target=2.9)
