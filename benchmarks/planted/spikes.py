@@ -5,10 +5,11 @@ from case import Callbacks, Case, Run, control, fault, fit, follow
 from data import Batch, generator
 from language import LENGTH, N_CHARACTER, LanguageModel, adamw, character_batches
 from nets import token_loss
-from torch.optim import Optimizer
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from hookcb import GradientClip
+from hookcb import GradientClip, watch
 
 SPIKES: list[Case] = []
 SPIKE_CONTROLS: list[Case] = []
@@ -87,6 +88,66 @@ def lost_second_moment(seed: int, cbs: Callbacks) -> Run:
     opt = adamw(model, lr=5e-3)
     changed = _changed(opt, "exp_avg_sq", 1e-6)
     return follow(model, token_loss, opt, character_batches(seed, N_STEP), cbs, seed, after_step=changed)
+
+
+def clipped_until(seed: int, cbs: Callbacks, limit: float, lr: float) -> Run:
+    """Train by SGD, with clipping that ends at step 120."""
+    model = LanguageModel()
+    opt = SGD(model.parameters(), lr=lr, momentum=0.9)
+    torch.manual_seed(seed)
+    with watch(model, opt, *cbs) as w:
+        run = Run(w, [], model=model)
+        for step, (x, y) in enumerate(character_batches(seed, N_STEP)):
+            loss = w.report_loss(token_loss(model(x), y))
+            run.losses.append(loss.item())
+            loss.backward()
+            if step < AT:
+                clip_grad_norm_(model.parameters(), limit)
+            opt.step()
+            opt.zero_grad()
+    return run
+
+
+@spike("LM: clipping to 0.1 ends, at a rate for it", says="from step 120 on clip_grad_norm_ was not called")
+def clipping_ends(seed: int, cbs: Callbacks) -> Run:
+    return clipped_until(seed, cbs, limit=0.1, lr=0.6)
+
+
+def scaled(seed: int, cbs: Callbacks, after_backward: float | None, after_step: float | None) -> Run:
+    """Train with a GradScaler whose scale is set by hand in one step."""
+    model = LanguageModel()
+    opt = SGD(model.parameters(), lr=0.3, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=50)
+    torch.manual_seed(seed)
+    with watch(model, opt, *cbs) as w:
+        run = Run(w, [], model=model)
+        for step, (x, y) in enumerate(character_batches(seed, N_STEP)):
+            loss = token_loss(model(x), y)
+            run.losses.append(loss.item())
+            scaler.scale(loss).backward()
+            if step == AT and after_backward is not None:
+                scaler.update(after_backward)
+            scaler.step(opt)
+            scaler.update(after_step if step == AT else None)
+            opt.zero_grad()
+    return run
+
+
+@spike(
+    "LM: the loss scale is lowered between backward and step", says="the scale of the GradScaler had changed"
+)
+def scale_between(seed: int, cbs: Callbacks) -> Run:
+    return scaled(seed, cbs, after_backward=2.0**12, after_step=None)
+
+
+@control(SPIKE_CONTROLS, "LM: clipping to 10 ends, which cuts nothing", target=2.9)
+def clipping_of_nothing(seed: int, cbs: Callbacks) -> Run:
+    return clipped_until(seed, cbs, limit=10.0, lr=0.3)
+
+
+@control(SPIKE_CONTROLS, "LM: the loss scale is lowered after a step", target=2.9)
+def scale_after(seed: int, cbs: Callbacks) -> Run:
+    return scaled(seed, cbs, after_backward=None, after_step=2.0**12)
 
 
 @control(SPIKE_CONTROLS, "LM: one row of a batch is noise, which heals", target=2.9)

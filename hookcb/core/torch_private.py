@@ -475,6 +475,10 @@ def mark_stepped(opt: Optimizer) -> None:
     setattr(opt, OPT_CALLED, True)
 
 
+CLIP = "_clip_grads_with_norm_"
+"""Function that `clip_grad_norm_` calls in torch.nn.utils.clip_grad; clipping is not heard if it is gone."""
+
+
 def scaler_stage(scaler: GradScaler, opt: Optimizer) -> Any:
     """Stage of a GradScaler for an optimizer, an `OptState`: READY, UNSCALED or STEPPED."""
     return scaler._per_optimizer_states[id(opt)]["stage"]

@@ -16,6 +16,7 @@ from torch import distributed, nn
 from torch.autograd import Function
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.utils import clip_grad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -932,6 +933,13 @@ def test_opt_called():
     assert torch_private.OPT_CALLED not in vars(opt)
     opt.step()
     assert vars(opt)[torch_private.OPT_CALLED] is True
+
+
+def test_clip(monkeypatch):
+    seen = []
+    monkeypatch.setattr(clip_grad, torch_private.CLIP, lambda params, limit, norm, *_: seen.append(limit))
+    clip_grad.clip_grad_norm_([nn.Parameter(torch.ones(1))], 3.0)
+    assert seen == [3.0]
 
 
 def test_mark_stepped():

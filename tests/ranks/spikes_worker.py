@@ -1,4 +1,4 @@
-"""One of two ranks whose losses spike: `spikes_worker.py FOLDER`."""
+"""One of two ranks whose losses spike, or whose tokens differ: `spikes_worker.py FOLDER`."""
 
 import sys
 
@@ -79,7 +79,38 @@ def all_ranks_share_the_batch_in_tensor_parallelism():
     return watched(net, batches(None, 0))
 
 
+class Mixture(nn.Module):
+    """Five experts and a router that sends a token to the one of its largest feature."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(5, 5, bias=False).requires_grad_(False)
+        self.router.weight.data = torch.eye(5)
+        self.experts = nn.ModuleList(nn.Linear(5, 3) for _ in range(5))
+
+    def forward(self, x):
+        weights, places = self.router(x).softmax(-1).topk(1)
+        every = torch.stack([expert(x) for expert in self.experts], 1)
+        return weights * every.gather(1, places[..., None].expand(-1, 1, 3)).squeeze(1)
+
+
+def each_rank_uses_two_of_five_experts():
+    torch.manual_seed(0)
+    net = DistributedDataParallel(Mixture())
+    opt = torch.optim.Adam(net.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(RANK)
+    with watch(net, opt, Diagnose(show=False)) as w:
+        for _ in range(2 * N_STEP):
+            place = torch.randint(2, (256,), generator=generator) + 2 * RANK
+            x = torch.randn(256, 5, generator=generator) / 8 + nn.functional.one_hot(place, 5)
+            opt.zero_grad()
+            cross_entropy(net(x), place % 3).backward()
+            opt.step()
+    return [[f.code, f.layer, list(f.ranks), f.message] for f in w.diagnose().findings]
+
+
 CASES = (
+    each_rank_uses_two_of_five_experts,
     one_rank_has_the_batch_in_ddp,
     one_rank_has_the_batch_in_a_learner,
     one_rank_has_the_batch_in_fsdp2,

@@ -1,4 +1,4 @@
-"""A spike of the loss on two ranks is told once, with the ranks that saw it."""
+"""Spikes of two ranks are told once, with the ranks that saw them; tokens of both count together."""
 
 import pytest
 
@@ -30,3 +30,12 @@ def test_the_rank_with_the_damaged_batch_is_named(ranks, name, on):
     assert (severity, step) == ("info", 60)
     assert of == on
     assert "this batch" in message
+
+
+def test_experts_that_another_rank_uses_are_not_dead(ranks):
+    (found,) = [x for x in ranks[0]["each_rank_uses_two_of_five_experts"]["result"] if x[0] == "moe.dead"]
+    _, layer, of, message = found
+    assert layer in ("", "module")
+    assert of == []
+    assert "1 of the 5 experts" in message
+    assert message.endswith("(limit 0): expert 4.")

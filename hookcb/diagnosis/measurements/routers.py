@@ -1,5 +1,6 @@
 """Routers: to which experts the routers of a model send their tokens."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,11 +9,13 @@ from torch import Tensor, nn
 from hookcb.core.torch_private import Convolution
 from hookcb.diagnosis.fault import Measurement
 from hookcb.diagnosis.measurements.operations import Operations
+from hookcb.diagnosis.measurements.processes import Processes
 from hookcb.diagnosis.run import Absent, Run, Skipped
 from hookcb.hooks.modules import named_modules
 
 MIN_EXPERTS = 2
-MAX_LOOKS = 256  # of a router that are kept, the latest
+MAX_LOOKS, MAX_SHARED, MIN_SHARED = 256, 16, 4  # the latest of a router: that are kept, and that a rank gives
+MAX_BYTES, MAX_OF_ALL, BYTES = 1 << 18, 1 << 26, 3  # that a rank gives, and all ranks; of a number of tokens
 
 
 class Load(NamedTuple):
@@ -46,7 +49,7 @@ class Routers(Measurement):
     parameter of shape (n, …, …).
     """
 
-    uses = (Operations,)
+    uses = (Operations, Processes)
     is_under_way = False  # whether `Operations` is to measure each inspected batch
 
     def __init__(self) -> None:
@@ -92,8 +95,31 @@ class Routers(Measurement):
         elif run.measured(Operations).is_left_out:
             run.lack(Skipped("the model is compiled, which hides what its routers choose"), "experts")
 
+    def state(self, run: Run) -> dict[str, list[Load]] | None:
+        """The latest looks of each router; None if these are too large, so that each rank judges its own."""
+        most = min(MAX_BYTES, MAX_OF_ALL // run.measured(Processes).world)
+        n_experts = sum(len(loads[-1].counts) for loads in self.loads.values() if loads)
+        n_looks = min(MAX_SHARED, most // (BYTES * max(1, n_experts)))
+        shared = {layer: loads[-n_looks:] for layer, loads in self.loads.items()}
+        return shared if n_looks >= MIN_SHARED else None
+
+    def merge(self, run: Run, of_ranks: Sequence[dict[str, list[Load]]], rank: int) -> None:
+        """Adds the tokens of all ranks in looks of all; ranks that share all tokens count once."""
+        self.loads = {}
+        for layer in dict.fromkeys(layer for loads in of_ranks for layer in loads):
+            different = dict.fromkeys(tuple(loads[layer]) for loads in of_ranks if layer in loads)
+            by_step = [{load.step: load for load in loads} for loads in different]
+            common = sorted(set.intersection(*map(set, by_step)))
+            self.loads[layer] = [_sum([loads[step] for loads in by_step]) for step in common]
+
     def freeze(self) -> None:
         self._experts, self._seen = {}, {}
+
+
+def _sum(loads: Sequence[Load]) -> Load:
+    """Tokens of one look on several ranks."""
+    same = [load.counts for load in loads if len(load.counts) == len(loads[0].counts)]
+    return loads[0]._replace(counts=tuple(map(sum, zip(*same, strict=True))))
 
 
 def _numbers_of_experts(m: nn.Module) -> list[int]:

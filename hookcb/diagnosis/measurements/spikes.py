@@ -20,6 +20,7 @@ from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.loss import first_float, n_classes_of
 from hookcb.diagnosis.measurements.loss_terms import Term, main_term, read_terms
 from hookcb.diagnosis.measurements.samples import flat, spread
+from hookcb.diagnosis.measurements.step_scales import OfSteps, StepScales
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.rules import SIGMA, median
 from hookcb.diagnosis.run import Run
@@ -57,6 +58,10 @@ class Spike:
             before the step of its first batch; NaN if unknown.
         inputs: largest magnitude of the inputs of its first batch, relative to those of all batches that were
             inspected before it; NaN if unknown.
+        limit_change: see `StepScales.limit_change`, of the 64 steps before it; () if there was none.
+        rescaled: see `StepScales.rescaled`, likewise.
+        norms: norms of the gradients before clipping, with their steps, of up to 32 before it.
+        scales: scales of a GradScaler in the backwards before it, likewise.
         ranks: those that have seen it, if there are several.
     """
 
@@ -74,6 +79,10 @@ class Spike:
     typical: float = math.nan
     ratio: float = math.nan
     inputs: float = math.nan
+    limit_change: tuple[Any, ...] = ()
+    rescaled: tuple[Any, ...] = ()
+    norms: OfSteps = ()
+    scales: OfSteps = ()
     ranks: tuple[int, ...] = ()
 
     @property
@@ -178,7 +187,7 @@ class Spikes(Measurement):
     """
 
     cadence = EVERY
-    uses = (Curves, Targets)
+    uses = (Curves, StepScales, Targets)
 
     def __init__(self) -> None:
         self._finder = SpikeFinder()
@@ -240,6 +249,7 @@ class Spikes(Measurement):
         if (spike := self._finder.add(value, *place)) is None:
             return
         spike.rates = tuple(x for x in self._rates if x[0] < spike.step)[-N_RATES:]
+        _add_scales(spike, run.measured(StepScales))
         if is_here:
             self._new = spike
             if len(self._inputs) >= MIN_INPUTS and (size := largest_input(run.loop.xb)) is not None:
@@ -252,7 +262,7 @@ class Spikes(Measurement):
         self._receive(run, read_numbers([*self._waiting]))
         self._waiting.clear()
         self.n = self._finder.n
-        self.found = [replace(spike, after=spike.after[:]) for spike in self._finder.found]
+        self.found = [_as_read(spike) for spike in self._finder.found]
 
     def freeze(self) -> None:
         self._finder = SpikeFinder()
@@ -272,6 +282,24 @@ class Spikes(Measurement):
                 by_step[spike.step] = replace(best, ranks=(*ranks, rank_of))
         self.found = [by_step[step] for step in sorted(by_step)]
         self.n = max(self.n, len(self.found))
+
+
+def _add_scales(spike: Spike, scales: StepScales) -> None:
+    """Adds what the gradients of the steps before a spike were multiplied by."""
+    spike.limit_change = tuple(scales.limit_change(spike.step, N_RATES) or ())
+    spike.rescaled = tuple(scales.rescaled(spike.step, N_RATES) or ())
+    spike.norms, spike.scales = scales.norms(spike.step), scales.scales(spike.step)
+
+
+def _as_read(spike: Spike) -> Spike:
+    """A copy of a spike with plain numbers."""
+    of_steps = spike.norms, spike.scales
+    norms, scales = (
+        tuple(zip([step for step, _ in x], read_numbers([value for _, value in x]), strict=True))
+        for x in of_steps
+    )
+    rescaled = (spike.rescaled[0], *read_numbers([*spike.rescaled[1:]])) if spike.rescaled else ()
+    return replace(spike, after=spike.after[:], norms=norms, scales=scales, rescaled=rescaled)
 
 
 def _add_samples(spike: Spike, run: Run) -> None:

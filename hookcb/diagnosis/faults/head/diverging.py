@@ -1,7 +1,9 @@
 """head.logits: scores of a cross-entropy that drift away from zero, all together."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,11 +32,11 @@ TITLE = "size of the mean log-sum-exp of the scores"
 class DivergingLogits(Fault):
     """Scores of a cross-entropy that drift away from zero all together, which the loss does not see.
 
-    Formula: z = log Σ exp(scores), the mean of up to 256 rows of an inspected batch. A softmax is the same
-    for scores that are all shifted, so nothing holds z near ln C. Each of the last three |z|, before
-    convergence or in bfloat16, of looks so far apart that the step of each is 1.5 times that of the one
-    before, is 1.3 to 30 times the one before. Limit: 100 in bfloat16, whose numbers are a half apart there;
-    in other types 1,000, and a note from 100 on, or if the loss diverges.
+    Formula: z = log Σ exp(scores), the mean of up to 256 rows of an inspected batch, and of ranks. A softmax
+    is the same for scores that are all shifted, so nothing holds z near ln C. Each of the last three |z|,
+    before convergence or in bfloat16, of looks so far apart that the step of each is 1.5 times that of the
+    one before, is 1.3 to 30 times the one before. Limit: 100 in bfloat16, whose numbers are a half apart
+    there; in other types 1,000, and a note from 100 on, or if the loss diverges.
 
     Source: Chowdhery et al., "PaLM", 2022, for the z-loss; Wortsman et al., "Small-scale proxies for
     large-scale Transformer training instabilities", 2023, for the divergence of output logits.
@@ -60,6 +62,20 @@ class DivergingLogits(Fault):
     def tell(self, run: Run) -> None:
         values = read_numbers([z for _, z in self._kept])
         self.z = [(step, z) for (step, _), z in zip(self._kept, values, strict=True)]
+
+    def state(self, run: Run) -> tuple[Any, ...]:
+        """The log-sum-exp of scores, if any is large, their dtype and layer."""
+        return (self.z, self._dtype, self._layer) if any(abs(z) > MAX_Z for _, z in self.z) else ()
+
+    def merge(self, run: Run, of_ranks: Sequence[tuple[Any, ...]], rank: int) -> None:
+        """Takes the mean over ranks with large scores; of a pipeline, one of them may have the head."""
+        by_step: dict[int, list[float]] = {}
+        for known in filter(None, reversed(of_ranks)):
+            of_rank, self._dtype, self._layer = known
+            for step, z in of_rank:
+                by_step.setdefault(step, []).append(z)
+        if by_step:
+            self.z = [(step, fmean(by_step[step])) for step in sorted(by_step)]
 
     def freeze(self) -> None:
         self._kept = []

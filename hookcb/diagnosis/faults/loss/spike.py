@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.spikes import CALM, MIN_BEFORE, N_AFTER, Spike, Spikes
+from hookcb.diagnosis.measurements.step_scales import LimitChange, OfSteps, Rescaled
+from hookcb.diagnosis.rules import median
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series, Skipped
 from hookcb.diagnosis.verdict import Finding
 
@@ -17,10 +19,12 @@ FALLS = 1 / 3  # part of the excess that the next batches keep at most, if it wa
 N_BAND, N_RECENT, N_BEFORE = 8, 5, 2  # looks before a jump, those it is compared with, and those after it
 RATIO = 2.0  # of a jump to the number before, and to the largest change between the looks it is compared with
 MAX_INPUT = 4.0  # ratio of the largest input to that of all inspected batches
+MIN_NORMS, CUT = 8, 1 / 2  # known norms before a limit of clipping ended, and the share that it cut
+N_NEAR, MAX_NORM = 8, 4.0  # steps before a spike, and ratio of a norm there to the median before
 OF_LAYERS = {"std": "standard deviation of the output", "abs_max": "largest output"}
 OF_PARAMS = {"rms": "RMS of the gradient", "weight_norm": "norm"}
 
-Kind = Literal["batch", "rate", "state", "layer", "weights", "unknown"]
+Kind = Literal["batch", "scaler", "rate", "clip", "state", "layer", "weights", "unknown"]
 
 
 class Cause(NamedTuple):
@@ -37,10 +41,11 @@ class LossSpikes(Fault):
     """Losses far above those before them: what came first, and whether they healed.
 
     Formula: at least two losses, each above the usual one by six times the noise, after 32 batches; or one by
-    eight times and by a quarter, or one that lasts for more than three batches. The usual loss is the median
-    of the last 32 or of the last 4, whichever is higher; the noise, 1.4826 times the median difference of two
-    losses in a row over up to 128 batches, divided by √2. A note; a warning if the state of the optimizer is
-    wrong, or if the rate had risen, the loss had not come back after 128 batches and is still above that
+    eight times and by a quarter, or one that lasts for more than three batches, or follows from a state or a
+    scale that is wrong. The usual loss is the median of the last 32 or of the last 4, whichever is higher;
+    the noise, 1.4826 times the median difference of two losses in a row over up to 128 batches, divided by
+    √2. A note; a warning if the state of the optimizer or the scale of a GradScaler was wrong, or if the rate
+    had risen or clipping had ended, the loss had not come back after 128 batches and is still above that
     limit at the end. Other losses may stay higher as intended, as of tasks in a row.
 
     What came first, in this order. The state of torch's Adam, if |m| > C √v before the step of that batch, in
@@ -48,12 +53,16 @@ class LossSpikes(Fault):
     gradients can make that, by the inequality of Cauchy and Schwarz; on a CPU, in float32. The batch, if the
     next three losses are usual, as its step has then left the weights as good as they were, or if most of its
     samples have usual losses and the next losses keep less than a third of the excess, or if its inputs are
-    four times as large as those of all inspected batches. The learning rate, if it has risen by half or more
-    from one step to the next within the 64 steps before. A layer or parameter whose standard deviation,
-    largest magnitude or norm has jumped in the last two looks before the spike, at most 128 batches before:
-    above the five looks before by a factor of two, and by twice their largest change in logarithms, after
-    eight looks or more. The weights, if later losses are higher or keep half of the excess. What is not known
-    is said.
+    four times as large as those of all inspected batches. A GradScaler, if its scale had fallen by a third or
+    more between the backward and the step of one of the 64 batches before. The learning rate, if it has risen
+    by half or more from one step to the next within the 64 steps before. Clipping by torch, if within these
+    it has ended, or its limit has risen by half or more, after 32 steps or more with one limit, which had cut
+    half of the last 8 to 32 gradients. A layer or parameter whose standard deviation, largest magnitude or
+    norm has jumped in the last two looks before the spike, at most 128 batches before: above the five looks
+    before by a factor of two, and by twice their largest change in logarithms, after eight looks or more. The
+    weights, if later losses are higher or keep half of the excess. What is not known is said. For what came
+    first besides a batch, it is told if in the eight steps before the scale of a GradScaler has changed, or a
+    norm was four times the median norm before.
 
     Source: J. von Neumann et al., "The mean square successive difference", 1941, and P. J. Huber, "Robust
     Statistics", 1981, for the noise. The batch or the state of the weights: A. Chowdhery et al., "PaLM",
@@ -81,9 +90,9 @@ class LossSpikes(Fault):
         has_stayed = any(_has_stayed(x, run) for x in spikes)
         return self.finding(
             f"The loss jumps to {spike.value:.3g} at step {spike.step:,}{_place(spike)}, while up to "
-            f"{spike.limit:.3g} is noise: {cause.text}. "
+            f"{spike.limit:.3g} is noise: {cause.text}.{_before(spike, cause)} "
             f"{_healing(spike, run)}{_repeated(spike, others)}",
-            "warning" if cause.kind == "state" or (cause.kind == "rate" and has_stayed) else "info",
+            "warning" if cause.kind in WRONG or (cause.kind in HARSHER and has_stayed) else "info",
             at=cause.at,
             when=(spikes[0].step, spikes[-1].step),
             value=spike.value,
@@ -114,9 +123,13 @@ def _by_cause(spikes: Sequence[Spike], run: Run) -> list[tuple[Cause, list[Spike
     ]
 
 
+WRONG: tuple[Kind, ...] = ("state", "scaler")
+HARSHER: tuple[Kind, ...] = ("rate", "clip")  # larger steps, as the program has it
 CAUSES: dict[Kind, tuple[str, ...]] = {
     "batch": ("unusual or damaged samples",),
+    "scaler": ("scaler.update() or a new scale between the backward and the step",),
     "rate": ("a learning rate that rises too fast or too far",),
+    "clip": ("steps that are larger than before, as gradients are no longer cut",),
     "state": ("a state that was loaded, scaled or reset in part, or of another training",),
     "layer": ("activations, gradients or weights of that layer that grow",),
     "weights": (
@@ -135,7 +148,8 @@ def cause_of(spike: Spike, run: Run) -> Cause:
 
 def _of_itself(spike: Spike) -> Cause | None:
     """The cause that is seen without the layers."""
-    return _of_state(spike) or _of_batch(spike) or _of_rate(spike)
+    of_steps = _of_scaler(spike) or _of_rate(spike) or _of_clipping(spike)
+    return _of_state(spike) or _of_batch(spike) or of_steps
 
 
 def _of_batch(spike: Spike) -> Cause | None:
@@ -159,6 +173,69 @@ def _of_rate(spike: Spike) -> Cause | None:
             rise = f"the learning rate had risen from {before:.3g} to {rate:.3g} at step {step:,}"
             return Cause("rate", rise, since=step)
     return None
+
+
+def _of_scaler(spike: Spike) -> Cause | None:
+    """The GradScaler, if gradients were divided by another scale than they were multiplied by."""
+    if not spike.rescaled:
+        return None
+    step, before, after = Rescaled(*spike.rescaled)
+    if not 0 < JUMP * after <= before:
+        return None
+    return Cause(
+        "scaler",
+        f"the scale of the GradScaler had changed from {before:,.6g} to {after:,.6g} between the backward "
+        f"and the step of batch {step:,}, so that its gradients were {before / after:,.3g} times too large",
+        since=step,
+    )
+
+
+def _of_clipping(spike: Spike) -> Cause | None:
+    """Clipping that has ended, or whose limit has risen, if it did cut most gradients."""
+    if not spike.limit_change:
+        return None
+    change = LimitChange(*spike.limit_change)
+    norms = [x for step, x in spike.norms if step < change.step and math.isfinite(x)]
+    n_cut = sum(x > change.before for x in norms)
+    if len(norms) < MIN_NORMS or n_cut < CUT * len(norms):
+        return None
+    had_cut = f"it had cut {n_cut} of the last {len(norms)} gradients"
+    return Cause("clip", f"{_new_limit(change)}; {had_cut}", since=change.step)
+
+
+def _new_limit(change: LimitChange) -> str:
+    """Change in the calls of torch's clipping; other ways to clip are not seen."""
+    new = f"the limit of clip_grad_norm_ was {change.after:g}"
+    if change.after == math.inf:
+        new = "clip_grad_norm_ was not called"
+    before = f"after {change.n_before:,} steps with a limit of {change.before:g}"
+    return f"from step {change.step:,} on {new}, {before}"
+
+
+def _before(spike: Spike, cause: Cause) -> str:
+    """Further sentences on the steps before a spike that may have led to it."""
+    if cause.kind in ("batch", *WRONG):
+        return ""
+    said = []
+    if spike.limit_change and cause.kind != "clip":
+        said.append(f" F{_new_limit(LimitChange(*spike.limit_change))[1:]}.")
+    for (_, before), (step, scale) in pairwise(_near(spike.scales, spike.step)):
+        if scale != before:
+            said.append(
+                f" At step {step:,} the scale of the GradScaler was {scale:,.6g}, before {before:,.6g}."
+            )
+    usual = median(x for step, x in spike.norms if step < spike.step - N_NEAR)
+    step, norm = max(_near(spike.norms, spike.step), key=lambda x: x[1], default=(0, math.nan))
+    if norm > MAX_NORM * usual:
+        said.append(
+            f" The norm of the gradients was {norm:.3g} at step {step:,}; the median before is {usual:.3g}."
+        )
+    return "".join(said)
+
+
+def _near(numbers: OfSteps, step: int) -> OfSteps:
+    """Numbers of the eight steps before a step."""
+    return tuple(x for x in numbers if x[0] >= step - N_NEAR)
 
 
 def _of_state(spike: Spike) -> Cause | None:
@@ -233,6 +310,8 @@ def _samples(spike: Spike) -> str:
 def _healing(spike: Spike, run: Run) -> str:
     if spike.lasted is not None:
         return f"It healed within {spike.lasted:,} batch{'es' * (spike.lasted > 1)}"
+    if (n := next((i for i, x in enumerate(spike.after, 1) if not math.isfinite(x)), 0)) > 0:
+        return f"It is {spike.after[n - 1]:g} {n} batch{'es' * (n > 1)} later"
     if _has_stayed(spike, run):
         return f"It has not healed: the last losses are {run.loss.median(MIN_BEFORE):.3g}"
     if len(spike.after) == N_AFTER:
@@ -241,7 +320,7 @@ def _healing(spike: Spike, run: Run) -> str:
 
 
 def _has_stayed(spike: Spike, run: Run) -> bool:
-    return len(spike.after) == N_AFTER and run.loss.median(MIN_BEFORE) > spike.limit
+    return len(spike.after) == N_AFTER and not run.loss.median(MIN_BEFORE) <= spike.limit  # it may be NaN
 
 
 def _place(spike: Spike) -> str:
@@ -266,6 +345,8 @@ def _repeated(spike: Spike, others: Sequence[Spike]) -> str:
 
 def _stands_out(spike: Spike) -> bool:
     """Whether a single spike is worth a note."""
+    if any(x is not None for x in (_of_state(spike), _of_scaler(spike))):
+        return True
     is_high = spike.excess >= ALONE and spike.value > spike.middle + (ALONE_RATIO - 1) * abs(spike.middle)
     return is_high or len(spike.after) > 2 * CALM
 
@@ -279,6 +360,10 @@ def _next_steps(spike: Spike, cause: Cause, run: Run) -> tuple[str, ...]:
         return f"{look}: {again}" if again else look, run.advise("clip")
     if cause.kind == "rate":
         return "Let the learning rate rise more slowly, or not as far", run.advise("clip")
+    if cause.kind == "clip":
+        return (f"Clip the gradients of each step, as before step {cause.since:,}",)
+    if cause.kind == "scaler":
+        return ("Change the scale of a GradScaler only after the step, by scaler.update()",)
     if cause.kind == "state":
         return "Look for code that writes to optimizer.state, or loads a part of it", run.advise("clip")
     if cause.kind == "layer":

@@ -1,7 +1,7 @@
 """attn.logits: attention logits that grow without end."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from torch import Tensor
@@ -33,10 +33,10 @@ class GrowingLogits(OfCalls):
     """Attention logits that grow without end, which makes attention sharp and the training unstable.
 
     Formula: the largest logit, q·k times the scale, that the mask leaves, of up to 32 queries of each head
-    and sample, in inspected batches. It is 1.3 times what it was, or more, in each of the last three looks
-    that are so far apart that the step of each is 1.5 times that of the one before. Limit: 1,000, and from
-    100 on a note. A large logit that does not grow is no finding, nor one that is 30 times what it was: then
-    everything diverges.
+    and sample, in inspected batches of all ranks. It is 1.3 times what it was, or more, in each of the last
+    three looks that are so far apart that the step of each is 1.5 times that of the one before. Limit: 1,000,
+    and from 100 on a note. A large logit that does not grow is no finding, nor one that is 30 times what it
+    was: then everything diverges.
 
     Source: Dehghani et al., "Scaling Vision Transformers to 22 Billion Parameters", 2023; Wortsman et al.,
     "Small-scale proxies for large-scale Transformer training instabilities", 2023. The limits are those of
@@ -54,6 +54,17 @@ class GrowingLogits(OfCalls):
     def see_logits(self, layer: str, largest: Tensor) -> None:
         """Keeps the largest logit of a call."""
         self.keep(layer, largest)
+
+    def state(self, run: Run) -> dict[str, list[tuple[int, float]]]:
+        """The largest logits of layers in which any is large."""
+        series = self._series().items()
+        return {layer: list(x) for layer, x in series if max(x.values, default=0.0) > MAX_LOGIT}
+
+    def merge(self, run: Run, of_ranks: Sequence[dict[str, list[tuple[int, float]]]], rank: int) -> None:
+        """Takes the calls of these layers on all ranks, as if one rank had made them."""
+        layers = dict.fromkeys(layer for numbers in of_ranks for layer in numbers)
+        of_all = {layer: [x for numbers in of_ranks for x in numbers.get(layer, ())] for layer in layers}
+        self.numbers = self.numbers | {layer: sorted(numbers) for layer, numbers in of_all.items()}
 
     def findings(self, run: Run) -> Iterator[Result]:
         found = sorted(self._found(), key=lambda x: -x.value)

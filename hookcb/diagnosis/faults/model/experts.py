@@ -61,9 +61,9 @@ class UnevenExperts(_OfExperts):
     """A router that sends most tokens to few experts.
 
     Formula: tokens of the busiest expert / those it would get if all got as many, in inspected batches after
-    the first eighth of 100 steps or more. Limit: 4, or 0.8 of the most that is possible if that is less:
-    n / k for k of n experts per token. It is above the limit in the last two looks or more, which have the
-    same busiest expert, and in which each would get 16 tokens or more.
+    the first eighth of 100 steps or more, on all ranks together. Limit: 4, or 0.8 of the most that is
+    possible if that is less: n / k for k of n experts per token. It is above the limit in the last two looks
+    or more, which have the same busiest expert, and in which each would get 16 tokens or more.
 
     Source: Fedus et al., "Switch Transformers", 2021, for the load-balancing loss; Wang et al.,
     "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024, for the measure, which is
@@ -108,8 +108,8 @@ class DeadExperts(_OfExperts):
     """Experts that get no token any more, so they are never trained and their weights are wasted.
 
     Formula: number of experts of a router without a token in the last four inspected batches or more, of 100
-    steps or more, without the first eighth; if all experts got as many, each would get 64 or more in each of
-    them, so chance is ruled out. Limit: 0.
+    steps or more, without the first eighth, on all ranks together; if all experts got as many, each would get
+    64 or more in each of them, so chance is ruled out. Limit: 0.
 
     Source: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer",
     2017, section 4; Fedus et al., "Switch Transformers", 2021.

@@ -98,3 +98,13 @@ def test_scores_that_stay_or_grow_after_convergence_are_no_finding():
 
 def test_scores_that_lose_digits_are_told_after_convergence_too():
     assert judged(GROWING, torch.bfloat16, loss=[3.0] * 60 + [0.01] * 340)[:2] == ("head.logits", "warning")
+
+
+def test_ranks_that_have_the_head_are_judged_by_their_mean():
+    run = evidence(loss=(3.0,) * 400, loss_kind="cross-entropy")
+    fault, first, others = run.measured(DivergingLogits), DivergingLogits(), [DivergingLogits() for _ in "ab"]
+    for other, sign in zip(others, (1.5, 0.5), strict=True):
+        other.z, other._layer = [(step, sign * z) for step, z in zip(STEPS, GROWING, strict=True)], "head"
+    fault.merge(run, [x.state(run) for x in (first, *others)], 0)  # the first has another part of a pipeline
+    (found,) = fault.findings(run)
+    assert (found.layer, found.value) == ("head", 240)

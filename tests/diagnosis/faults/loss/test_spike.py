@@ -124,6 +124,59 @@ def test_spikes_after_a_larger_one_have_its_cause():
     assert "at step 160" in found.message
 
 
+def with_steps(values, norm=2.0, **facts):
+    """A run with a spike at step 100, and what was seen of the steps before it."""
+    run = spiky(values, {})
+    (spike,) = run.measured(Spikes).found
+    spike.norms = tuple((step, norm) for step in range(60, 92))
+    for name, fact in facts.items():
+        setattr(spike, name, fact)
+    return run
+
+
+def test_clipping_that_ended_comes_first_if_it_did_cut():
+    run = with_steps(lasting(), limit_change=(92, 92, 1.0, math.inf))
+    message = only(LossSpikes, run).message
+    assert (
+        "noise: from step 92 on clip_grad_norm_ was not called, after 92 steps with a limit of 1" in message
+    )
+    assert "it had cut 32 of the last 32 gradients" in message
+    message = only(LossSpikes, with_steps(lasting(), norm=0.5, limit_change=(92, 92, 1.0, math.inf))).message
+    assert "so the weights have moved, by this step or one before it. From step 92 on clip_grad" in message
+    message = only(LossSpikes, with_steps(lasting(), limit_change=(92, 92, 1.0, 8.0))).message
+    assert "noise: from step 92 on the limit of clip_grad_norm_ was 8, after 92 steps" in message
+
+
+def test_clipping_is_not_named_for_a_batch_that_heals_at_once():
+    values = level()
+    values[100] = 9.0
+    assert (
+        "clip_grad" not in only(LossSpikes, with_steps(values, limit_change=(92, 92, 1.0, math.inf))).message
+    )
+
+
+def test_a_scale_that_changed_between_backward_and_step_is_a_warning():
+    found = only(LossSpikes, with_steps(lasting(), rescaled=(99, 65_536.0, 256.0)))
+    assert found.severity == "warning"
+    assert "from 65,536 to 256 between the backward and the step of batch 99" in found.message
+    assert "its gradients were 256 times too large" in found.message
+    found = only(LossSpikes, with_steps(lasting(), rescaled=(99, 256.0, 512.0)))  # too small by that
+    assert found.severity == "info"
+
+
+def test_what_the_steps_before_had_is_told_beside_the_weights():
+    norms = (*((step, 0.5) for step in range(60, 99)), (99, 7.0))
+    scales = tuple((step, 512.0 if step < 97 else 256.0) for step in range(60, 100))
+    message = only(LossSpikes, with_steps(lasting(), norms=norms, scales=scales)).message
+    assert "At step 97 the scale of the GradScaler was 256, before 512." in message
+    assert "The norm of the gradients was 7 at step 99; the median before is 0.5." in message
+
+
+def test_a_loss_that_ends_as_nan_has_not_healed():
+    found = only(LossSpikes, spiky([*lasting()[:110], *[math.nan] * 150], {}))
+    assert "It is nan 10 batches later." in found.message
+
+
 def test_the_largest_spikes_of_many_are_kept():
     finder = SpikeFinder()
     for step, x in enumerate(level(8_000)):

@@ -82,6 +82,17 @@ def test_logits_that_grow_are_a_note_and_a_warning_above_1000():
     assert judged([10 * x for x in GROWING]) == [("warning", 1000.0, 76)]
 
 
+def test_the_largest_logit_of_all_ranks_counts():
+    run = Run()
+    run.measured(Operations).has_attention = True
+    fault, other = run.measured(GrowingLogits), GrowingLogits()
+    fault.numbers = {"attn": [(step, 1.0) for step in STEPS]}
+    other.numbers = {"attn": list(zip(STEPS, GROWING, strict=True))}
+    fault.merge(run, [fault.state(run), other.state(run)], 0)
+    (found,) = fault.findings(run)
+    assert (found.layer, found.value) == ("attn", 240)
+
+
 @pytest.mark.parametrize(
     "values",
     [

@@ -6,6 +6,7 @@ from torch import nn
 
 from hookcb.diagnosis.faults.model.experts import DeadExperts, UnevenExperts
 from hookcb.diagnosis.measurements.operations import Operations, OpProbe
+from hookcb.diagnosis.measurements.processes import Processes
 from hookcb.diagnosis.measurements.routers import Load, Routers
 from hookcb.diagnosis.run import Absent, Passed, Run, Skipped
 from tests.diagnosis.faults.support import followed, numbers
@@ -102,6 +103,26 @@ def test_a_model_without_experts_cannot_have_the_faults():
         assert routers.done
         routers.tell(run)
         assert list(fault().findings(run)) == [Absent("the model has no experts")]
+
+
+def test_tokens_of_ranks_are_added_in_looks_of_all_and_shared_ones_count_once():
+    def merged(*of_ranks):
+        routers = Routers()
+        routers.merge(Run(), of_ranks, 0)
+        return routers.loads
+
+    one, other = [Load(1, (5, 0), 1), Load(2, (4, 1), 1)], [Load(2, (0, 5), 1), Load(4, (1, 4), 1)]
+    assert merged({"moe": one}, {"moe": other}) == {"moe": [Load(2, (4, 6), 1)]}
+    assert merged({"moe": one}, {"moe": list(one)}) == {"moe": one}  # as in tensor parallelism
+    assert merged({"first": one}, {"last": other}) == {"first": one, "last": other}  # as in a pipeline
+
+
+def test_ranks_give_as_many_looks_as_are_small_enough():
+    run, routers = Run(), Routers()
+    routers.loads = {"moe": [Load(step, (1,) * 6_000, 1) for step in range(20)]}
+    assert [load.step for load in routers.state(run)["moe"]] == list(range(6, 20))
+    run.measured(Processes).world = 1_024
+    assert routers.state(run) is None
 
 
 # ---- findings
