@@ -1,5 +1,6 @@
 """Diagnose: watches a training and reports what is wrong with it."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -13,7 +14,7 @@ from hookcb.core import orders
 from hookcb.core.arguments import check_number
 from hookcb.core.callback import Callback
 from hookcb.core.callback_list import is_among
-from hookcb.core.console import attempt, show, warn
+from hookcb.core.console import attempt, log, show, warn
 from hookcb.core.events import CancelFitException, Event
 from hookcb.diagnosis.dispatcher import Dispatcher
 from hookcb.diagnosis.failures import describe_failure, is_failure, note_end
@@ -41,6 +42,12 @@ from hookcb.training.progress import Progress
 OnSick = Literal["warn", "stop", "ignore"] | Callable[[Verdict], object]
 FIRST_CHECK, CHECK_GROWTH = 20, 10  # check after batch 20, then after ten times as many
 N_EVAL = 4  # batches of each validation whose inputs and outputs are shown
+LEVELS = {  # at which the headline of a verdict is logged
+    "healthy": logging.INFO,
+    "unknown": logging.WARNING,
+    "suspect": logging.WARNING,
+    "sick": logging.ERROR,
+}
 SHOWN_OF_EVAL = (Event.BEFORE_BATCH, Event.AFTER_PRED, Event.AFTER_LOSS)
 
 
@@ -70,7 +77,8 @@ class Diagnose(Callback):
             the clock, so the same training gets the same verdict on a busy machine.
         compare_compiled: whether to compare the gradients of a compiled model, in the first batch, with those
             of the same batch without torch.compile; needs the memory and time of a few batches.
-        show: whether to print the verdict at the end; it is never printed within `learn.no_logging()`.
+        show: whether to print the verdict at the end; it is never printed within `learn.no_logging()`. Its
+            headline is logged in any case, by the logger "hookcb" of `logging`.
         name: its name on the learner.
 
     Attributes:
@@ -304,8 +312,11 @@ class Diagnose(Callback):
         for cb in self.learn.cbs:
             if isinstance(cb, TakesVerdict):
                 attempt(partial(cb.take_verdict, verdict))
-        if self.show and not self._is_quiet() and self._is_to_show(verdict):
-            show(verdict)
+        if self._is_to_show(verdict):
+            if self.learn.ranks.is_main or verdict.of_rank:
+                log(LEVELS[verdict.status], verdict.headline)
+            if self.show and not self._is_quiet():
+                show(verdict)
         self._dispatcher = self._posted = self._lookout = None
         if lookout is not None:
             lookout.leave(self.learn)

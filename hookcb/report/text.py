@@ -160,7 +160,7 @@ def _facet(title: str, kind: str, items: Sequence[str]) -> Any:
 
 
 def _about(code: str) -> Any:
-    """The page of the check, without its first line, which is the code."""
+    """Explanation of the check, without its first line, which is the code."""
     with suppress(LookupError):  # a check of the user's own has none
         text = explain(code).partition("\n")[2].strip().partition("\n\nSee also:")[0]
         parts = [ft("p", " ".join(part.split())) for part in text.split("\n\n")]
@@ -212,7 +212,7 @@ def _gauge(value: float, limit: float) -> Any:
 
 
 def _tables(data: PageData) -> list[Any]:
-    """What the scripts draw, as numbers."""
+    """Tables of the numbers that the scripts draw."""
     run = [(name, *_ends(series)) for name, series in (data.run | data.epochs).items() if len(series)]
     parts = []
     if run:
