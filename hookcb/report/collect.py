@@ -104,7 +104,8 @@ def of_records(records: Sequence[Recording], evidence: Run | None = None) -> Pag
     _add_evidence(data, evidence)
     seen = [evidence.loss, *(own for name, own in data.run.items() if name != "input_rms")]
     data.n_batches = max([evidence.n_batches, *(own.steps[-1] + 1 for own in seen if len(own))])
-    is_there = (data.layers, data.params, data.time, data.memory)
+    has_gradients = any({"norm", "clipped_norm"} & own.stats.keys() for own in data.params.values())
+    is_there = (data.layers, has_gradients, data.time, data.memory)
     missing = [kind for kind, own in zip(SHOWN_BY, is_there, strict=True) if not own]
     data.notes = [_how_to_record(*SHOWN_BY[kind], evidence.reader) for kind in missing]
     if "clipped_mean_norm" in data.run:
