@@ -114,14 +114,17 @@ def page_of(data: PageData) -> str:
     return filled(RUN, data.to_json())
 
 
-def filled(kind: Document, text: str) -> str:
+def filled(kind: Document, text: str, is_live: bool = False) -> str:
     """A document with its data. Only our own scripts and styles may run in it, by their hashes.
+
+    One that `is_live` may ask the server that it comes from for more data; others connect to nothing.
 
     The script is deflated, in base64, which saves half of an empty page.
     """
     style, script, boot = (_joined(names) for names in (STYLES, (*SHARED, *kind.scripts), BOOT))
     scripts = f"script-src {_hash(boot)} {_hash(script)}"
     policy = f"default-src 'none'; {scripts}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    policy += "; connect-src 'self'" if is_live else ""
     packed = base64.b64encode(zlib.compress(script.encode(), 9)).decode("ascii")
     parts = {"POLICY": policy, "STYLE": style, "SCRIPT": packed, "BOOT": boot, "DATA": text}
     parts |= {"TITLE": kind.title, "MAIN": _joined((kind.sections,))}

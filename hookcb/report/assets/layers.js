@@ -245,7 +245,9 @@ const layers = {
     showLayer(this.page, row);
   },
 
+  /** What is shown of the map, null if there are no rows. */
   state() {
+    if (!this.rows.size) return null;
     const folded = [...(this.folded || [])].map(({ name }) => name);
     return {
       stat: $("stat").value,
@@ -257,8 +259,9 @@ const layers = {
     };
   },
 
-  restore({ stat, order, find, folded, chosen, at }) {
-    if (!this.rows.size) return;
+  restore(state) {
+    if (!state || !this.rows.size) return;
+    const { stat, order, find, folded, chosen, at } = state;
     for (const [id, value] of Object.entries({ stat, order })) {
       if ([...$(id).options].some((option) => option.value === value)) $(id).value = value;
     }

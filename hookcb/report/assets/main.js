@@ -3,7 +3,7 @@
 function showHead(page) {
   const [, word, rest] = page.headline.match(/^([A-Z]+)(?= {2})(.*)$/s) || [null, "", page.headline];
   const status = word.toLowerCase();
-  $("headline").append(word && make(`span.status.${status}`, {}, word), rest);
+  $("headline").replaceChildren(word && make(`span.status.${status}`, {}, word), rest);
   document.title = [page.title, status || "hookcb"].filter(Boolean).join(": ");
   const written = page.written && new Date(page.written);
   const facts = [
@@ -12,18 +12,12 @@ function showHead(page) {
     written && !page.every ? `written ${written.toLocaleString()}` : "",
     page.hookcb && `hookcb ${page.hookcb}`,
   ].filter(Boolean);
-  $("facts").append(...facts.flatMap((fact, i) => [i ? " · " : "", make("span", {}, fact)]));
-  $("live").hidden = !page.every;
-  if (page.every) {
-    const time = written && !Number.isNaN(+written) ? `, last written ${written.toLocaleTimeString()}` : "";
-    $("live").textContent =
-      `${facts.length ? "· " : ""}the run goes on: updates every ${short(page.every)} s${time}`;
-  }
+  $("facts").replaceChildren(...facts.flatMap((fact, i) => [i ? " · " : "", make("span", {}, fact)]));
 }
 
-async function show() {
-  const page = await readPage($("data").textContent);
-  timeline.full = timeline.range = stepsOf(page);
+/** Fills the page, whose sections are empty. */
+function draw(page) {
+  timeline.start(stepsOf(page));
   for (const part of [
     showHead,
     showVerdict,
@@ -37,8 +31,27 @@ async function show() {
     showNotes,
   ])
     part(page);
+  follow.tell(page);
+}
+
+const empty = document.querySelector("main").cloneNode(true);
+
+/** Shows other data of the same run in place of those that are shown, and keeps the place. */
+function drawAnew(page) {
+  const state = follow.state();
+  document.querySelector("main").replaceWith(empty.cloneNode(true));
+  draw(page);
+  follow.restore(state);
+  for (const own of timeline.live()) if (isInSight(own.box)) own.draw(); // before the next frame
+}
+
+async function show() {
+  const text = $("data").textContent;
+  const page = await readPage(text);
+  follow.live = JSON.parse(text).live;
+  draw(page);
   $("zoom-out").addEventListener("click", () => timeline.zoom(...timeline.full));
-  follow.restore();
+  follow.restore(follow.kept());
   follow.start(page);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   preparePrint();
