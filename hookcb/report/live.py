@@ -171,7 +171,7 @@ class _Server(ThreadingTCPServer):
     """The sockets and threads of a `LiveServer`; HTTPServer would look up the name of the host."""
 
     allow_reuse_address = os.name == "posix"  # a port whose last server has just ended
-    daemon_threads = True
+    daemon_threads, request_queue_size = True, MAX_OPEN
 
     def __init__(self, *args: Any) -> None:
         self._open: dict[Thread, socket] = {}
