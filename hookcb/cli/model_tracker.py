@@ -277,7 +277,7 @@ class ModelTracker:
         return replace(without(verdict, hidden), remarks=tuple(filter(None, remarks)))
 
     def _reports(self, title: str) -> list[ScriptReport]:
-        """What shows a model while it is trained."""
+        """A callback that shows a model on a live page; none without a server."""
         return [] if self._live is None else [ScriptReport(self._live.page(title), self._scoped, self._note)]
 
     def _note(self, text: str) -> None:

@@ -29,31 +29,35 @@ MAX_OPEN = 64  # connections at a time
 
 
 class LivePage:
-    """A page of a `LiveServer`.
+    """A page of a `LiveServer`. One thread gives it data, others send them; what they read is set at once.
 
     Attributes:
         title: name of the run.
         place: its address below that of the server: "", or "2/" for the second.
-        sent: its data as they are sent, and their tag.
     """
 
     def __init__(self, server: "LiveServer", place: str) -> None:
         self._server, self.place, self.title = server, place, ""
-        self._data = PageData(WAITING).to_json()
-        self.renew()
+        self.show(PageData(WAITING))
 
     def show(self, data: PageData) -> None:
         """Shows these data from now on."""
-        self._data, self.title = data.to_json(), data.title
-        self.renew()
+        self._shown = data.to_json(), next(self._server.numbers)
+        self.title = data.title
 
-    def renew(self) -> None:
-        """Makes what is sent, after the data have changed, or what is known beside them."""
+    @property
+    def tag(self) -> str:
+        """Tag of what `sent` returns; it changes when that does."""
+        return f'"{self._shown[1]}-{self._server.state[1]}"'
+
+    def sent(self) -> tuple[bytes, str]:
+        """Its data with what is known beside them, and their tag."""
+        tag, (data, _) = self.tag, self._shown
         root = "../" if self.place else "./"
         others = [(x.title, root + x.place) for x in self._server.pages if x is not self and x.title]
-        live = json.dumps({"ended": self._server.ended, "others": others})
-        text = f'{{"live": {live}, {self._data[1:]}'.replace("<", "\\u003c")  # no text ends its element
-        self.sent = text.encode(), f'"{next(self._server.numbers)}"'  # at once, as other threads read it
+        live = json.dumps({"ended": self._server.state[0], "others": others})
+        text = f'{{"live": {live}, {data[1:]}'.replace("<", "\\u003c")  # no text ends its element
+        return text.encode(), tag
 
 
 class LiveServer:
@@ -71,7 +75,8 @@ class LiveServer:
         port, token: where it listens, and the secret.
         address: what to open in a browser.
         pages: the pages; there is always a first.
-        ended: how the run has ended: "", or "with KeyError: 'x'"; None as long as it goes on.
+        state: how the run has ended: "", or "with KeyError: 'x'", or None as long as it goes on; and a number
+            that is another one for other pages or another end.
 
     Raises:
         OSError: If it cannot listen there.
@@ -86,7 +91,7 @@ class LiveServer:
         self.port, self.token = self._server.server_address[1], token or secrets.token_urlsafe(16)
         self.address = f"http://{HOST}:{self.port}/{self.token}/"
         self.numbers = count()
-        self.ended: str | None = None
+        self.state: tuple[str | None, int] = None, 0
         self._around = [text.encode() for text in filled(RUN, PLACE, is_live=True).split(PLACE)]
         self.pages: list[LivePage] = []
         self._free: list[LivePage] = [self._add()]
@@ -99,7 +104,7 @@ class LiveServer:
         """A page that is in no use; the first is there from the beginning."""
         page = self._free.pop() if self._free else self._add()
         page.title = title
-        self._renew()
+        self.state = self.state[0], next(self.numbers)
         return page
 
     def give_back(self, page: LivePage) -> None:
@@ -109,8 +114,7 @@ class LiveServer:
 
     def end(self, how: str = "") -> None:
         """Tells that the run has ended, and how; see `ended`. The pages have their last data."""
-        self.ended = how
-        self._renew()
+        self.state = how, next(self.numbers)
 
     def close(self) -> None:
         """Ends to serve, once the pages that are open have what is sent, or a few seconds later.
@@ -154,15 +158,11 @@ class LiveServer:
         self.pages = [*self.pages, page]  # at once, as other threads read it
         return page
 
-    def _renew(self) -> None:
-        for page in self.pages:
-            page.renew()
-
     def _wait_for_pages(self) -> None:
         end = time.monotonic() + LINGER
         with self._answered:
             while (now := time.monotonic()) < end and any(
-                now - when < RECENT and tag != page.sent[1] for (page, _), (when, tag) in self._asked.items()
+                now - when < RECENT and tag != page.tag for (page, _), (when, tag) in self._asked.items()
             ):
                 self._answered.wait(0.1)
 
@@ -216,12 +216,13 @@ class _Handler(BaseHTTPRequestHandler):
         if found is None:
             return self.send_error(404)
         page, is_data = found
-        data, tag = page.sent
         if not is_data:
-            self._send(200, self._live.whole(data), "text/html; charset=utf-8")
+            self._send(200, self._live.whole(page.sent()[0]), "text/html; charset=utf-8")
             return self._live.note(page, "", "")
-        is_new = self.headers.get("If-None-Match") != tag
-        self._send(200 if is_new else 304, data if is_new else b"", "application/json", tag)
+        data, tag = b"", page.tag
+        if self.headers.get("If-None-Match") != tag:
+            data, tag = page.sent()
+        self._send(200 if data else 304, data, "application/json", tag)
         self._live.note(page, self.headers.get("Hookcb-Page", "data")[:64], tag)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:

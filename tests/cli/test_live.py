@@ -13,6 +13,8 @@ import pytest
 
 from hookcb import load_report
 from hookcb.cli.main import main
+from hookcb.cli.parser import make_parser
+from hookcb.cli.script import ScriptRun
 from hookcb.report.data import PageData
 from hookcb.report.live import LiveServer
 from tests.support import first
@@ -164,3 +166,14 @@ def test_a_port_without_a_page_or_one_that_is_none_is_refused(script, options, c
         main(["diagnose", *options, script("pass")])
     assert ended.value.code == 2
     assert "port" in capsys.readouterr().err
+
+
+def test_of_several_ranks_only_the_first_serves(script, monkeypatch, capsys):
+    options = make_parser().parse_args(["diagnose", "--live", script("pass")])
+    said = []
+    for rank in "10":
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        ScriptRun(options.script, [], options)._tracker.end_live("")
+        said.append(capsys.readouterr().err.count("live at"))
+    assert said == [0, 1]
