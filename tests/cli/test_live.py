@@ -15,6 +15,7 @@ from hookcb import load_report
 from hookcb.cli.main import main
 from hookcb.cli.parser import make_parser
 from hookcb.cli.script import ScriptRun
+from hookcb.processes.process_group import LAUNCHED
 from hookcb.report.data import PageData
 from hookcb.report.live import LiveServer
 from tests.support import first
@@ -172,8 +173,8 @@ def test_of_several_ranks_only_the_first_serves(script, monkeypatch, capsys):
     options = make_parser().parse_args(["diagnose", "--live", script("pass")])
     said = []
     for rank in "10":
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("WORLD_SIZE", "2")
+        for name, value in zip(LAUNCHED, (rank, "2", "127.0.0.1", "1"), strict=True):
+            monkeypatch.setenv(name, value)
         ScriptRun(options.script, [], options)._tracker.end_live("")
         said.append(capsys.readouterr().err.count("live at"))
     assert said == [0, 1]
