@@ -489,7 +489,8 @@ class Diagnose(Callback):
 
 def _told(verdict: Verdict) -> str:
     """The fault of a verdict, in one sentence."""
-    return "" if verdict.primary is None else f"{verdict.primary.code}: {verdict.primary.message.rstrip('.')}"
+    told = verdict.primary
+    return "" if told is None else f"{told.summary}: {told.message.rstrip('.')}"
 
 
 def recorded_in(loop: Any) -> list[Callback]:

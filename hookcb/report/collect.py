@@ -39,6 +39,7 @@ from hookcb.records.recording import Recording, recordings_of, with_numbers
 from hookcb.records.series import Series
 from hookcb.report.data import PageData
 from hookcb.report.page import Page
+from hookcb.report.source_lines import line_of
 
 SHOWN_BY: dict[type[Recording], tuple[str, str]] = {  # what each section of a page needs
     ActivationRecords: ("outputs of layers", "ActivationStats"),
@@ -86,6 +87,8 @@ def collect(loop: Any, verdict: Verdict | None = None) -> PageData:
         data.headline = f"No verdict: {error}."
     else:
         data.headline, data.verdict = verdict.headline, with_series(verdict, data)
+        with suppress(RuntimeError):  # a watched model may have been freed
+            _quote_layers(data.verdict["findings"], loop.model)
     return data
 
 
@@ -100,7 +103,8 @@ def of_records(records: Sequence[Recording], evidence: Run | None = None) -> Pag
     _add_evidence(data, evidence)
     seen = [evidence.loss, *(own for name, own in data.run.items() if name != "input_rms")]
     data.n_batches = max([evidence.n_batches, *(own.steps[-1] + 1 for own in seen if len(own))])
-    missing = [kind for kind in SHOWN_BY if not any(isinstance(own, kind) for own in records)]
+    is_there = (data.layers, data.params, data.time, data.memory)
+    missing = [kind for kind, own in zip(SHOWN_BY, is_there, strict=True) if not own]
     data.notes = [_how_to_record(*SHOWN_BY[kind], evidence.reader) for kind in missing]
     if "clipped_mean_norm" in data.run:
         data.notes.append("Not recorded: gradients before clipping.")
@@ -235,8 +239,18 @@ def with_series(verdict: Verdict, data: PageData) -> dict[str, Any]:
     """The verdict as plain values; each finding with the series that shows it, its steps and its ranks."""
     state = verdict.to_dict()
     for finding, own in zip(state["findings"], verdict.findings, strict=True):
+        check = FAULTS.get(own.code)
         finding.update(shown_by=_shown_by(finding, data), when=own.when, on_ranks=own.on_ranks)
+        finding["is_exact"] = check is not None and check.exact
     return state
+
+
+def _quote_layers(findings: Sequence[dict[str, Any]], model: torch.nn.Module) -> None:
+    """Adds the line of the source that makes the layer of each finding, where it is known."""
+    for finding in findings:
+        layer = finding["layer"] or finding["param"].rpartition(".")[0]
+        if layer and (line := line_of(model, layer)):
+            finding["source"] = line._asdict()
 
 
 def _shown_by(finding: dict[str, Any], data: PageData) -> dict[str, Any] | None:

@@ -16,9 +16,9 @@ from hookcb.records.series import Series
 
 SCHEMA = 1
 MAX_POINTS = 2_000  # values of a series of the whole run
-MIN_RECORDS = 16  # values of a series of a layer
+MIN_RECORDS = 14  # values of a series of a layer
 MAX_NUMBERS = 150_000  # of all layers
-MAX_TEXT = 200_000  # characters of all
+MAX_TEXT = 185_000  # characters of all
 MANTISSA = 23  # bits of a float32
 DAMAGED = (KeyError, TypeError, AttributeError, zlib.error, binascii.Error, json.JSONDecodeError)
 
@@ -60,7 +60,7 @@ def to_text(data: Any, n_series: int = 1) -> str:
     differences of steps, and float32 values, rounded to 2⁻¹⁴ of themselves for layers and parameters, 2⁻⁶ for
     counts of histograms, little-endian, the first bytes of all before the second ones. Both are deflated, in
     base64. Of long series some values are left out, but not what is not finite, so that both together have
-    about 200,000 characters at most.
+    about 185,000 characters at most.
 
     Args:
         data: the dataclass or dict.

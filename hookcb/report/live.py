@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from hmac import compare_digest
+from html import escape, unescape
 from http.server import BaseHTTPRequestHandler
 from itertools import count
 from socket import SHUT_RDWR, socket
@@ -17,11 +18,11 @@ from typing import Any
 from hookcb.diagnosis.failures import is_failure
 from hookcb.processes.hangs import Terminated
 from hookcb.report.data import PageData
-from hookcb.report.page import RUN, filled
+from hookcb.report.page import RUN, filled, inserted
+from hookcb.report.text import text_of, title_of
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")  # of this machine in a request; the port may be that of a tunnel
-PLACE = "@data@"  # of the data in a page
 WAITING = "No numbers yet: the first come after a few seconds of training."
 RECENT = 3.0  # seconds after which a page is taken for closed; an open one asks every second
 LINGER = 5.0  # seconds in which open pages get the end, at most
@@ -42,22 +43,26 @@ class LivePage:
 
     def show(self, data: PageData) -> None:
         """Shows these data from now on."""
-        self._shown = data.to_json(), next(self._server.numbers)
+        markup = text_of(data) | {"TITLE": escape(title_of(data))}
+        self._shown = data.to_json(), markup, next(self._server.numbers)
         self.title = data.title
 
     @property
     def tag(self) -> str:
-        """Tag of what `sent` returns; it changes when that does."""
-        return f'"{self._shown[1]}-{self._server.state[1]}"'
+        """Tag of what is sent; it changes when that does."""
+        return f'"{self._shown[-1]}-{self._server.state[1]}"'
 
-    def sent(self) -> tuple[bytes, str]:
-        """Its data with what is known beside them, and their tag."""
-        tag, (data, _) = self.tag, self._shown
+    def sent(self, is_whole: bool) -> tuple[bytes, str]:
+        """The whole page, or only its data with their text, as JSON; and the tag."""
+        tag, (data, markup, _) = self.tag, self._shown
         root = "../" if self.place else "./"
         others = [(x.title, root + x.place) for x in self._server.pages if x is not self and x.title]
-        live = json.dumps({"ended": self._server.state[0], "others": others})
-        text = f'{{"live": {live}, {data[1:]}'.replace("<", "\\u003c")  # no text ends its element
-        return text.encode(), tag
+        beside: dict[str, Any] = {"live": {"ended": self._server.state[0], "others": others}}
+        whole, text_only = self._server.templates
+        if not is_whole:
+            beside |= {"title": unescape(markup["TITLE"]), "markup": inserted(text_only, markup)}
+        text = f"{json.dumps(beside)[:-1]}, {data[1:]}".replace("<", "\\u003c")  # no text ends its element
+        return (inserted(whole, markup | {"DATA": text}) if is_whole else text).encode(), tag
 
 
 class LiveServer:
@@ -74,6 +79,7 @@ class LiveServer:
     Attributes:
         port, token: where it listens, and the secret.
         address: what to open in a browser.
+        templates: a page, and what is between its scripts, without text and data.
         pages: the pages; there is always a first.
         state: how the run has ended: "", or "with KeyError: 'x'", or None as long as it goes on; and a number
             that is another one for other pages or another end.
@@ -92,7 +98,7 @@ class LiveServer:
         self.address = f"http://{HOST}:{self.port}/{self.token}/"
         self.numbers = count()
         self.state: tuple[str | None, int] = None, 0
-        self._around = [text.encode() for text in filled(RUN, PLACE, is_live=True).split(PLACE)]
+        self.templates = _templates()
         self.pages: list[LivePage] = []
         self._free: list[LivePage] = [self._add()]
         self._asked: dict[tuple[LivePage, str], tuple[float, str]] = {}  # by open page: when, and what it has
@@ -138,11 +144,6 @@ class LiveServer:
         place = asked.removesuffix("data")
         page = next((page for page in self.pages if page.place == place), None)
         return None if page is None else (page, asked != place)
-
-    def whole(self, data: bytes) -> bytes:
-        """A page with its data."""
-        before, after = self._around
-        return before + data + after
 
     def note(self, page: LivePage, client: str, tag: str) -> None:
         """Notes what a page in a browser has been sent; one that has not asked for data yet is called ""."""
@@ -217,11 +218,11 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send_error(404)
         page, is_data = found
         if not is_data:
-            self._send(200, self._live.whole(page.sent()[0]), "text/html; charset=utf-8")
+            self._send(200, page.sent(is_whole=True)[0], "text/html; charset=utf-8")
             return self._live.note(page, "", "")
         data, tag = b"", page.tag
         if self.headers.get("If-None-Match") != tag:
-            data, tag = page.sent()
+            data, tag = page.sent(is_whole=False)
         self._send(200 if data else 304, data, "application/json", tag)
         self._live.note(page, self.headers.get("Hookcb-Page", "data")[:64], tag)
 
@@ -244,6 +245,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
+
+
+def _templates() -> tuple[str, str]:
+    markup = {name: f"@@{name}@@" for name in text_of(PageData(""))}  # which fills itself in
+    whole = filled(RUN._replace(title="@@TITLE@@"), "@@DATA@@", markup, is_live=True)
+    end = "</main>"
+    return whole, whole[whole.index("<header>") : whole.index(end)] + end
 
 
 def how_ended(error: BaseException | None) -> str:

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import zlib
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from typing import NamedTuple
 from hookcb.core.arguments import check_page
 from hookcb.core.whole import write_whole
 from hookcb.report.data import PageData
+from hookcb.report.text import text_of, title_of
 
 HERE = Path(__file__).parent
 STYLES = ("vendor/uPlot-1.6.32.min.css", "assets/page.css")
@@ -27,6 +29,7 @@ SHARED = (
     "assets/run.js",
 )
 BOOT = ("assets/boot.js",)
+NO_MARKUP = {"HEADLINE": "", "FACTS": "", "COMMAND": ""}
 BEGIN, END = '<script type="application/json" id="data">', "</script>"
 
 
@@ -111,13 +114,14 @@ def load_report(path: str | Path) -> PageData:
 
 def page_of(data: PageData) -> str:
     """The page as text."""
-    return filled(RUN, data.to_json())
+    return filled(RUN._replace(title=title_of(data)), data.to_json(), text_of(data))
 
 
-def filled(kind: Document, text: str, is_live: bool = False) -> str:
-    """A document with its data. Only our own scripts and styles may run in it, by their hashes.
+def filled(kind: Document, text: str, markup: Mapping[str, str] = NO_MARKUP, *, is_live: bool = False) -> str:
+    """A document with its data, and the markup that stands in it before its scripts run.
 
-    One that `is_live` may ask the server that it comes from for more data; others connect to nothing.
+    Only our own scripts and styles may run in it, by their hashes. One that `is_live` may ask the server that
+    it comes from for more data; others connect to nothing.
 
     The script is deflated, in base64, which saves half of an empty page.
     """
@@ -127,8 +131,13 @@ def filled(kind: Document, text: str, is_live: bool = False) -> str:
     policy += "; connect-src 'self'" if is_live else ""
     packed = base64.b64encode(zlib.compress(script.encode(), 9)).decode("ascii")
     parts = {"POLICY": policy, "STYLE": style, "SCRIPT": packed, "BOOT": boot, "DATA": text}
-    parts |= {"TITLE": kind.title, "MAIN": _joined((kind.sections,))}
-    pieces = _joined(("assets/page.html",)).split("@@")  # text, name, text, name …
+    parts |= {"TITLE": escape(kind.title), "MAIN": inserted(_joined((kind.sections,)), markup)}
+    return inserted(_joined(("assets/page.html",)), {**parts, **markup})
+
+
+def inserted(template: str, parts: Mapping[str, str]) -> str:
+    """A template with its parts, each at the place that has its name: "@@TITLE@@"."""
+    pieces = template.split("@@")  # text, name, text, name …
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 

@@ -45,7 +45,7 @@ def test_a_fault_is_told_with_its_verdict_and_leaves_no_checkpoint(capsys, tmp_p
     assert main(["demo", "--model", "mlp", "--epochs", "2", "--fault", "dead-relu"]) == 0
     shown = capsys.readouterr().out
     assert "planted fault: a bias of -10" in shown
-    assert "SICK unit.dead in hidden" in " ".join(shown.split())
+    assert "SICK Units of a layer get no gradient: hidden" in " ".join(shown.split())
     assert not list(tmp_path.iterdir())
 
 

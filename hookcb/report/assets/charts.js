@@ -80,7 +80,7 @@ class Chart {
   }
 
   draw() {
-    if (!this.box.isConnected) return; // another layer was chosen meanwhile
+    if (!this.box.isConnected || !this.plot.clientWidth) return; // another layer was chosen, or it is folded
     const rem = parseFloat(getComputedStyle(document.documentElement).fontSize) / 16;
     const font = `${12 * rem}px system-ui, sans-serif`;
     const axis = {
@@ -293,7 +293,9 @@ function partlySame(all, drawn, named = (title) => title) {
 
 const resized = new ResizeObserver((entries) => {
   for (const { target } of entries)
-    if (target.isConnected) target.chart.plotted?.setSize(target.chart.size());
+    if (!target.isConnected || !target.clientWidth) continue;
+    else if (target.chart.plotted) target.chart.plotted.setSize(target.chart.size());
+    else target.chart.draw();
 });
 
 /** Draws all charts again, after the colors or the size of the page have changed. */

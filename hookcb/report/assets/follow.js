@@ -77,8 +77,9 @@ const follow = {
     if (this.next && !this.isUsed()) {
       const text = this.next;
       this.next = null;
-      this.page = await readPage(text);
-      drawAnew(this.page);
+      const page = await readPage(text);
+      drawAnew(page, JSON.parse(text));
+      this.page = page;
     }
     this.tell(this.page);
     if (this.live.ended === null || this.next) setTimeout(() => this.poll(name), this.isGone ? 5 * POLL : POLL);
@@ -112,9 +113,7 @@ const follow = {
       at: scrollY,
       map: layers.state(),
       zoom: timeline.kept(),
-      open: this.folds()
-        .filter(([, node]) => node.open)
-        .map(([key]) => key),
+      folds: this.named("details").map(([key, node]) => [key, node.open]),
       depth: depth.kept(),
       focus: document.activeElement?.id || "",
       row: document.activeElement?.dataset?.name ?? null,
@@ -158,18 +157,15 @@ const follow = {
     });
   },
 
-  folds() {
-    return this.named("details");
-  },
-
   restore(state) {
     if (!state) return;
     layers.restore(state.map);
     timeline.restore(state.zoom);
     depth.restore(state.depth);
-    for (const [key, node] of this.folds()) {
-      if (!state.open.includes(key) || node.open) continue;
-      node.open = true;
+    const folds = new Map(state.folds);
+    for (const [key, node] of this.named("details")) {
+      if (!folds.has(key) || folds.get(key) === node.open) continue;
+      node.open = folds.get(key);
       node.dispatchEvent(new Event("toggle")); // now, so that its content has its height
     }
     if (state.row !== null) layers.focus(state.row);

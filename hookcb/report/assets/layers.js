@@ -28,7 +28,7 @@ const layers = {
   offer() {
     $("layer-controls").hidden = !this.choices.length;
     if (!this.choices.length) {
-      const text = "No numbers of layers were recorded; add ActivationStats() or Diagnose().";
+      const text = "No numbers of layers were recorded.";
       $("map").before(make("p.soft", {}, text));
     }
     for (const [label, choices] of Map.groupBy(this.choices, ({ group }) => group)) {
@@ -239,15 +239,14 @@ const layers = {
       if (!this.visible().includes(row)) $("find").value = "";
       this.list();
       this.reveal(this.nodes.get(row));
+      $("layers-section").open = true;
       $("layers-section").scrollIntoView();
       this.enter(this.nodes.get(row), true);
     }
     showLayer(this.page, row);
   },
 
-  /** What is shown of the map, null if there are no rows. */
   state() {
-    if (!this.rows.size) return null;
     const folded = [...(this.folded || [])].map(({ name }) => name);
     return {
       stat: $("stat").value,
@@ -259,9 +258,8 @@ const layers = {
     };
   },
 
-  restore(state) {
-    if (!state || !this.rows.size) return;
-    const { stat, order, find, folded, chosen, at } = state;
+  restore({ stat, order, find, folded, chosen, at }) {
+    if (!this.rows.size) return;
     for (const [id, value] of Object.entries({ stat, order })) {
       if ([...$(id).options].some((option) => option.value === value)) $(id).value = value;
     }

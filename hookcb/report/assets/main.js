@@ -1,25 +1,10 @@
 // The page from top to bottom.
 
-function showHead(page) {
-  const [, word, rest] = page.headline.match(/^([A-Z]+)(?= {2})(.*)$/s) || [null, "", page.headline];
-  const status = word.toLowerCase();
-  $("headline").replaceChildren(word && make(`span.status.${status}`, {}, word), rest);
-  document.title = [page.title, status || "hookcb"].filter(Boolean).join(": ");
-  const written = page.written && new Date(page.written);
-  const facts = [
-    page.title,
-    page.n_batches ? counted(page.n_batches, "batch", "batches") : "",
-    written && !page.every ? `written ${written.toLocaleString()}` : "",
-    page.hookcb && `hookcb ${page.hookcb}`,
-  ].filter(Boolean);
-  $("facts").replaceChildren(...facts.flatMap((fact, i) => [i ? " · " : "", make("span", {}, fact)]));
-}
-
-/** Fills the page, whose sections are empty. */
+/** Draws what the text of the page has no place for. */
 function draw(page) {
+  $("plain").remove();
   timeline.start(stepsOf(page));
   for (const part of [
-    showHead,
     showVerdict,
     showRun,
     (own) => layers.start(own),
@@ -27,19 +12,18 @@ function draw(page) {
     showTime,
     showMemory,
     showRanks,
-    showConfig,
-    showNotes,
   ])
     part(page);
   follow.tell(page);
 }
 
-const empty = document.querySelector("main").cloneNode(true);
-
-/** Shows other data of the same run in place of those that are shown, and keeps the place. */
-function drawAnew(page) {
-  const state = follow.state();
-  document.querySelector("main").replaceWith(empty.cloneNode(true));
+/** Shows newer data of the same run, with their text, and keeps the place unless there were none before. */
+function drawAnew(page, { title, markup }) {
+  const state = follow.page.n_batches ? follow.state() : null;
+  const fresh = new DOMParser().parseFromString(markup, "text/html");
+  for (const part of ["header", "main"])
+    document.querySelector(`body > ${part}`).replaceWith(document.adoptNode(fresh.querySelector(part)));
+  document.title = title;
   draw(page);
   follow.restore(state);
   for (const own of timeline.live()) if (isInSight(own.box)) own.draw(); // before the next frame
@@ -58,13 +42,13 @@ async function show() {
   document.body.dataset.ready = "yes";
 }
 
-/** Before printing, charts take the width and the colors of paper, and the verdict is opened. */
+/** Before printing, charts take the width and the colors of paper, and what is folded is opened. */
 function preparePrint() {
   let opened = [];
   const before = () => {
     if (document.documentElement.dataset.print) return; // both events come
     document.documentElement.dataset.print = "yes";
-    opened = [...document.querySelectorAll("#verdict details:not([open])")];
+    opened = [...document.querySelectorAll("#verdict details:not([open]), details.section:not([open])")];
     opened.forEach((node) => {
       node.open = true;
     });

@@ -55,6 +55,7 @@ function showRun(page) {
       }),
     runName,
   );
+  $("run-section").hidden = false;
   place.append(make("div.charts", {}, ...charts), same);
   if (!charts.length && !same) place.append(make("p.soft", {}, "No batch was recorded."));
 }
