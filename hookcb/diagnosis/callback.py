@@ -24,6 +24,7 @@ from hookcb.diagnosis.gather import gather, note_unseen, recorded
 from hookcb.diagnosis.judge import ALONE, judge
 from hookcb.diagnosis.led import Led, LedHealth, LedStats, LedTimer
 from hookcb.diagnosis.measurements.clock import Clock
+from hookcb.diagnosis.measurements.largest_losses import LargestLosses
 from hookcb.diagnosis.measurements.outside import OutsideParameters
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.preflight import add_preflight
@@ -133,7 +134,9 @@ class Diagnose(Callback):
         self._told = {}
         self._next_check, self._has_reacted = FIRST_CHECK, False
         self._is_new_step, self.is_wanted, self._n_eval = True, False, 0
-        self._dispatcher = dispatcher = Dispatcher(Run(loop=self.learn), FAULTS.values(), self.budget)
+        self._dispatcher = dispatcher = Dispatcher(
+            Run(loop=self.learn), [*FAULTS.values(), LargestLosses], self.budget
+        )
         dispatcher.run.measured(CompiledGradients).is_wanted = self.compare_compiled
         self._of_rank, self._posted = name_own_rank(), None  # the group may be gone at the end
         self._frame = dispatcher.guarded("frame", Frame.of, self.model, []) or Frame()

@@ -25,6 +25,7 @@ from hookcb.diagnosis.gather import recorded
 from hookcb.diagnosis.led import Led
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.inputs import Inputs
+from hookcb.diagnosis.measurements.largest_losses import LargestLosses
 from hookcb.diagnosis.measurements.layer_times import LayerTimes
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.reader import Way, also, way_of
@@ -139,6 +140,7 @@ def _add_run(data: PageData, evidence: Run) -> None:
     for name, series in (("loss", evidence.loss), ("lr", evidence.lr)):
         data.run[name] = data.run[name] if len(data.run[name]) else series
     data.run["input_rms"] = evidence.measured(Inputs).rms
+    data.samples = evidence.measured(LargestLosses).found
     coefs = evidence.steps.get("clip_coef", Series())
     if "clipped_mean_norm" in data.run and any(x < 1 for x in coefs.values):  # clipped before they were read
         data.run |= {"total_norm": evidence.steps["total_norm"], "clip_coef": coefs}

@@ -200,7 +200,8 @@ def _revived(kind: Any, x: Any, numbers: bytes) -> Any:
         return _unpacked(numbers, x)
     if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
-        return kind(**{own.name: _revived(hints[own.name], x[own.name], numbers) for own in fields(kind)})
+        known = [own.name for own in fields(kind) if own.name in x]  # a page of an older version lacks some
+        return kind(**{name: _revived(hints[name], x[name], numbers) for name in known})
     if x is not None and (inner := [own for own in get_args(kind) if own is not type(None)]):
         if get_origin(kind) is dict:
             return {key: _revived(inner[1], value, numbers) for key, value in x.items()}

@@ -29,6 +29,8 @@ def text_of(data: PageData) -> dict[str, str]:
         "COMMAND": _markup(*_command(data)),
         "VERDICT": _markup(*_verdict(verdict)) if verdict else "",
         "PLAIN": _markup(*_tables(data)),
+        "SAMPLES": _markup(_samples(data)) if data.samples else "",
+        "HAS_SAMPLES": "" if data.samples else " hidden",
         "CONFIG": _markup(*_config(data.config)),
         "NOTES": _markup(ft("ul", *(ft("li", note) for note in data.notes)) if data.notes else ""),
         "OPEN": "" if verdict.get("status") in SICK else " open",
@@ -173,9 +175,10 @@ def _proof(finding: Mapping[str, Any], index: int) -> Any:
     has_limit = bool(finding.get("figure")) or (shown is not None and shown["limit"] is not None)
     parts: list[Any] = [ft("div", cls="drawn", data_finding=str(index))] if is_drawn else []
     is_exact = finding.get("is_exact", False)
-    if value is not None and limit is not None and not has_limit and not is_exact:
+    is_note = finding["severity"] == "info"
+    if value is not None and limit is not None and not (has_limit or is_exact or is_note):
         parts.append(_gauge(float(value), float(limit)))
-    if not parts and finding["severity"] != "info":
+    if not (parts or is_note):
         why = "this is a fact, with no number that has a limit" if is_exact else ""
         parts.append(ft("p", f"No figure: {why or 'what was seen is in the sentence'}.", cls="soft"))
     return ft("div", *parts, cls="proof") if parts else ""
@@ -198,7 +201,7 @@ def _gauge(value: float, limit: float) -> Any:
         ft("line", x1=LEFT, x2=RIGHT, y1=26, y2=26, cls="axis"),
         ft("line", x1=bound, x2=bound, y1=10, y2=42, cls="limit"),
         ft("circle", cx=at, cy=26, r=6, cls="found"),
-        ft("text", _short(value), x=at, y=13, text_anchor=anchors[0], cls="value"),
+        ft("text", f"measured {_short(value)}", x=at, y=13, text_anchor=anchors[0], cls="value"),
         ft("text", f"limit {_short(limit)}", x=bound, y=54, text_anchor=anchors[1], cls="bound"),
         viewBox=f"0 0 {WIDTH} 60", role="img", aria_label=f"measured {ends}{', logarithmic' * is_log}",
         cls="gauge",
@@ -237,6 +240,12 @@ def _latest(records: Mapping[str, Recorded]) -> Any:
         f"The latest numbers of the first {len(rows)} of {len(records):,}." if more else "The latest numbers."
     )
     return _table(("name", *(stat.replace("_", " ") for stat in stats)), rows, note)
+
+
+def _samples(data: PageData) -> Any:
+    rows = [(f"{x.step:,}", f"{x.index:,}", _short(x.loss), _short(x.usual)) for x in data.samples]
+    head = ("step", "sample of the batch", "loss", "median of the batch")
+    return _table(head, rows, "Largest losses of samples in the batches that were inspected.")
 
 
 def _config(config: Mapping[str, Sequence[Sequence[str]]]) -> list[Any]:
