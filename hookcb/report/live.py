@@ -57,7 +57,8 @@ class LivePage:
         tag, (data, markup, _) = self.tag, self._shown
         root = "../" if self.place else "./"
         others = [(x.title, root + x.place) for x in self._server.pages if x is not self and x.title]
-        beside: dict[str, Any] = {"live": {"ended": self._server.state[0], "others": others}}
+        live = {"ended": self._server.state[0], "others": others, "tag": tag}
+        beside: dict[str, Any] = {"live": live}
         whole, text_only = self._server.templates
         if not is_whole:
             beside |= {"title": unescape(markup["TITLE"]), "markup": inserted(text_only, markup)}
@@ -70,7 +71,7 @@ class LiveServer:
 
     Only a page and its data are there, and only for GET. All else is answered with 404; so is a request that
     names another host, as a page of the web makes it whose name has been given this address meanwhile (DNS
-    rebinding). The thread that trains makes what is sent; the threads of the server only send it.
+    rebinding). The thread that trains makes data and text; those of the server only put them together.
 
     Args:
         port: where to listen; 0 for any that is free.
@@ -119,7 +120,7 @@ class LiveServer:
         self._free.append(page)
 
     def end(self, how: str = "") -> None:
-        """Tells that the run has ended, and how; see `ended`. The pages have their last data."""
+        """Tells that the run has ended, and how; see `state`. The pages have their last data."""
         self.state = how, next(self.numbers)
 
     def close(self) -> None:
@@ -218,8 +219,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send_error(404)
         page, is_data = found
         if not is_data:
-            self._send(200, page.sent(is_whole=True)[0], "text/html; charset=utf-8")
-            return self._live.note(page, "", "")
+            data, tag = page.sent(is_whole=True)
+            self._send(200, data, "text/html; charset=utf-8")
+            return self._live.note(page, "", "" if self._live.state[0] is None else tag)
         data, tag = b"", page.tag
         if self.headers.get("If-None-Match") != tag:
             data, tag = page.sent(is_whole=False)

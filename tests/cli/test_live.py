@@ -131,7 +131,8 @@ def test_each_model_has_a_page_and_the_code_is_that_of_the_verdicts(script, monk
     code = main(["diagnose", "--live", script(lines)])
     assert [data.title for data, _ in seen] == ["Linear", "Linear (2)", "Sequential"]
     assert [data.n_batches for data, _ in seen] == [30, 30, 12]
-    assert seen[1][1] == {"ended": "", "others": [["Linear", "../"], ["Sequential", "../3/"]]}
+    assert seen[1][1]["ended"] == ""
+    assert seen[1][1]["others"] == [["Linear", "../"], ["Sequential", "../3/"]]
     out = capsys.readouterr().out
     assert all(data.headline.split("  ")[0] in out for data, _ in seen)
     assert main(["diagnose", script(lines)]) == code

@@ -70,7 +70,7 @@ def test_two_clients_get_the_page_and_new_data_when_there_are_some():
         page.show(PageData("HEALTHY  so far", title="first", n_batches=7))
         for name in "ab":
             data, live, tag = data_at(server.address, If_None_Match=tags[0], Hookcb_Page=name)
-            assert (data.n_batches, live) == (7, {"ended": None, "others": []})
+            assert (data.n_batches, live) == (7, {"ended": None, "others": [], "tag": tag})
             assert tag != tags[0]
 
 

@@ -7,9 +7,8 @@ const follow = {
   key: `hookcb 1 ${location.pathname}`,
   isDragging: false,
   movedAt: 0,
-  live: undefined, // what the server says beside the data: `ended`, null as long as the run goes on, and `others`
+  live: undefined, // what the server says beside the data: `ended`, null as long as the run goes on; `others`; `tag`
   isGone: false, // whether the server is
-  tag: "", // of the newest data
   next: null, // the newest data, if they are not drawn yet
 
   start(page) {
@@ -55,34 +54,39 @@ const follow = {
     location.reload();
   },
 
-  /** Asks the server for new data, as the page of this name, and draws them once nobody uses the page. */
+  /** Asks the server every second, as the page of this name, and draws new data once nobody uses the page. */
   async poll(name) {
-    if (this.live.ended === null) {
-      try {
-        const answer = await fetch("data", {
-          headers: { "If-None-Match": this.tag, "Hookcb-Page": name },
-          cache: "no-store",
-          signal: AbortSignal.timeout(10 * POLL),
-        });
-        if (answer.status === 200) {
-          this.next = await answer.text();
-          this.tag = answer.headers.get("ETag");
-          this.live = JSON.parse(this.next).live;
-        } else if (answer.status !== 304) throw new Error(answer.statusText);
-        this.isGone = false;
-      } catch {
-        this.isGone = true;
+    if (this.live.ended === null) await this.ask(name);
+    try {
+      if (this.next && !this.isUsed()) {
+        const text = this.next;
+        this.next = null;
+        const page = await readPage(text);
+        drawAnew(page, JSON.parse(text));
+        this.page = page;
       }
+      this.tell(this.page);
+    } finally {
+      if (this.live.ended === null || this.next)
+        setTimeout(() => this.poll(name), this.isGone ? 5 * POLL : POLL);
     }
-    if (this.next && !this.isUsed()) {
-      const text = this.next;
-      this.next = null;
-      const page = await readPage(text);
-      drawAnew(page, JSON.parse(text));
-      this.page = page;
+  },
+
+  async ask(name) {
+    try {
+      const answer = await fetch("data", {
+        headers: { "If-None-Match": this.live.tag, "Hookcb-Page": name },
+        cache: "no-store",
+        signal: AbortSignal.timeout(10 * POLL),
+      });
+      if (answer.status === 200) {
+        this.next = await answer.text();
+        this.live = JSON.parse(this.next).live;
+      } else if (answer.status !== 304) throw new Error(answer.statusText);
+      this.isGone = false;
+    } catch {
+      this.isGone = true;
     }
-    this.tell(this.page);
-    if (this.live.ended === null || this.next) setTimeout(() => this.poll(name), this.isGone ? 5 * POLL : POLL);
   },
 
   /** Says whether the run goes on, and how new the data are. */
