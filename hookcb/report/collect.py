@@ -240,10 +240,13 @@ def _arguments(cb: Callback) -> Iterator[str]:
 def with_series(verdict: Verdict, data: PageData) -> dict[str, Any]:
     """The verdict as plain values; each finding with the series that shows it, its steps and its ranks."""
     state = verdict.to_dict()
+    before = data.verdict["findings"] if data.verdict else ()
+    quoted = {known["layer"]: known["source"] for known in before if known["layer"] and "source" in known}
     for finding, own in zip(state["findings"], verdict.findings, strict=True):
         check = FAULTS.get(own.code)
         finding.update(shown_by=_shown_by(finding, data), when=own.when, on_ranks=own.on_ranks)
         finding["is_exact"] = check is not None and check.exact
+        finding |= {"source": quoted[own.layer]} if own.layer in quoted else {}
     return state
 
 

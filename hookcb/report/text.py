@@ -217,7 +217,9 @@ def _tables(data: PageData) -> list[Any]:
     parts = []
     if run:
         parts += [ft("h2", "Run"), _table(("number", "first", "last", "smallest", "largest"), run)]
-    for title, records in (("Outputs of layers", data.layers), ("Parameters", data.params)):
+    place = {module.name: i for i, module in enumerate(data.modules)}
+    layers = dict(sorted(data.layers.items(), key=lambda x: place.get(x[1].module, -1)))
+    for title, records in (("Outputs of layers", layers), ("Parameters", data.params)):
         if any(own.stats for own in records.values()):
             parts += [ft("h2", title), _latest(records)]
     return parts
