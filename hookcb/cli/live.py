@@ -26,7 +26,12 @@ class ScriptReport(Report):
         self, page: LivePage, scoped: Callable[[Verdict], Verdict], note: Callable[[str], None]
     ) -> None:
         super().__init__(None, EVERY, live=True, name="script_report")
-        self.page, self._scoped, self._note = page, scoped, note
+        self._target, self._scoped, self._note = page, scoped, note
+
+    @property
+    def page(self) -> LivePage:
+        """The page; not an attribute, as pages list the arguments that a callback keeps."""
+        return self._target
 
     def before_fit(self) -> None:
         self._page, self._next = self.page, time.monotonic() + EVERY

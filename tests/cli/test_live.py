@@ -144,6 +144,7 @@ def test_findings_that_are_ignored_are_not_shown_and_a_limit_is_how_it_ended(scr
     main(["diagnose", "--live", "--ignore", "dropout.*", "--steps", "40", script(lines)])
     ((data, live),) = seen
     assert live["ended"] == "after 40 steps"
+    assert ["ScriptReport", ""] in data.config["Callbacks"]
     assert "dropout.extreme" not in [finding["code"] for finding in data.verdict["findings"]]
 
 
