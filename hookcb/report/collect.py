@@ -144,7 +144,8 @@ def _add_run(data: PageData, evidence: Run) -> None:
     coefs = evidence.steps.get("clip_coef", Series())
     if "clipped_mean_norm" in data.run and any(x < 1 for x in coefs.values):  # clipped before they were read
         data.run |= {"total_norm": evidence.steps["total_norm"], "clip_coef": coefs}
-    data.run = with_numbers(data.run)
+    loss = data.run["loss"]  # stays also if it is NaN from the first batch on
+    data.run = with_numbers(data.run) | ({"loss": loss} if len(loss) else {})
 
 
 def _add_layers(data: PageData, evidence: Run) -> None:

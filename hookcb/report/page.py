@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import re
 import zlib
 from collections.abc import Mapping
 from html import escape
@@ -23,12 +24,16 @@ SHARED = (
     "assets/stats.js",
     "assets/tables.js",
     "assets/timeline.js",
+    "assets/lines.js",
     "assets/axis.js",
     "assets/marks.js",
+    "assets/save.js",
     "assets/charts.js",
     "assets/run.js",
 )
 BOOT = ("assets/boot.js",)
+# comments and indentation of scripts; a license, "/*!", stays
+SPARED = re.compile(r"^[ \t]*(?://[^\n]*\n|/\*\*.*?\*/\n)?[ \t]*", re.MULTILINE | re.DOTALL)
 NO_MARKUP = {"HEADLINE": "", "FACTS": "", "COMMAND": ""}
 BEGIN, END = '<script type="application/json" id="data">', "</script>"
 
@@ -49,6 +54,7 @@ RUN = Document(
         "assets/model.js",
         "assets/layers.js",
         "assets/strips.js",
+        "assets/hists.js",
         "assets/layer.js",
         "assets/depth.js",
         "assets/costs.js",
@@ -123,9 +129,10 @@ def filled(kind: Document, text: str, markup: Mapping[str, str] = NO_MARKUP, *, 
     Only our own scripts and styles may run in it, by their hashes. One that `is_live` may ask the server that
     it comes from for more data; others connect to nothing.
 
-    The script is deflated, in base64, which saves half of an empty page.
+    The script is deflated, in base64, without comments and indentation; that saves half of an empty page.
     """
     style, script, boot = (_joined(names) for names in (STYLES, (*SHARED, *kind.scripts), BOOT))
+    script = SPARED.sub("", script)
     scripts = f"script-src {_hash(boot)} {_hash(script)}"
     policy = f"default-src 'none'; {scripts}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
     policy += "; connect-src 'self'" if is_live else ""

@@ -75,6 +75,13 @@ function bars(title, columns, numbers, format) {
     columns.length > 1 ? key : "",
     make("table", {}, head, body),
     rest,
+    saveButtons(title, {
+      CSV: () =>
+        csvByName(
+          columns,
+          all.map(([name, own]) => [name || "(the model)", ...columns.map((_, i) => own[i] || 0)]),
+        ),
+    }),
     exact,
   );
 }

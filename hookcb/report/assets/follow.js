@@ -119,6 +119,7 @@ const follow = {
       zoom: timeline.kept(),
       folds: this.named("details").map(([key, node]) => [key, node.open]),
       depth: depth.kept(),
+      run: switches.state,
       focus: document.activeElement?.id || "",
       row: document.activeElement?.dataset?.name ?? null,
       focused: this.named(FOCUSABLE).find(([, node]) => node === document.activeElement)?.[0],
@@ -166,6 +167,7 @@ const follow = {
     layers.restore(state.map);
     timeline.restore(state.zoom);
     depth.restore(state.depth);
+    if (state.run) switches.restore(state.run);
     const folds = new Map(state.folds);
     for (const [key, node] of this.named("details")) {
       if (!folds.has(key) || folds.get(key) === node.open) continue;
