@@ -40,6 +40,7 @@ INTERNAL = {  # callbacks that are not for users, and whose they are
     "AverageCallback": "the base of EMA and SWA",
     "EndAtLimit": "hookcb diagnose --steps",
     "LookForNan": "hookcb diagnose --trace-nan",
+    "ScriptReport": "hookcb diagnose --live",
     "Replay": "hookcb replay",
 }
 NOT_PLANTED = {  # faults without a planted case, and why

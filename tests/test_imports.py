@@ -234,10 +234,14 @@ class Without:
 
 
 def test_no_module_opens_a_connection():
-    """Names of this host and pairs of sockets inside the process are all that sockets are used for."""
+    """Sockets are for the name of this host, for pairs in this process, and for pages on this machine."""
     nets = {"asyncio", "ftplib", "http", "requests", "smtplib", "ssl", "urllib", "urllib3", "xmlrpc"}
     for path in sorted(Path(hookcb.__file__).parent.rglob("*.py")):
         text = path.read_text("utf-8")
+        if path.parts[-2:] == ("report", "live.py"):
+            assert text.count('HOST = "127.0.0.1"') == text.count("_Server((HOST, port)") == 1
+            text = text.replace("from http.server import BaseHTTPRequestHandler", "")
+            text = text.replace("self.socket.shutdown(", "")
         imported = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE))
         assert not imported & nets, path
         assert set(re.findall(r"\bsocket\.(\w+)", text)) <= {"gethostname", "socketpair"}, path

@@ -33,11 +33,17 @@ def _diagnose(args: argparse.Namespace) -> int:
         make_parser().error(f"there is no file {args.script!r}{hint}")
     if args.is_module and not has_module(args.script):
         make_parser().error(f"there is no module {args.script!r} to be had from {Path.cwd()}")
+    if args.port and not args.live:
+        make_parser().error("--port is for --live; give both, or none")
     from hookcb.cli.script import ScriptRun
 
     start = len(args.given) - len(args.args)
     start -= args.given[start - 1] == "--"  # argparse drops a leading "--" of the script's arguments
-    return ScriptRun(args.script, args.given[start:], args).run()
+    try:
+        script = ScriptRun(args.script, args.given[start:], args)
+    except OSError as error:
+        make_parser().error(f"--port: {error}")
+    return script.run()
 
 
 def _summary(args: argparse.Namespace) -> int:

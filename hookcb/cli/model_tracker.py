@@ -5,7 +5,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hookcb.cli.ignored import without
 from hookcb.cli.limits import EndAtLimit, Limit, LimitReached
+from hookcb.cli.live import ScriptReport
 from hookcb.cli.optimizer_names import OptimizerNames, foreign_optimizers
 from hookcb.cli.ownership import (
     belongs,
@@ -50,6 +51,7 @@ from hookcb.loops.lr_find import LRFinder
 from hookcb.loops.preflight import NAME as PREFLIGHT
 from hookcb.report.collect import collect, with_series
 from hookcb.report.data import PageData
+from hookcb.report.live import LivePage, LiveServer, how_ended
 
 N_ANEW = 2  # batches after which a model that turns out to be in another module has a verdict of its own
 MAX_MODELS = 4  # watched at a time, as their memory is held until their verdict
@@ -80,6 +82,7 @@ class ModelTracker:
         makes_pages: whether to collect what a page shows of each model.
         limit: ends the script; by default it does not.
         ignored: codes of findings to leave out, as `fnmatch` patterns.
+        live: server that shows each model while it is trained, None for none; needs `makes_pages`.
 
     Attributes:
         limit: the limit of the script.
@@ -90,9 +93,14 @@ class ModelTracker:
     """
 
     def __init__(
-        self, makes_pages: bool = False, limit: Limit | None = None, ignored: Sequence[str] = ()
+        self,
+        makes_pages: bool = False,
+        limit: Limit | None = None,
+        ignored: Sequence[str] = (),
+        live: LiveServer | None = None,
     ) -> None:
-        self._makes_pages = makes_pages
+        self._makes_pages, self._live = makes_pages, live
+        self._how_ended = ""
         self.limit, self._ignored = limit or Limit(), tuple(ignored)
         self.exit = Exit()
         self.notes: list[str] = []
@@ -234,6 +242,8 @@ class ModelTracker:
         is_training = getattr(diagnose, "name", "") != PREFLIGHT and diagnose is not None
         if self.limit and is_training:
             cbs.append(EndAtLimit(self.limit))
+        live = self._reports(kind_of(learn.model)) if is_training else []
+        cbs += live
         self.begin_anew()
         for model in [model for model in self._open if model.model is learn.model]:
             self._close(model)
@@ -242,11 +252,11 @@ class ModelTracker:
             yield
         finally:
             self._n_fits -= 1
-            self._guarded(self._add_verdict, learn, diagnose)
+            self._guarded(self._add_verdict, learn, diagnose, [cb.page for cb in live])
         if self.limit.is_over and is_training:
             self.limit.end()
 
-    def _add_verdict(self, learn: Learner, diagnose: Any) -> None:
+    def _add_verdict(self, learn: Learner, diagnose: Any, live: Sequence[LivePage]) -> None:
         """Adds the verdict of a fit that has ended, unless the fit was a preflight."""
         if isinstance(diagnose, type):
             diagnose = next((cb for cb in vars(learn).values() if type(cb) is diagnose), None)
@@ -256,6 +266,7 @@ class ModelTracker:
             model.verdict, model.is_trained = self._scoped(diagnose.verdict), True
             model.optimizers = model.steppers = names
             model.page = collect(learn, model.verdict) if self._makes_pages else None
+            model.live = next(iter(live), None)
             self._add(model)
 
     def _scoped(self, verdict: Verdict) -> Verdict:
@@ -264,6 +275,35 @@ class ModelTracker:
         hidden = [*self._ignored, *(OF_WHOLE_RUNS if reached else ())]
         remarks = [reached, f"ignored: {', '.join(self._ignored)}" if self._ignored else ""]
         return replace(without(verdict, hidden), remarks=tuple(filter(None, remarks)))
+
+    def _reports(self, title: str) -> list[ScriptReport]:
+        """A callback that shows a model on a live page; none without a server."""
+        return [] if self._live is None else [ScriptReport(self._live.page(title), self._scoped, self._note)]
+
+    def _note(self, text: str) -> None:
+        self.notes += [text] * (text not in self.notes)
+
+    def end_live(self, nothing: str) -> None:
+        """Shows the end on the live pages, for a few seconds if they are open.
+
+        Args:
+            nothing: why there is no verdict, if there is none.
+        """
+        if self._live is None:
+            return
+        if nothing:
+            self._live.pages[0].show(PageData(nothing))
+        for m in self._all:
+            self._show_end(m)
+        self._live.end(self.limit.reached or self._how_ended)
+        with suppress(KeyboardInterrupt):  # by somebody who does not want to wait
+            self._live.close()
+
+    def _show_end(self, model: TrackedModel) -> None:
+        """Shows the verdict of a model on its live page."""
+        if model.live is not None and model.page is not None:
+            model.page.title = model.title
+            model.live.show(model.page)
 
     def _observer(self, name: str | None = None) -> Callback:
         """A callback that watches a training."""
@@ -374,6 +414,8 @@ class ModelTracker:
         is_sick = model.verdict is not None and model.verdict.primary is not None
         if not model.is_trained or (is_tried and not is_sick):
             self._all.remove(model)
+            if self._live is not None and model.live is not None:
+                self._live.give_back(model.live)
         return root if inside is None or inside is own else inside
 
     def _watch(self, root: nn.Module, name: str) -> TrackedModel:
@@ -382,7 +424,9 @@ class ModelTracker:
             self._model_of[part] = model
         try:
             opts = [] if model.is_trainable else self._optimizers.without_trained()
-            model.watch = ScriptWatch(root, opts, [self._observer()], None)
+            live = self._reports(model.title)
+            model.live = next((cb.page for cb in live), None)
+            model.watch = ScriptWatch(root, opts, [self._observer(), *live], None)
         except Exception as error:
             self.notes.append(f"{model.title} could not be watched: {error!r}")
             return model
@@ -400,6 +444,8 @@ class ModelTracker:
             for n, m in enumerate(alike, 1):
                 is_known = len(alike) > 1 and m.name and names.count(m.name) == 1
                 m.title = f"{m.name} ({kind})" if is_known else kind if n == 1 else f"{kind} ({n})"
+                if m.live is not None:
+                    m.live.title = m.title
 
     def _close(self, model: TrackedModel, error: BaseException | None = None) -> None:
         self._open.remove(model)
@@ -410,6 +456,7 @@ class ModelTracker:
             if not model.optimizers:
                 model.optimizers = model.steppers = model.foreign or ()
         self._guarded(model.close, error, self._scoped)
+        self._guarded(self._show_end, model)
         if watch is not None and watch.failure is not None:
             self.notes.append(
                 f"the verdict on {model.title} covers what was seen until "
@@ -424,7 +471,7 @@ class ModelTracker:
         """
         if self._is_closed or self.begin_anew():
             return
-        self._is_closed = True
+        self._is_closed, self._how_ended = True, how_ended(error)
         error = LimitReached() if error is not None and self.limit.is_over else error
         for model in list(self._open):
             self._close(model, error)
@@ -484,6 +531,4 @@ class ModelTracker:
             self._note_failure(error)
 
     def _note_failure(self, error: Exception) -> None:
-        note = describe_failure("a part of hookcb", error)
-        if note not in self.notes:
-            self.notes.append(note)
+        self._note(describe_failure("a part of hookcb", error))

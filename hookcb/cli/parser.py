@@ -129,6 +129,19 @@ def _add_diagnose(add: AddCommand) -> None:
         help="write what was recorded as a page, one for each model",
     )
     parser.add_argument(
+        "--live",
+        action="store_true",
+        help="serve the page to browsers on this machine while the script runs; the address is printed at "
+        "its start",
+    )
+    parser.add_argument(
+        "--port",
+        type=_read_by(_port),
+        default=0,
+        metavar="N",
+        help="port for --live, as for a tunnel: ssh -L N:127.0.0.1:N HOST; by default any that is free",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="write the verdicts as JSON, and nothing else, to stdout"
     )
     parser.add_argument(
@@ -310,6 +323,12 @@ def _count_of(what: str, least: int = 1) -> Callable[[str], int]:
         return int(text)
 
     return _read_by(count)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 65_536:
+        raise ValueError(f"port must be a whole number from 1 to 65535, got {text!r}")
+    return int(text)
 
 
 def _minutes(text: str) -> float:

@@ -22,6 +22,7 @@ from hookcb.core.console import safe_console, show, show_error
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.processes.hangs import Terminated, hold_farewell, lookout_kept
 from hookcb.processes.process_group import n_processes
+from hookcb.report.live import LiveServer
 from hookcb.report.page import Page
 
 
@@ -38,6 +39,9 @@ class ScriptRun:
         path: the script, or the name of a module.
         args: its arguments.
         options: the options of `hookcb diagnose`, as its parser returns them.
+
+    Raises:
+        OSError: If the live page cannot be served on the port of `--port`.
     """
 
     def __init__(self, path: str, args: Sequence[str], options: argparse.Namespace) -> None:
@@ -45,8 +49,11 @@ class ScriptRun:
         self._start = Path.cwd()
         limit = Limit(options.steps, options.minutes)
         limit.give_up = self._exit
-        makes_pages = options.html is not None and not own_rank()
-        self._tracker = ModelTracker(makes_pages, limit, options.ignore)
+        live = LiveServer(options.port) if options.live and not own_rank() else None
+        makes_pages = (options.html is not None and not own_rank()) or live is not None
+        self._tracker = ModelTracker(makes_pages, limit, options.ignore, live)
+        if live is not None:
+            show_error(f"hookcb diagnose: live at {live.address}")
         self._again = None
         if options.trace_nan:
             self._again = SecondRun(path, self._args, options.is_module, options.json)
@@ -117,7 +124,9 @@ class ScriptRun:
             for note in notes:
                 show(f"hookcb diagnose: {note}", soft_wrap=True, highlight=False, markup=False)
         safe_console().file.flush()
-        return tracker.exit.settle(exit_code)
+        settled = tracker.exit.settle(exit_code)
+        tracker.end_live(*nothing or [""])
+        return settled
 
     def _run_again(self) -> None:
         """Runs the script a second time if that was asked for, and adds what it finds."""

@@ -18,6 +18,7 @@ from hookcb.loops.watcher import Watch
 from hookcb.processes.process_group import n_processes
 from hookcb.report.collect import collect
 from hookcb.report.data import PageData
+from hookcb.report.live import LivePage
 
 
 def say_sick(verdict: Verdict) -> None:
@@ -117,6 +118,7 @@ class TrackedModel:
         foreign: names of optimizers of another kind than torch's, None as long as none is looked for.
         makes_page: whether `page` is wanted.
         page: what a page shows, once it is closed.
+        live: where it is shown while it is trained, None if nowhere.
         title: its class; with its name or a number if there are several: "critic (Net)", "Net (2)".
     """
 
@@ -131,6 +133,7 @@ class TrackedModel:
     steppers: tuple[str, ...] = ()
     makes_page: bool = False
     page: PageData | None = None
+    live: LivePage | None = None
     title: str = ""
     is_trainable: bool = True
     foreign: tuple[str, ...] | None = None

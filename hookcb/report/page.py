@@ -123,10 +123,11 @@ def page_of(data: PageData) -> str:
     return filled(RUN._replace(title=title_of(data)), data.to_json(), text_of(data))
 
 
-def filled(kind: Document, text: str, markup: Mapping[str, str] = NO_MARKUP) -> str:
+def filled(kind: Document, text: str, markup: Mapping[str, str] = NO_MARKUP, *, is_live: bool = False) -> str:
     """A document with its data, and the markup that stands in it before its scripts run.
 
-    Only our own scripts and styles may run in it, by their hashes.
+    Only our own scripts and styles may run in it, by their hashes. One that `is_live` may ask the server that
+    it comes from for more data; others connect to nothing.
 
     The script is deflated, in base64, without comments and indentation; that saves half of an empty page.
     """
@@ -134,13 +135,15 @@ def filled(kind: Document, text: str, markup: Mapping[str, str] = NO_MARKUP) -> 
     script = SPARED.sub("", script)
     scripts = f"script-src {_hash(boot)} {_hash(script)}"
     policy = f"default-src 'none'; {scripts}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    policy += "; connect-src 'self'" if is_live else ""
     packed = base64.b64encode(zlib.compress(script.encode(), 9)).decode("ascii")
     parts = {"POLICY": policy, "STYLE": style, "SCRIPT": packed, "BOOT": boot, "DATA": text}
-    parts |= {"TITLE": escape(kind.title), "MAIN": _inserted(_joined((kind.sections,)), markup)}
-    return _inserted(_joined(("assets/page.html",)), {**parts, **markup})
+    parts |= {"TITLE": escape(kind.title), "MAIN": inserted(_joined((kind.sections,)), markup)}
+    return inserted(_joined(("assets/page.html",)), {**parts, **markup})
 
 
-def _inserted(template: str, parts: Mapping[str, str]) -> str:
+def inserted(template: str, parts: Mapping[str, str]) -> str:
+    """A template with its parts, each at the place that has its name: "@@TITLE@@"."""
     pieces = template.split("@@")  # text, name, text, name …
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 

@@ -55,7 +55,10 @@ def pages(tmp_path_factory):
 
 @pytest.fixture
 def open_page(browser):
-    """Opens a file, all sections unfolded; afterwards nothing must have gone wrong, nor been fetched."""
+    """Opens a file, or the address of a server, with all of its sections unfolded.
+
+    Afterwards nothing must have gone wrong in it, and nothing been fetched, but data from that server.
+    """
     opened, wrong = [], []
 
     def open_(path, width=1280, scheme="light", height=900, is_live=False, is_folded=False, **options):
@@ -66,8 +69,9 @@ def open_page(browser):
         page.on("console", lambda said: wrong.append(f"{said.type}: {said.text}"))
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("dialog", lambda dialog: wrong.append(f"dialog: {dialog.message}"))
-        page.on("request", lambda sent: wrong.extend({sent.url} - {path.as_uri()}))
-        page.goto(path.as_uri())
+        address, data = (path, f"{path}data") if isinstance(path, str) else (path.as_uri(), "")
+        page.on("request", lambda sent: wrong.extend({sent.url} - {address, data}))
+        page.goto(address)
         page.wait_for_selector("body[data-ready=yes]", timeout=20_000)
         if not is_folded:
             page.evaluate(

@@ -9,6 +9,7 @@ import pytest
 
 from hookcb import Finding, Verdict, compare, load_report
 from hookcb.report.collect import with_series
+from hookcb.report.live import LiveServer
 from hookcb.report.page import Page
 from tests.pages.support import HOSTILE, KINDS, NAMES, healthy, sick, stored
 
@@ -465,6 +466,61 @@ def test_a_page_follows_while_the_run_goes_on(open_page, tmp_path):
     page.evaluate("window.isThisOne = true")
     page.wait_for_timeout(2_500)
     assert page.evaluate("window.isThisOne")
+
+
+def test_a_page_of_a_server_draws_new_data_without_a_reload_and_keeps_its_place(open_page, note):
+    data, server = healthy(), LiveServer()
+    shown = server.page("Net")
+    page = open_page(server.address, height=500)
+    assert page.inner_text("#headline").startswith("No numbers yet")
+    page.evaluate("window.isThisOne = true")
+    data.every, data.title = 2.0, "Net"
+    shown.show(data)
+    page.locator("#facts", has_text="64 batches").wait_for(timeout=15_000)
+    assert page.inner_text("#live").startswith("· live, data of ")
+    page.fill("#find", "2")
+    page.locator(f'{ROWS}[data-name="2"]').click()
+    page.locator("#run details summary").first.click()
+    page.locator("#run .plot").first.focus()
+    page.evaluate("scrollTo(0, 600)")
+    data.n_batches = 65
+    shown.show(data)
+    page.locator("#facts", has_text="65 batches").wait_for(timeout=15_000)
+    assert page.input_value("#find") == "2"
+    assert page.locator("#layer h3").first.inner_text().startswith("2")
+    assert page.locator("#run details[open] td").count() > 10
+    assert page.evaluate("document.activeElement === document.querySelector('#run .plot')")
+    assert abs(page.evaluate("scrollY") - 600) < 50
+    took = page.evaluate(
+        """async () => {
+            const text = await (await fetch("data")).text();
+            const fresh = await readPage(text);
+            const began = performance.now();
+            drawAnew(fresh, JSON.parse(text));
+            return performance.now() - began;
+        }"""
+    )
+    note("live: new data are drawn in", took, "ms")
+    data.every, data.n_batches = None, 66
+    shown.show(data)
+    server.end("with KeyError: 'x'")
+    server.close()  # once the page has the end
+    page.locator("#live", has_text="ended with KeyError: 'x'").wait_for(timeout=15_000)
+    page.locator("#facts", has_text="66 batches").wait_for(timeout=15_000)
+    assert page.evaluate("window.isThisOne")
+    page.wait_for_timeout(1_500)  # it asks no more
+
+
+def test_a_page_whose_server_is_gone_says_so_and_from_when_its_data_are(browser):
+    data, server = healthy(), LiveServer()
+    data.every = 2.0
+    server.page("Net").show(data)
+    with browser.new_context().new_page() as page:
+        page.goto(server.address)
+        page.wait_for_selector("body[data-ready=yes]", timeout=20_000)
+        server.close()  # as if the process were killed
+        page.locator("#live", has_text="the server is gone, last data of ").wait_for(timeout=15_000)
+        assert "64 batches" in page.inner_text("#facts")
 
 
 def test_a_page_does_not_load_itself_while_somebody_types(open_page, tmp_path):

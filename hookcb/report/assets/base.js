@@ -62,6 +62,12 @@ function withoutPrefix(names) {
   return parts.map((x) => x.slice(n).join("."));
 }
 
+/** Whether a part of an element is in the window. */
+function isInSight(node) {
+  const { top, bottom } = node.getBoundingClientRect();
+  return bottom > 0 && top < innerHeight;
+}
+
 /** `name` with its end kept, which is where names differ. */
 const cut = (name, room) => (name.length > room ? `…${name.slice(1 - room)}` : name);
 

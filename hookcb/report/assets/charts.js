@@ -50,7 +50,7 @@ class Chart {
     resized.observe(this.plot);
     this.found = []; // what has no place in the plot, see `MARKS`
     this.tell(null); // so that it has its height from the first
-    later(() => this.draw());
+    later(() => this.plotted || this.draw());
   }
 
   described() {

@@ -1,21 +1,10 @@
 // The page from top to bottom.
 
-/** Says that the run goes on, and when the page was last written; text has the rest. */
-function showLive(page) {
-  $("live").hidden = !page.every;
-  if (!page.every) return;
-  const written = page.written && new Date(page.written);
-  const time = written && !Number.isNaN(+written) ? `, last written ${written.toLocaleTimeString()}` : "";
-  $("live").textContent =
-    `${$("facts").childElementCount ? "· " : ""}the run goes on: updates every ${short(page.every)} s${time}`;
-}
-
-async function show() {
-  const page = await readPage($("data").textContent);
+/** Draws what the text of the page has no place for. */
+function draw(page) {
   $("plain").remove();
-  timeline.full = timeline.range = stepsOf(page);
+  timeline.start(stepsOf(page));
   for (const part of [
-    showLive,
     showVerdict,
     showRun,
     (own) => layers.start(own),
@@ -25,8 +14,28 @@ async function show() {
     showRanks,
   ])
     part(page);
+  follow.tell(page);
+}
+
+/** Shows newer data of the same run, with their text, and keeps the place unless there were none before. */
+function drawAnew(page, { title, markup }) {
+  const state = follow.page.n_batches ? follow.state() : null;
+  const fresh = new DOMParser().parseFromString(markup, "text/html");
+  for (const part of ["header", "main"])
+    document.querySelector(`body > ${part}`).replaceWith(document.adoptNode(fresh.querySelector(part)));
+  document.title = title;
+  draw(page);
+  follow.restore(state);
+  for (const own of timeline.live()) if (isInSight(own.box)) own.draw(); // before the next frame
+}
+
+async function show() {
+  const text = $("data").textContent;
+  const page = await readPage(text);
+  follow.live = JSON.parse(text).live;
+  draw(page);
   $("zoom-out").addEventListener("click", () => timeline.zoom(...timeline.full));
-  follow.restore();
+  follow.restore(follow.kept());
   follow.start(page);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   preparePrint();

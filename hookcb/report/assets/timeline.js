@@ -8,6 +8,12 @@ const timeline = {
   strips: new Set(), // functions to call when the range has changed
   cursors: new Set(), // functions to call with the step under the cursor, or null
 
+  start(steps) {
+    this.full = this.range = steps;
+    this.strips.clear();
+    this.cursors.clear();
+  },
+
   zoom(first, last) {
     const [low, high] = this.full;
     this.range = last - first < 1 ? this.full : [Math.max(low, first), Math.min(high, last)];
