@@ -18,8 +18,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 ERRORS = pytest.mark.filterwarnings(
     "error",
     "ignore:Guards may run slower:RuntimeWarning",  # Python 3.13.0, under torch.compile
-    # what torch 2.11 says of its own imports, and once in a process of profiles and sparse tensors
-    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning",
+    # what torch 2.11 and newer say of TorchScript, their own imports too, and once in a process of profiles
+    # and sparse tensors
+    "ignore:.torch.jit.[a-z_]+. is deprecated",
     "ignore:Warning. Profiler clears events:UserWarning",
     "ignore:Sparse invariant checks are implicitly disabled:UserWarning",
 )

@@ -89,12 +89,13 @@ def _compile(model: nn.Module, options: dict[str, Any]) -> None:
     model.compile(**options)
     if type(model).forward.__module__.startswith("torch.nn.modules."):
         # torch silently does not compile a forward in its own files, such as Sequential's (pytorch#150915)
-        set_compiled_call(model, torch.compile(_traceable(plain_call(model)), **options))
+        set_compiled_call(model, torch.compile(_traceable(model), **options))
 
 
-def _traceable(call: Callable[..., Any]) -> Callable[..., Any]:
+def _traceable(model: nn.Module) -> Callable[..., Any]:
+    # a bound method made here would end with the fit, and with it what torch 2.6 has compiled
     def traceable(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
+        return plain_call(model)(*args, **kwargs)
 
     return traceable
 
