@@ -38,6 +38,7 @@ def how_called() -> str:
 
 
 def _derived(kind: type) -> Iterator[Any]:
+    x: type
     for x in type.__subclasses__(kind):
         yield x
         yield from _derived(x)

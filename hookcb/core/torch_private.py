@@ -433,8 +433,8 @@ def keeps_snapshots() -> AbstractContextManager[Any]:
     There, up to torch 2.11, an assertion of torch fails without; later nothing changes.
     """
     key = torch._C.DispatchKey.PythonTLSSnapshot
-    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    return torch._C._ForceDispatchKeyGuard(included.add(key), excluded.remove(key))
+    included = torch._C._dispatch_tls_local_include_set().add(key)
+    return torch._C._ForceDispatchKeyGuard(included, torch._C._dispatch_tls_local_exclude_set().remove(key))
 
 
 def is_jit_tracing() -> bool:

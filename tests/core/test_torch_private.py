@@ -872,8 +872,8 @@ def test_keeps_snapshots():
     seen, key = [], torch._C.DispatchKey.PythonTLSSnapshot
 
     def note():
-        included, excluded = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
-        seen.append(included().has(key) and not excluded().has(key))
+        is_included = torch._C._dispatch_tls_local_include_set().has(key)
+        seen.append(is_included and not torch._C._dispatch_tls_local_exclude_set().has(key))
 
     def f(x):
         with torch_private.transforms_left(), torch_private.keeps_snapshots():
