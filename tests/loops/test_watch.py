@@ -1224,9 +1224,10 @@ def test_a_model_compiled_in_place_after_it_is_watched(graphs):
         for _ in range(3):
             step(model, opt)
 
-    # the first call is seen by its step, in torch 2.15 by its backward too
-    assert seen(loop, model, opt) in [f"E(T(({first}){TRAINED * 2})T)E" for first in ("sS", "lbBsS")]
-    assert len(found) == 1
+    # the first call is seen by its step, in torch 2.15 by its backward too, and compiled with the hooks anew
+    graphs_of = {f"E(T(({first}){TRAINED * 2})T)E": n for first, n in (("sS", 1), ("lbBsS", 2))}
+    events = seen(loop, model, opt)
+    assert len(found) == graphs_of[events]
     assert type(model._compiled_call_impl).__module__ != "hookcb.hooks.compiled"
 
 
