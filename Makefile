@@ -33,7 +33,7 @@ MATRIX ?= 3.12-torch2.6.0 3.12-torch2.11.0 3.13-torch2.15.0
 test-matrix: $(MATRIX:%=matrix-%)
 
 matrix-%: build/matrix/%/constraints.txt
-	@version=python$(firstword $(subst -torch, ,$*)); if command -v $$version; \
+	@version=python$(firstword $(subst -torch, ,$*)); if $$version -c ''; \
 	then $(MAKE) test PYTHON=$$version VENV=$(<D)/.venv CONSTRAINTS=$<; \
 	else echo "$* is left out, as there is no $$version"; fi
 

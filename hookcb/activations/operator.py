@@ -10,7 +10,12 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from hookcb.core.torch_private import is_transform_tensor, transforms_left, without_transform
+from hookcb.core.torch_private import (
+    is_transform_tensor,
+    keeps_snapshots,
+    transforms_left,
+    without_transform,
+)
 
 OWNERS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # instances of ActivationStats
 # that it writes to a tensor is why no compiler leaves it out, or moves it to another step
@@ -31,7 +36,7 @@ def _in_vmap(x: Tensor | None, written: Tensor, owner: int, path: str, kind: str
     """Takes the tensor of all calls, as a model that is compiled may have torch.func.vmap in it."""
     while x is not None and is_transform_tensor(x):
         x = without_transform(x)
-    with transforms_left():
+    with transforms_left(), keeps_snapshots():
         torch.ops.hookcb.take(x, written, owner, path, kind)
 
 

@@ -1,6 +1,7 @@
 """Why no model was seen that an optimizer trains."""
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -23,17 +24,24 @@ MAYBE_COMPILED = (
     "compile the model rather than the function that calls it, and call model(x)"
 )
 NO_MODULE = "parameters that belong to no nn.Module, whose calls could be seen"
-APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def how_called() -> str:
     """How a module is called that this call does not train: in an autograd.Function, or without gradients."""
     frame: FrameType | None = sys._getframe(1)
+    forwards = {getattr(x.forward, "__code__", None) for x in _derived(torch.autograd.Function)}
     while frame is not None:
-        if frame.f_code is APPLY:
+        if frame.f_code in forwards:  # that of `apply` is no frame since torch 2.15
             return IN_FUNCTION
         frame = frame.f_back
     return IN_FUNCTION if in_backward() else WITHOUT_GRAD
+
+
+def _derived(kind: type) -> Iterator[Any]:
+    x: type
+    for x in type.__subclasses__(kind):
+        yield x
+        yield from _derived(x)
 
 
 def why_unseen(opt: Optimizer, called: Any) -> str:

@@ -427,6 +427,16 @@ def transforms_left() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
+def keeps_snapshots() -> AbstractContextManager[Any]:
+    """Lets operators be called with tensors without values where transforms are left, as in torch.func.vmap.
+
+    There, up to torch 2.11, an assertion of torch fails without; later nothing changes.
+    """
+    key = torch._C.DispatchKey.PythonTLSSnapshot
+    included = torch._C._dispatch_tls_local_include_set().add(key)
+    return torch._C._ForceDispatchKeyGuard(included, torch._C._dispatch_tls_local_exclude_set().remove(key))
+
+
 def is_jit_tracing() -> bool:
     """Whether torch.jit.trace is recording; the public `torch.jit.is_tracing` is for scripted functions."""
     return _is_jit_tracing()
@@ -574,7 +584,7 @@ def is_joining(model: nn.Module) -> bool:
 
 def is_fully_sharded(m: nn.Module) -> bool:
     """Whether `fully_shard` was called on a module."""
-    return hasattr(m, "set_reshard_after_forward")
+    return hasattr(m, "set_reshard_after_backward")
 
 
 def plain_class(x: object) -> type:

@@ -59,12 +59,16 @@ class Compile(Callback):
             _compile(self.model, self.options)
 
     def before_train(self) -> None:
-        if self._on and not is_compiled(self.model):  # Distributed has wrapped it anew
-            _compile(self.model, self.options)
+        if not self._on:
+            return
         # code compiled in an earlier fit may be reused, without the hooks added since (pytorch#117758)
-        if self._on and not self._hooked and _has_hooks(self.model):
+        is_new = not self._hooked and _has_hooks(self.model)
+        if is_new:
             self._hooked = True
             torch.compiler.reset()
+        # torch 2.6 crashes once hooks are gone, if it was compiled before; or Distributed has wrapped it anew
+        if is_new or not is_compiled(self.model):
+            _compile(self.model, self.options)
 
     def after_fit(self) -> None:
         if self._on:
@@ -89,12 +93,13 @@ def _compile(model: nn.Module, options: dict[str, Any]) -> None:
     model.compile(**options)
     if type(model).forward.__module__.startswith("torch.nn.modules."):
         # torch silently does not compile a forward in its own files, such as Sequential's (pytorch#150915)
-        set_compiled_call(model, torch.compile(_traceable(plain_call(model)), **options))
+        set_compiled_call(model, torch.compile(_traceable(model), **options))
 
 
-def _traceable(call: Callable[..., Any]) -> Callable[..., Any]:
+def _traceable(model: nn.Module) -> Callable[..., Any]:
+    # a bound method made here would end with the fit, and with it what torch 2.6 has compiled
     def traceable(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
+        return plain_call(model)(*args, **kwargs)
 
     return traceable
 

@@ -250,7 +250,7 @@ HARD = {
         """
         body = nn.Linear(8, 8)
         actor, critic = nn.Sequential(body, nn.Linear(8, 1)), nn.Sequential(body, nn.Linear(8, 1))
-        opt = torch.optim.SGD({*actor.parameters(), *critic.parameters()}, 1e-2)
+        opt = torch.optim.SGD(dict.fromkeys([*actor.parameters(), *critic.parameters()]), 1e-2)
         fit(lambda x: actor(x) + critic(x), opt)
         """,
         ["actor (Sequential), trained by SGD", "critic (Sequential), trained by SGD"],

@@ -323,7 +323,7 @@ def test_an_exception_is_shown_as_python_shows_it_and_the_verdict_follows(run):
     assert code == 1
     told = err[err.index("Traceback") :].splitlines()
     assert told[1].endswith("in <module>")
-    assert told[-1].startswith("RuntimeError: mat1 and mat2")
+    assert told[-1].startswith(("RuntimeError: mat1 and mat2", "RuntimeError: addmm: mat1 and mat2"))
     assert OURS not in "".join(told)
     assert headings(out) == [
         "Sequential, trained by Adam, until the script failed",
@@ -537,6 +537,7 @@ def test_compiled_models_are_seen_and_compile_as_they_would(run, lines):
         skip_unless_compiled_in_place()
     how = "net, opt = make()\nhow = dict(backend='eager', fullgraph=True)\n"
     strict = "import warnings\nwarnings.simplefilter('error')\n"
+    strict += "warnings.filterwarnings('ignore', 'Guards may run slower')\n"  # Python 3.13.0
     code, out, _ = run(strict + how + lines + "\ntrain(f, opt)")
     assert code == 0, out
     assert titles(out) == ["Sequential"]

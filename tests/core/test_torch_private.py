@@ -869,6 +869,23 @@ def test_transforms_left():
     assert seen == [False, True]
 
 
+def test_keeps_snapshots():
+    seen, key = [], torch._C.DispatchKey.PythonTLSSnapshot
+
+    def note():
+        is_included = torch._C._dispatch_tls_local_include_set().has(key)
+        seen.append(is_included and not torch._C._dispatch_tls_local_exclude_set().has(key))
+
+    def f(x):
+        with torch_private.transforms_left(), torch_private.keeps_snapshots():
+            note()
+        note()
+        return x
+
+    torch.func.vmap(f)(torch.ones(2))
+    assert seen == [True, False]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, which goes
 def test_is_jit_tracing():
     seen = []

@@ -83,7 +83,7 @@ def test_an_epoch_without_the_number_ends_no_fit(make, level):
 def test_a_validation_inside_is_no_epoch(make):
     def run(*cbs):
         seeded()
-        learn = quiet(Unsized(batches_of([3, 2])), batches_of([2]), Wide(), momentum, lr=0.5)
+        learn = quiet(Unsized(batches_of([3, 2])), batches_of([2]), Wide(), momentum, lr=0.1)
         watch, seen = rates(learn)
         learn.fit(6, cbs=[make(), watch, *cbs])
         return seen, weights(learn.model)

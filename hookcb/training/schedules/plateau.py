@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -83,7 +84,12 @@ class ReduceLROnPlateau(RateCallback):
         value = monitored(self.learn, self.monitor)
         if value is not None and self.scheduler is not None:
             scheduler: Any = self.scheduler
+            groups = self.learn.opt.param_groups
+            rates = [group["lr"] for group in groups]
             scheduler.step(value)
+            for group, rate in zip(groups, rates, strict=True):
+                if isinstance(rate, Tensor) and group["lr"] is not rate:  # torch 2.6 puts a float there
+                    group["lr"] = rate.fill_(group["lr"])
 
 
 def _check_factor(factor: float) -> None:

@@ -66,6 +66,7 @@ def test_two_schedules_chain_as_in_torch():
     assert groups(learn.opt)[0]["lr"] == 0.1
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # of SequentialLR of torch 2.6 to itself
 @in_turn("per", ["batch", "epoch"])
 @in_turn("kind", FACTORIES)
 def test_any_scheduler_of_torch_trains_as_in_a_loop_by_hand(kind, per):
