@@ -32,12 +32,25 @@ TRACE = "trace.json"
 FOLDER = "hookcb-demo"
 
 
-def show_training(learn: Learner, fault: Fault | None = None, with_profile: bool = False) -> None:
-    """Shows what the callbacks of `train_digits` have seen; of several ranks, only rank 0 does."""
+def show_training(
+    learn: Learner, fault: Fault | None = None, with_profile: bool = False, html: Path | None = None
+) -> None:
+    """Shows what the callbacks of `train_digits` have seen; of several ranks, only rank 0 does.
+
+    Args:
+        learn: the learner that `train_digits` has returned.
+        fault: the fault that was planted, if any.
+        with_profile: whether to show times of layers and phases.
+        html: file to write a page to.
+
+    Raises:
+        OSError: If the page cannot be written.
+    """
     if own_rank():
         return
     if fault is not None:
         show(f"planted fault: {fault.about}", soft_wrap=True, highlight=False)
+        _write_page(learn, html)
         show(learn.diagnose(), soft_wrap=True)
         return
     show(learn.activation_stats.report())
@@ -51,8 +64,15 @@ def show_training(learn: Learner, fault: Fault | None = None, with_profile: bool
     show(
         f"validation accuracy {last['accuracy']:.1%} after {learn.n_epoch} epochs, on digits never trained on"
     )
+    _write_page(learn, html)
     verdict = learn.diagnose()
     show(verdict.headline if verdict else verdict, soft_wrap=True)
+
+
+def _write_page(learn: Learner, html: Path | None) -> None:
+    if html is not None:
+        learn.report(html)
+        show(f"the run as a page: {html}", soft_wrap=True, highlight=False, markup=False)
 
 
 def _picture(stats: ActivationStats) -> str:

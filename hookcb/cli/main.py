@@ -79,7 +79,10 @@ def _demo(args: argparse.Namespace) -> int:
             learn = train_digits(args.model, args.epochs, args.seed, FOLDER, args.resume, trace, args.fault)
     except (ModuleNotFoundError, FileNotFoundError, RankError, ValueError) as error:
         return _fail(args, error)
-    show_training(learn, args.fault, args.profile)
+    try:
+        show_training(learn, args.fault, args.profile, args.html)
+    except OSError as error:  # the page cannot be written
+        return _fail(args, error)
     return 0
 
 

@@ -80,6 +80,14 @@ def _add_demo(add: AddCommand) -> None:
     parser.add_argument(
         "--ranks", type=_count_of("ranks"), default=1, metavar="N", help="train on N processes, by torchrun"
     )
+    parser.add_argument(
+        "--html",
+        type=_read_by(check_page),
+        nargs="?",
+        const=Path("hookcb-demo.html"),
+        metavar="FILE",
+        help="write what was recorded as a page, by default to hookcb-demo.html",
+    )
     parser.add_argument("--list-faults", action="store_true", help="list the faults, and exit")
 
 

@@ -90,7 +90,7 @@ class SecondRun:
             return verdict
         told = _with_result(asking, self._result(kind, asking.step or 0))
         if verdict.primary != asking:  # the text of the verdict names it only
-            self.notes.append(f"{told.code}: {told.message}")
+            self.notes.append(f"{told.name}: {told.message}")
         findings = tuple(told if f is asking else f for f in verdict.findings)
         return replace(
             verdict, findings=findings, primary=told if verdict.primary == asking else verdict.primary

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import logging
 import os
 import sys
 import unicodedata
@@ -16,6 +17,8 @@ from rich.console import Console, RenderableType
 
 from hookcb.core.whose import OURS, TORCH
 
+LOGGER = logging.getLogger("hookcb")  # warnings, and the headline of each verdict, for those who log
+LOGGER.addHandler(logging.NullHandler())  # else logging prints them a second time
 NEVER_AT = OURS, TORCH, str(Path(rich.__file__).parent) + os.sep  # to which warnings do not point
 BARS = dict(zip("▁▂▃▄▅▆▇█", ".:-=+*#@", strict=True))  # bars of a sparkline, lowest first
 SPELLED = BARS | dict(
@@ -177,7 +180,9 @@ def printable(text: str) -> str:
 
 
 def warn(text: str, stacklevel: int | None = None, *, is_of_rank: bool = False) -> None:
-    """Warns as `warnings.warn` does, by default at the user's line; lost if there is no standard error.
+    """Warns as `warnings.warn` does, by default at the user's line, and logs it as the logger "hookcb".
+
+    Lost if there is no standard error.
 
     Args:
         text: what it says.
@@ -193,8 +198,15 @@ def warn(text: str, stacklevel: int | None = None, *, is_of_rank: bool = False) 
     elif _rank:
         return
     level = _users_stacklevel() if stacklevel is None else stacklevel + 1
+    log(logging.WARNING, text)
     with suppress(OSError, ValueError, AttributeError):  # it is closed, full, or not a stream
         warnings.warn(spelled(text, encoding_of(sys.stderr)), stacklevel=level)
+
+
+def log(level: int, text: str) -> None:
+    """Logs a line as the logger "hookcb"; an error in a handler ends no training."""
+    with suppress(Exception):
+        LOGGER.log(level, "%s", text)
 
 
 def _users_stacklevel() -> int:

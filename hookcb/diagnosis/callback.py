@@ -1,5 +1,6 @@
 """Diagnose: watches a training and reports what is wrong with it."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -13,7 +14,7 @@ from hookcb.core import orders
 from hookcb.core.arguments import check_number
 from hookcb.core.callback import Callback
 from hookcb.core.callback_list import is_among
-from hookcb.core.console import attempt, show, warn
+from hookcb.core.console import attempt, log, show, warn
 from hookcb.core.events import CancelFitException, Event
 from hookcb.diagnosis.dispatcher import Dispatcher
 from hookcb.diagnosis.failures import describe_failure, is_failure, note_end
@@ -24,6 +25,7 @@ from hookcb.diagnosis.gather import gather, note_unseen, recorded
 from hookcb.diagnosis.judge import ALONE, judge
 from hookcb.diagnosis.led import Led, LedHealth, LedStats, LedTimer
 from hookcb.diagnosis.measurements.clock import Clock
+from hookcb.diagnosis.measurements.largest_losses import LargestLosses
 from hookcb.diagnosis.measurements.outside import OutsideParameters
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.preflight import add_preflight
@@ -40,6 +42,12 @@ from hookcb.training.progress import Progress
 OnSick = Literal["warn", "stop", "ignore"] | Callable[[Verdict], object]
 FIRST_CHECK, CHECK_GROWTH = 20, 10  # check after batch 20, then after ten times as many
 N_EVAL = 4  # batches of each validation whose inputs and outputs are shown
+LEVELS = {  # at which the headline of a verdict is logged
+    "healthy": logging.INFO,
+    "unknown": logging.WARNING,
+    "suspect": logging.WARNING,
+    "sick": logging.ERROR,
+}
 SHOWN_OF_EVAL = (Event.BEFORE_BATCH, Event.AFTER_PRED, Event.AFTER_LOSS)
 
 
@@ -69,7 +77,8 @@ class Diagnose(Callback):
             the clock, so the same training gets the same verdict on a busy machine.
         compare_compiled: whether to compare the gradients of a compiled model, in the first batch, with those
             of the same batch without torch.compile; needs the memory and time of a few batches.
-        show: whether to print the verdict at the end; it is never printed within `learn.no_logging()`.
+        show: whether to print the verdict at the end; it is never printed within `learn.no_logging()`. Its
+            headline is logged in any case, by the logger "hookcb" of `logging`.
         name: its name on the learner.
 
     Attributes:
@@ -133,7 +142,9 @@ class Diagnose(Callback):
         self._told = {}
         self._next_check, self._has_reacted = FIRST_CHECK, False
         self._is_new_step, self.is_wanted, self._n_eval = True, False, 0
-        self._dispatcher = dispatcher = Dispatcher(Run(loop=self.learn), FAULTS.values(), self.budget)
+        self._dispatcher = dispatcher = Dispatcher(
+            Run(loop=self.learn), [*FAULTS.values(), LargestLosses], self.budget
+        )
         dispatcher.run.measured(CompiledGradients).is_wanted = self.compare_compiled
         self._of_rank, self._posted = name_own_rank(), None  # the group may be gone at the end
         self._frame = dispatcher.guarded("frame", Frame.of, self.model, []) or Frame()
@@ -301,8 +312,11 @@ class Diagnose(Callback):
         for cb in self.learn.cbs:
             if isinstance(cb, TakesVerdict):
                 attempt(partial(cb.take_verdict, verdict))
-        if self.show and not self._is_quiet() and self._is_to_show(verdict):
-            show(verdict)
+        if self._is_to_show(verdict):
+            if self.learn.ranks.is_main or verdict.of_rank:
+                log(LEVELS[verdict.status], verdict.headline)
+            if self.show and not self._is_quiet():
+                show(verdict)
         self._dispatcher = self._posted = self._lookout = None
         if lookout is not None:
             lookout.leave(self.learn)
@@ -489,7 +503,8 @@ class Diagnose(Callback):
 
 def _told(verdict: Verdict) -> str:
     """The fault of a verdict, in one sentence."""
-    return "" if verdict.primary is None else f"{verdict.primary.code}: {verdict.primary.message.rstrip('.')}"
+    told = verdict.primary
+    return "" if told is None else f"{told.summary}: {told.message.rstrip('.')}"
 
 
 def recorded_in(loop: Any) -> list[Callback]:

@@ -8,6 +8,7 @@ from enum import IntEnum
 from typing import Any, ClassVar, TypeVar
 
 from hookcb.core.text import as_layer, join_names
+from hookcb.diagnosis.figure import Figure
 from hookcb.diagnosis.heard import Ear
 from hookcb.diagnosis.run import Absent, Layer, Param, Passed, Run, Series, Skipped, Span
 from hookcb.diagnosis.verdict import Finding, Severity
@@ -134,7 +135,7 @@ class Fault(Part):
     """
 
     code: ClassVar[str]
-    headline: ClassVar[str]
+    headline: ClassVar[str] = ""
     site: ClassVar[Site]
     exact: ClassVar[bool]
     needs: ClassVar[tuple[str, ...]]
@@ -181,6 +182,7 @@ class Fault(Part):
         causes: tuple[str, ...] = (),
         next_steps: tuple[str, ...] = (),
         ranks: tuple[int, ...] = (),
+        figure: Figure | None = None,
     ) -> Finding:
         """A finding of this fault.
 
@@ -195,6 +197,7 @@ class Fault(Part):
             causes: likewise.
             next_steps: likewise.
             ranks: likewise.
+            figure: likewise.
         """
         layer, kind = at or "", ""
         if isinstance(at, Param):
@@ -204,7 +207,8 @@ class Fault(Part):
         first, last = _steps(when)
         return Finding(
             self.code, severity or self.severity, str(layer), param, first, value, limit, message, causes,
-            next_steps, "", kind, last, ranks,
+            next_steps, "", kind, last, ranks, headline=self.headline,
+            figure=figure,
         )  # fmt: skip
 
     def see(self, message: str, severity: Severity | None = None, **about: Any) -> None:

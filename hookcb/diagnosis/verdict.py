@@ -13,6 +13,7 @@ from rich.text import Text
 
 from hookcb.core.console import printable, spelled
 from hookcb.core.text import as_layer
+from hookcb.diagnosis.figure import Figure
 from hookcb.diagnosis.reader import ADVICE
 from hookcb.processes.groups import name_ranks
 from hookcb.records.printing import Printed
@@ -53,6 +54,8 @@ class Finding:
         ranks: ranks that found it, empty if all did.
         n_ranks: number of ranks; 0 in the verdict of one process.
         recovered: number of the batch by which an error told during the training was over, else None.
+        headline: what is wrong, in plain English: "The first layers barely learn".
+        figure: the numbers that the sentence is about, None if no series beyond those recorded shows them.
 
     >>> from hookcb import Finding
     >>> print(Finding("loss.flat", "warning", step=0, last_step=99, message="The loss has not fallen."))
@@ -77,6 +80,8 @@ class Finding:
     ranks: tuple[int, ...] = ()
     n_ranks: int = 0
     recovered: int | None = None
+    headline: str = ""
+    figure: Figure | None = None
 
     def __post_init__(self) -> None:
         # the same NaN object everywhere, so that copies of a finding compare equal
@@ -98,11 +103,27 @@ class Finding:
 
     @property
     def head(self) -> str:
-        """Severity, code, layer or parameter, steps and ranks, in one line."""
+        """Severity, headline, layer or parameter, steps, ranks and code, in one line."""
+        small = f"({self.code})" if self.headline else ""
+        return "  ".join(filter(None, (self.severity.upper(), self.name, *self._place(), small)))
+
+    @property
+    def name(self) -> str:
+        """The headline, or the code of a finding that has none."""
+        return self.headline or self.code
+
+    @property
+    def summary(self) -> str:
+        """Headline, layer or parameter, and ranks: "Units of a layer get no gradient: layer 2"."""
+        where = _plain_text(as_layer(self.layer) or self.param)
+        on = f" on {self.on_ranks}" if self.ranks else ""
+        return f"{self.name}{f': {where}' if where else ''}{on}{self.past}"
+
+    def _place(self) -> tuple[str, str, str]:
+        """Layer or parameter, steps, and ranks."""
         kind = f" ({_plain_text(self.kind, 40)})" if self.kind else ""
         where = f"{_plain_text(as_layer(self.layer))}{kind}" if self.layer else _plain_text(self.param)
-        on = f"on {self.on_ranks}" if self.ranks else ""
-        return "  ".join(part for part in (self.severity.upper(), self.code, where, self.when, on) if part)
+        return where, self.when, f"on {self.on_ranks}" if self.ranks else ""
 
     @property
     def on_ranks(self) -> str:
@@ -127,9 +148,13 @@ class Finding:
         """When an error that was told during the training was over: ", recovered by 90"; "" if it was not."""
         return "" if self.recovered is None else f", recovered by {self.recovered}"
 
-    def lines(self, ruled_out: Sequence[str] = (), width: int = WIDTH) -> Iterator[str]:
-        """The finding as text, with `ruled_out` beside the likely causes."""
-        yield from _filled(self.head, width, 2, indent="")
+    def lines(
+        self, ruled_out: Sequence[str] = (), width: int = WIDTH, *, below: bool = False
+    ) -> Iterator[str]:
+        """The finding as text, with `ruled_out` beside the likely causes; `below` a line with its summary."""
+        place = [part for part in self._place() if part]
+        head = "  ".join([self.severity.upper(), *place] if place else []) if below else self.head
+        yield from _filled(head, width, 2, indent="")
         yield from _filled(self.message, width)
         likely = f"Likely: {'; '.join(self.causes)}." if self.causes else ""
         others = f"Ruled out: {', '.join(ruled_out)}." if ruled_out else ""
@@ -228,7 +253,9 @@ class Verdict(Printed):
             return f"UNKNOWN  {of}{what}: {self.reason}"
         if self.primary is not None:
             word = "SLOW" if self.is_slow else self.status.upper()
-            return f"{word}  {of}{_summary(self.primary)}{f' ({looked})' if self.n_checks else ''}"
+            code = self.primary.code if self.primary.headline else ""
+            small = "; ".join(filter(None, (code, looked if self.n_checks else "")))
+            return f"{word}  {of}{self.primary.summary}{f' ({small})' if small else ''}"
         if self.n_checked < self.n_checks:
             return f"HEALTHY  {of}as far as checked: {looked}"
         return f"HEALTHY  {of}nothing wrong was found{f': {looked}' if self.n_checks else ''}"
@@ -241,7 +268,7 @@ class Verdict(Printed):
     def lines(self, width: int = WIDTH) -> list[str]:
         """The verdict as text, in at most 15 lines of at most `width` columns."""
         unfinished = [f for f in self.findings if f.code == UNFINISHED and f is not self.primary][:1]
-        end = [line for f in unfinished for line in _filled(f"{f.code}: {f.message}", width, 1)]
+        end = [line for f in unfinished for line in _filled(f"{f.name}: {f.message}", width, 1)]
         end += self._looked_at(width)
         if self.primary is None:
             noted = [f for f in self.findings if f.code != UNFINISHED][:1]
@@ -251,11 +278,10 @@ class Verdict(Printed):
                 : MAX_LINES - len(end)
             ]
             return [*body, *_filled(absent, width, min(5, MAX_LINES - len(body) - len(end))), *end]
-        lines = _filled(self.headline, width, 5 if self.hang else 1 + bool(self.remarks), indent="")
-        lines += self.primary.lines(self.ruled_out[:3], width)
+        lines = _filled(self.headline, width, 5 if self.hang else 2 + bool(self.remarks), indent="")
+        lines += self.primary.lines(self.ruled_out[:3], width, below=True)
         if self.consequences:
-            named = (f"{f.code} {as_layer(f.layer) or f.param}".rstrip() for f in self.consequences)
-            names = ", ".join(dict.fromkeys(named))
+            names = "; ".join(dict.fromkeys(f.summary for f in self.consequences))
             lines += _filled(f"Consequences: {names}.", width, 2)
         causes = [f for f in self.findings if not f.consequence_of and f.severity != "info"]
         for other in [f for f in causes if f is not self.primary][:2]:
@@ -291,7 +317,7 @@ class Verdict(Printed):
         state = asdict(self)
         primary = None if self.primary is None else self.findings.index(self.primary)
         pairs = zip(state["findings"], self.findings, strict=True)
-        state["findings"] = [_plain(fields) | {"link": finding.link} for fields, finding in pairs]
+        state["findings"] = [_plain(fields) | _shown(finding) for fields, finding in pairs]
         state["primary"] = None if primary is None else state["findings"][primary]
         state["gaps"] = [_plain(gap) for gap in state["gaps"]]
         return state | {
@@ -308,17 +334,15 @@ def link_to(code: str) -> str:
     return f"docs/checks.md#{code}"
 
 
+def _shown(finding: Finding) -> dict[str, Any]:
+    return {"link": finding.link, "figure": None if finding.figure is None else finding.figure.to_dict()}
+
+
 def _plain(record: dict[str, Any]) -> dict[str, Any]:
     return {
         key: None if isinstance(x, float) and not math.isfinite(x) else list(x) if isinstance(x, tuple) else x
         for key, x in record.items()
     }
-
-
-def _summary(finding: Finding) -> str:
-    where = _plain_text(as_layer(finding.layer) or finding.param)
-    on = f" on {finding.on_ranks}" if finding.ranks else ""
-    return f"{finding.code}{f' in {where}' if where else ''}{on}{finding.past}"
 
 
 def _plain_text(text: str, limit: int = MAX_NAME_WIDTH) -> str:

@@ -121,6 +121,23 @@ class RanksCompared:
     sentences: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class SampleLoss:
+    """The loss of a sample of a batch.
+
+    Attributes:
+        step: number of the training batch.
+        index: place of the sample in it.
+        loss: its loss.
+        usual: the median of the losses of that batch.
+    """
+
+    step: int
+    index: int
+    loss: float
+    usual: float
+
+
 @dataclass
 class Content:
     """Content of a page.
@@ -141,6 +158,7 @@ class Content:
         layers: recorded outputs by name, in the order of execution.
         params: parameters by name, in the order of the model.
         time, memory, ranks: None if nothing was recorded.
+        samples: samples with the largest losses, of inspected batches; the largest first.
         config: configuration: rows of a key and a value by section, as text.
         notes: what is missing on the page, and what to do to see it.
     """
@@ -160,5 +178,6 @@ class Content:
     time: TimeSpent | None = None
     memory: MemoryUsed | None = None
     ranks: RanksCompared | None = None
+    samples: list[SampleLoss] = field(default_factory=list)
     config: dict[str, list[list[str]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)

@@ -95,7 +95,7 @@ def recordings_of(cbs: Iterable[Callback]) -> Iterator[tuple[str, Recording]]:
 
 
 def picked(values: Tensor, most: int) -> Tensor:
-    """Places of about `most` rows, none of them all NaN: one of each stretch, if possible not finite."""
+    """Places of about `most` rows, none all NaN: one of each stretch, not finite if possible; the last."""
     places = values.isnan().all(1).logical_not().nonzero()[:, 0]
     stride = -(-len(places) // most)
     if stride < 2:
@@ -103,7 +103,8 @@ def picked(values: Tensor, most: int) -> Tensor:
     known = values[:, values.isfinite().any(0)]
     is_bad = known[places].isfinite().all(1).logical_not()
     stretches = zip(torch.split(places, stride), torch.split(is_bad.int(), stride), strict=True)
-    return torch.stack([own[bad.argmax()] for own, bad in stretches])
+    chosen = torch.stack([own[bad.argmax()] for own, bad in stretches])
+    return chosen if chosen[-1] == places[-1] else torch.cat([chosen, places[-1:]])
 
 
 def with_numbers(found: Mapping[str, Series]) -> dict[str, Series]:

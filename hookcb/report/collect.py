@@ -25,6 +25,7 @@ from hookcb.diagnosis.gather import recorded
 from hookcb.diagnosis.led import Led
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.inputs import Inputs
+from hookcb.diagnosis.measurements.largest_losses import LargestLosses
 from hookcb.diagnosis.measurements.layer_times import LayerTimes
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.reader import Way, also, way_of
@@ -39,6 +40,7 @@ from hookcb.records.recording import Recording, recordings_of, with_numbers
 from hookcb.records.series import Series
 from hookcb.report.data import PageData
 from hookcb.report.page import Page
+from hookcb.report.source_lines import line_of
 
 SHOWN_BY: dict[type[Recording], tuple[str, str]] = {  # what each section of a page needs
     ActivationRecords: ("outputs of layers", "ActivationStats"),
@@ -86,6 +88,8 @@ def collect(loop: Any, verdict: Verdict | None = None) -> PageData:
         data.headline = f"No verdict: {error}."
     else:
         data.headline, data.verdict = verdict.headline, with_series(verdict, data)
+        with suppress(RuntimeError):  # a watched model may have been freed
+            _quote_layers(data.verdict["findings"], loop.model)
     return data
 
 
@@ -100,7 +104,9 @@ def of_records(records: Sequence[Recording], evidence: Run | None = None) -> Pag
     _add_evidence(data, evidence)
     seen = [evidence.loss, *(own for name, own in data.run.items() if name != "input_rms")]
     data.n_batches = max([evidence.n_batches, *(own.steps[-1] + 1 for own in seen if len(own))])
-    missing = [kind for kind in SHOWN_BY if not any(isinstance(own, kind) for own in records)]
+    has_gradients = any({"norm", "clipped_norm"} & own.stats.keys() for own in data.params.values())
+    is_there = (data.layers, has_gradients, data.time, data.memory)
+    missing = [kind for kind, own in zip(SHOWN_BY, is_there, strict=True) if not own]
     data.notes = [_how_to_record(*SHOWN_BY[kind], evidence.reader) for kind in missing]
     if "clipped_mean_norm" in data.run:
         data.notes.append("Not recorded: gradients before clipping.")
@@ -135,10 +141,12 @@ def _add_run(data: PageData, evidence: Run) -> None:
     for name, series in (("loss", evidence.loss), ("lr", evidence.lr)):
         data.run[name] = data.run[name] if len(data.run[name]) else series
     data.run["input_rms"] = evidence.measured(Inputs).rms
+    data.samples = evidence.measured(LargestLosses).found
     coefs = evidence.steps.get("clip_coef", Series())
     if "clipped_mean_norm" in data.run and any(x < 1 for x in coefs.values):  # clipped before they were read
         data.run |= {"total_norm": evidence.steps["total_norm"], "clip_coef": coefs}
-    data.run = with_numbers(data.run)
+    loss = data.run["loss"]  # stays also if it is NaN from the first batch on
+    data.run = with_numbers(data.run) | ({"loss": loss} if len(loss) else {})
 
 
 def _add_layers(data: PageData, evidence: Run) -> None:
@@ -234,9 +242,22 @@ def _arguments(cb: Callback) -> Iterator[str]:
 def with_series(verdict: Verdict, data: PageData) -> dict[str, Any]:
     """The verdict as plain values; each finding with the series that shows it, its steps and its ranks."""
     state = verdict.to_dict()
+    before = data.verdict["findings"] if data.verdict else ()
+    quoted = {known["layer"]: known["source"] for known in before if known["layer"] and "source" in known}
     for finding, own in zip(state["findings"], verdict.findings, strict=True):
+        check = FAULTS.get(own.code)
         finding.update(shown_by=_shown_by(finding, data), when=own.when, on_ranks=own.on_ranks)
+        finding["is_exact"] = check is not None and check.exact
+        finding |= {"source": quoted[own.layer]} if own.layer in quoted else {}
     return state
+
+
+def _quote_layers(findings: Sequence[dict[str, Any]], model: torch.nn.Module) -> None:
+    """Adds the line of the source that makes the layer of each finding, where it is known."""
+    for finding in findings:
+        layer = finding["layer"] or finding["param"].rpartition(".")[0]
+        if layer and (line := line_of(model, layer)):
+            finding["source"] = line._asdict()
 
 
 def _shown_by(finding: dict[str, Any], data: PageData) -> dict[str, Any] | None:

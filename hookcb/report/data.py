@@ -7,19 +7,20 @@ import math
 import zlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
-from hookcb.records.content import MAX_RECORDS, Content, HistogramOverTime, Recorded
+from hookcb.records.content import MAX_RECORDS, Content, HistogramOverTime, Recorded, TimeSpent
 from hookcb.records.series import Series
 
 SCHEMA = 1
 MAX_POINTS = 2_000  # values of a series of the whole run
 MIN_RECORDS = 16  # values of a series of a layer
 MAX_NUMBERS = 150_000  # of all layers
-MAX_TEXT = 200_000  # characters of all
+MAX_TEXT = 185_000  # characters of all
 MANTISSA = 23  # bits of a float32
+LAYER_BITS = 13  # of them, of values of layers and parameters
 DAMAGED = (KeyError, TypeError, AttributeError, zlib.error, binascii.Error, json.JSONDecodeError)
 
 
@@ -57,22 +58,24 @@ def to_text(data: Any, n_series: int = 1) -> str:
     """A dataclass or dict as JSON: `schema`, `content` and `numbers`. No text in it can end an HTML element.
 
     In `content` a series is `[offset of its steps, offset of its values, length]` in `numbers`: int32
-    differences of steps, and float32 values, rounded to 2⁻¹⁴ of themselves for layers and parameters, 2⁻⁶ for
-    counts of histograms, little-endian, the first bytes of all before the second ones. Both are deflated, in
-    base64. Of long series some values are left out, but not what is not finite, so that both together have
-    about 200,000 characters at most.
+    differences of steps, and float32 values, rounded to 2⁻¹⁴ of themselves for layers and parameters, or to
+    2⁻¹¹ if the text would be too long, to 2⁻⁶ for counts of histograms, little-endian, the first bytes of
+    all before the second ones. Both are deflated, in base64. Of long series some values are left out, but
+    not what is not finite, so that both together have about 185,000 characters at most.
 
     Args:
         data: the dataclass or dict.
         n_series: number of series of layers and parameters.
     """
-    most = min(MAX_RECORDS, MAX_NUMBERS // max(1, n_series))
+    most, bits = min(MAX_RECORDS, MAX_NUMBERS // max(1, n_series)), LAYER_BITS
     while True:
-        packed = _Packed(max(most, MIN_RECORDS))
-        content = json.dumps(packed.plain(data), ensure_ascii=False, allow_nan=False)
+        packed = _Packed(max(most, MIN_RECORDS), bits)
+        content = json.dumps(packed.plain(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         content, numbers = _deflated(content.encode()), _deflated(packed.planes())
-        if len(content) + len(numbers) <= MAX_TEXT or most <= MIN_RECORDS:
+        if len(content) + len(numbers) <= MAX_TEXT or bits < LAYER_BITS:
             return json.dumps({"schema": SCHEMA, "content": content, "numbers": numbers})
+        if most <= MIN_RECORDS:
+            bits -= 3
         most = most * 2 // 3
 
 
@@ -89,10 +92,11 @@ class _Packed:
 
     Args:
         most: number of values of a layer's series.
+        bits: number of bits of their mantissa.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, most: int, bits: int) -> None:
+        self.most, self.bits = most, bits
         self._numbers = bytearray()
         self._steps: dict[bytes, int] = {}
 
@@ -107,9 +111,11 @@ class _Packed:
         if isinstance(x, Series):
             return self._add((envelope if most == MAX_POINTS else thinned)(x, most), bits)
         if isinstance(x, Recorded):
-            most, bits = self.most, 13
+            most, bits = self.most, self.bits
         elif isinstance(x, HistogramOverTime):
             most, bits = self.most // 4, 5
+        elif isinstance(x, TimeSpent):
+            x = replace(x, phases=together(x.phases, most - 2))  # no longer than `most`
         if is_dataclass(x):
             return {own.name: self.plain(getattr(x, own.name), most, bits) for own in fields(x)}
         if isinstance(x, dict):
@@ -152,15 +158,15 @@ def thinned(series: Series, most: int) -> Series:
 
 
 def envelope(series: Series, most: int) -> Series:
-    """At most about `most` values: of each stretch the least, the largest, and the first that is not finite.
+    """About `most` values: of each stretch the least, the largest, the first not finite; and the last of all.
 
     >>> envelope(Series([0, 1, 2, 3, 4, 5, 6, 7], [0.0, 9.0, 2.0, 1.0, 1.0, 2.0, 5.0, 1.0]), 4).values
-    [0.0, 9.0, 1.0, 5.0]
+    [0.0, 9.0, 1.0, 5.0, 1.0]
     """
     n = len(series)
     if n <= most:
         return series
-    stride, places = -(-2 * n // most), set[int]()
+    stride, places = -(-2 * n // most), {n - 1}
     for start in range(0, n, stride):
         stretch = range(start, min(start + stride, n))
         finite = [i for i in stretch if math.isfinite(series.values[i])]
@@ -169,6 +175,23 @@ def envelope(series: Series, most: int) -> Series:
         if len(finite) < len(stretch):
             places.add(next(i for i in stretch if not math.isfinite(series.values[i])))
     return Series([series.steps[i] for i in sorted(places)], [series.values[i] for i in sorted(places)])
+
+
+def together(phases: dict[str, Series], most: int) -> dict[str, Series]:
+    """Phases at those of their common steps that `envelope` chooses for their sum, so that they add up.
+
+    >>> phases = {"data": Series([0, 1, 2, 3], [1.0, 3.0, 2.0, 0.0]), "rest": Series([0, 1, 2, 3], [0.0] * 4)}
+    >>> [own.steps for own in together(phases, 2).values()]
+    [[1, 3], [1, 3]]
+    """
+    if len({tuple(own.steps) for own in phases.values()}) != 1:
+        return phases
+    sums = [sum(row) for row in zip(*(own.values for own in phases.values()), strict=True)]
+    places = envelope(Series(list(range(len(sums))), sums), most).steps
+    return {
+        name: Series([own.steps[i] for i in places], [own.values[i] for i in places])
+        for name, own in phases.items()
+    }
 
 
 def _rounded(values: Sequence[float], bits: int) -> bytes:
@@ -200,7 +223,8 @@ def _revived(kind: Any, x: Any, numbers: bytes) -> Any:
         return _unpacked(numbers, x)
     if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
-        return kind(**{own.name: _revived(hints[own.name], x[own.name], numbers) for own in fields(kind)})
+        known = [own.name for own in fields(kind) if own.name in x]  # a page of an older version lacks some
+        return kind(**{name: _revived(hints[name], x[name], numbers) for name in known})
     if x is not None and (inner := [own for own in get_args(kind) if own is not type(None)]):
         if get_origin(kind) is dict:
             return {key: _revived(inner[1], value, numbers) for key, value in x.items()}

@@ -2,7 +2,9 @@
 
 import base64
 import hashlib
+import re
 import zlib
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +12,7 @@ from typing import NamedTuple
 from hookcb.core.arguments import check_page
 from hookcb.core.whole import write_whole
 from hookcb.report.data import PageData
+from hookcb.report.text import text_of, title_of
 
 HERE = Path(__file__).parent
 STYLES = ("vendor/uPlot-1.6.32.min.css", "assets/page.css")
@@ -21,12 +24,17 @@ SHARED = (
     "assets/stats.js",
     "assets/tables.js",
     "assets/timeline.js",
+    "assets/lines.js",
     "assets/axis.js",
     "assets/marks.js",
+    "assets/save.js",
     "assets/charts.js",
     "assets/run.js",
 )
 BOOT = ("assets/boot.js",)
+# comments and indentation of scripts; a license, "/*!", stays
+SPARED = re.compile(r"^[ \t]*(?://[^\n]*\n|/\*\*.*?\*/\n)?[ \t]*", re.MULTILINE | re.DOTALL)
+NO_MARKUP = {"HEADLINE": "", "FACTS": "", "COMMAND": ""}
 BEGIN, END = '<script type="application/json" id="data">', "</script>"
 
 
@@ -46,6 +54,7 @@ RUN = Document(
         "assets/model.js",
         "assets/layers.js",
         "assets/strips.js",
+        "assets/hists.js",
         "assets/layer.js",
         "assets/depth.js",
         "assets/costs.js",
@@ -111,21 +120,28 @@ def load_report(path: str | Path) -> PageData:
 
 def page_of(data: PageData) -> str:
     """The page as text."""
-    return filled(RUN, data.to_json())
+    return filled(RUN._replace(title=title_of(data)), data.to_json(), text_of(data))
 
 
-def filled(kind: Document, text: str) -> str:
-    """A document with its data. Only our own scripts and styles may run in it, by their hashes.
+def filled(kind: Document, text: str, markup: Mapping[str, str] = NO_MARKUP) -> str:
+    """A document with its data, and the markup that stands in it before its scripts run.
 
-    The script is deflated, in base64, which saves half of an empty page.
+    Only our own scripts and styles may run in it, by their hashes.
+
+    The script is deflated, in base64, without comments and indentation; that saves half of an empty page.
     """
     style, script, boot = (_joined(names) for names in (STYLES, (*SHARED, *kind.scripts), BOOT))
+    script = SPARED.sub("", script)
     scripts = f"script-src {_hash(boot)} {_hash(script)}"
     policy = f"default-src 'none'; {scripts}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
     packed = base64.b64encode(zlib.compress(script.encode(), 9)).decode("ascii")
     parts = {"POLICY": policy, "STYLE": style, "SCRIPT": packed, "BOOT": boot, "DATA": text}
-    parts |= {"TITLE": kind.title, "MAIN": _joined((kind.sections,))}
-    pieces = _joined(("assets/page.html",)).split("@@")  # text, name, text, name …
+    parts |= {"TITLE": escape(kind.title), "MAIN": _inserted(_joined((kind.sections,)), markup)}
+    return _inserted(_joined(("assets/page.html",)), {**parts, **markup})
+
+
+def _inserted(template: str, parts: Mapping[str, str]) -> str:
+    pieces = template.split("@@")  # text, name, text, name …
     return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
 
 

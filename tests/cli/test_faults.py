@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from hookcb import load_report
 from hookcb.cli.demo import train_digits
 from hookcb.cli.faults import FAULTS, find_fault
 from hookcb.cli.main import main
@@ -35,18 +36,22 @@ def test_a_planted_fault_is_taken_for_the_cause(name, model, capsys):
 @pytest.mark.parametrize("model", each(2, MODELS))
 def test_the_demo_as_it_is_is_healthy_and_ends_in_saying_so(model, capsys, monkeypatch):
     monkeypatch.setattr("hookcb.cli.demo.find_spec", lambda name: None)  # saves drawing the picture
-    assert main(["demo", "--model", model, "--epochs", "4"]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
+    assert main(["demo", "--model", model, "--epochs", "4", "--html"]) == 0
+    *_, page, last = capsys.readouterr().out.splitlines()
+    assert page == "the run as a page: hookcb-demo.html"
+    assert len(load_report("hookcb-demo.html").epochs["accuracy"]) == 4
     assert re.fullmatch(r"HEALTHY +as far as checked: \d+ of \d+ checks ran", last)
 
 
 @pytest.mark.slow
 def test_a_fault_is_told_with_its_verdict_and_leaves_no_checkpoint(capsys, tmp_path):
-    assert main(["demo", "--model", "mlp", "--epochs", "2", "--fault", "dead-relu"]) == 0
+    args = ["demo", "--model", "mlp", "--epochs", "2", "--fault", "dead-relu", "--html", "a/run.html"]
+    assert main(args) == 0
     shown = capsys.readouterr().out
+    assert load_report("a/run.html").headline.startswith("SICK  Units of a layer get no gradient")
     assert "planted fault: a bias of -10" in shown
-    assert "SICK unit.dead in hidden" in " ".join(shown.split())
-    assert not list(tmp_path.iterdir())
+    assert "SICK Units of a layer get no gradient: hidden" in " ".join(shown.split())
+    assert [own.name for own in tmp_path.iterdir()] == ["a"]  # of the page
 
 
 def test_the_list_of_faults_has_a_line_for_each(capsys):

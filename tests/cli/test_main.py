@@ -12,6 +12,7 @@ import pytest
 import hookcb.cli.demo
 from hookcb import JSONLLogger, Recorder
 from hookcb.cli.main import main
+from hookcb.diagnosis.verdict import Verdict
 from hookcb.report.data import PageData
 from hookcb.report.page import Page
 from tests.support import ROOT, in_turn
@@ -213,7 +214,7 @@ for options in {commands!r}:
 
 def test_commands_that_train_nothing_do_not_wait_for_torch():
     for name in ("a.html", "b.html"):
-        Page(PageData("HEALTHY", {"status": "healthy"})).save(name)
+        Page(PageData("HEALTHY", Verdict("healthy", None, (), (), ()).to_dict())).save(name)
     JSONLLogger("run.jsonl").log({"loss": 0.5}, step=7)
     commands = {
         ("--help",): 0,

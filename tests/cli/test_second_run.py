@@ -53,7 +53,7 @@ def test_the_line_is_in_the_verdict_and_what_the_script_writes_comes_twice(tmp_p
     assert len(set(begins)) == 1
     assert out.count("read answer") == 2
     assert (tmp_path / "log.txt").read_text() == "xx"
-    assert "Linear, trained by Adam SICK nonfinite.first" in out
+    assert "Linear, trained by Adam SICK A number is NaN or infinite" in out
     assert "A gradient is not finite at step 7. A second run of the script shows that it comes from" in out
     assert "SqrtBackward0, in the backward of this line, at " in out
     assert "loss = square.sqrt().mean()" in out

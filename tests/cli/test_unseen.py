@@ -113,7 +113,7 @@ def test_a_model_that_is_no_module_is_told(run):
 def test_a_model_of_which_nothing_is_trained_has_a_verdict(run, given, held):
     code, out = run(f"net.requires_grad_(False)\ntrain(net, torch.optim.AdamW({given}))")
     assert code == 1
-    assert "Sequential, not trained: none of its parameters requires a gradient SICK param.frozen" in out
+    assert "Sequential, not trained: none of its parameters requires a gradient SICK No parameter of" in out
     assert "Backward ran 6 times, but none of the 4 parameters of the model requires a gradient" in out
     assert f"the optimizer holds {held} of them" in out
 
@@ -261,7 +261,8 @@ def test_layers_and_the_optimizer_of_keras_have_their_names(run):
         """,
         "--coverage",
     )
-    assert "Dense, trained by Descent of __main__ SICK unit.dead in _torch_params.dense (" in out
+    assert "Dense, trained by Descent of __main__ SICK Units of a layer get no gradient" in out
+    assert ": _torch_params.dense (unit.dead; " in out
     assert "Layer _torch_params.dense: 100% of its units (32 of 32) had no gradient" in out
     assert "only one layer" not in out
     assert "Note: no call of a layer was seen, as none is a submodule" in out
@@ -282,7 +283,7 @@ def test_a_network_that_gives_targets_is_not_said_to_be_trained_wrongly(run):
             loss.backward()
             opt.step()
         """)
-    assert "INFO param.not_stepped" in out
+    assert "INFO Parameters never change" in out
     assert "nothing uses them" in out
     assert code == 0
 
@@ -299,5 +300,5 @@ def test_a_loss_behind_a_detach_is_no_backward_that_is_missing(run):
             loss.backward()
             opt.step()
         """)
-    assert "SICK param.unreachable" in out
+    assert "SICK A layer gets no gradient" in out
     assert "param.not_stepped" not in out

@@ -1,6 +1,7 @@
 """Nothing that only shows something ends a training, whatever it is shown on."""
 
 import io
+import logging
 import sys
 import warnings
 from functools import cache
@@ -329,3 +330,39 @@ def test_of_several_ranks_the_first_speaks_for_all(rank, told, capsys):
     assert capsys.readouterr().out == ("" if rank else "shown\n")
     show("after")
     assert capsys.readouterr().out == "after\n"
+
+
+class _Lines(logging.Handler):
+    def __init__(self, broken=False):
+        super().__init__()
+        self.lines, self.broken = [], broken
+
+    def emit(self, record):
+        self.lines.append((record.levelname, record.getMessage()))
+        if self.broken:
+            raise OSError("the disk is full")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_warnings_and_headlines_are_logged_and_a_broken_handler_ends_nothing(broken):
+    handler, logger, learn = _Lines(broken), logging.getLogger("hookcb"), make_learner(lr=0.0)
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        with pytest.warns(UserWarning, match="100% of it"):
+            warn("100% of it")
+        with learn.no_logging():
+            learn.fit(1, cbs=Diagnose("ignore"))
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert handler.lines[0] == ("WARNING", "100% of it")
+    assert handler.lines[-1][1] == learn.diagnose().headline
+    assert handler.lines[-1][0] in ("INFO", "WARNING", "ERROR")
+
+
+def test_nothing_is_printed_twice_if_nobody_logs(capfd):
+    with pytest.warns(UserWarning, match="once"):
+        warn("once")
+    assert "once" not in capfd.readouterr().err

@@ -85,8 +85,8 @@ def test_more_is_looked_at_than_without_it(monkeypatch):
 def test_the_counts_are_in_the_headline_of_a_sick_one_too():
     verdict = trained(net(nn.ReLU())).diagnose()
     assert (
-        verdict.lines()[0]
-        == f"SICK  head.activation in layer 3 ({verdict.n_checked} of {verdict.n_checks} checks ran)"
+        verdict.lines()[0] == f"SICK  An activation does not suit the loss: layer 3 (head.activation; "
+        f"{verdict.n_checked} of {verdict.n_checks} checks ran)"
     )
     assert verdict.to_dict()["n_checks"] == verdict.n_checks
 

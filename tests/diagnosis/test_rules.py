@@ -58,6 +58,7 @@ def test_the_steps_are_the_first_and_the_last(when, steps):
 def test_the_rest_is_given_as_it_is():
     found = StuckHead().finding("m", "info", value=1.0, limit=2.0, causes=("c",), next_steps=("n",))
     about = {"value": 1.0, "limit": 2.0, "causes": ("c",), "next_steps": ("n",), "consequence_of": ""}
+    about["headline"] = StuckHead.headline
     assert found == Finding(StuckHead.code, "info", message="m", **about)
     assert math.isnan(StuckHead().finding("m").limit)
 

@@ -496,8 +496,8 @@ def test_a_layer_whose_name_reads_as_a_number_is_called_a_layer(name):
     effect = Finding("act.collapse", "warning", name, consequence_of="unit.dead")
     verdict = Verdict("sick", cause, (cause, effect), (), ())
     assert cause.head == f"ERROR  unit.dead  layer {name} (Linear 8→8)  step 0"
-    assert verdict.headline == f"SICK  unit.dead in layer {name}"
-    assert f"Consequences: act.collapse layer {name}." in str(verdict)
+    assert verdict.headline == f"SICK  unit.dead: layer {name}"
+    assert f"Consequences: act.collapse: layer {name}." in str(verdict)
     assert verdict.to_dict()["primary"]["layer"] == name  # as get_submodule takes it
     assert Finding("unit.dead", "error", "body.0").head == "ERROR  unit.dead  body.0"
     assert Finding("unit.dead", "error", param=f"{name}.weight").head.endswith(f"  {name}.weight")
@@ -509,7 +509,7 @@ def test_so_is_it_in_the_sentences_about_it():
         model[2].bias.fill_(-100.0)
     learn = Learner(make_batches(40, bs=16), model, F.mse_loss, torch.optim.SGD, lr=0.01)
     verdict = fit(learn, 1, cbs=Diagnose(show=False)).diagnose()
-    assert verdict.headline.startswith("SICK  unit.dead in layer 2 (")
+    assert verdict.headline.startswith("SICK  Units of a layer get no gradient: layer 2 (unit.dead; ")
     assert verdict.primary.layer == "2"
     assert verdict.primary.message.startswith("Layer 2: 100% of its units")
     assert verdict.primary.next_steps[0] == "Look at the bias of layer 2, and at the inputs of the layer"

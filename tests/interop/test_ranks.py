@@ -33,8 +33,8 @@ def launched(launcher, *args, timeout=120):
 
 
 def assert_names_rank_1(printed):
-    assert printed.count("SICK input.scale on rank 1 of 2") == 1
-    assert printed.count("ERROR input.scale") == 1
+    assert printed.count("SICK The inputs are far too large or too small on rank 1 of 2") == 1
+    assert printed.count("(input.scale; ") == 1
     assert "HEALTHY" not in printed
     assert printed.count("Note: 2 ranks") == 1
 

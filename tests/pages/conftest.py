@@ -55,10 +55,10 @@ def pages(tmp_path_factory):
 
 @pytest.fixture
 def open_page(browser):
-    """Opens a file; afterwards nothing must have gone wrong in it, and nothing been fetched."""
+    """Opens a file, all sections unfolded; afterwards nothing must have gone wrong, nor been fetched."""
     opened, wrong = [], []
 
-    def open_(path, width=1280, scheme="light", height=900, is_live=False, **options):
+    def open_(path, width=1280, scheme="light", height=900, is_live=False, is_folded=False, **options):
         size = {"width": width, "height": height}
         context = browser.new_context(viewport=size, color_scheme=scheme, **options)
         context.add_init_script(WATCH)
@@ -69,6 +69,10 @@ def open_page(browser):
         page.on("request", lambda sent: wrong.extend({sent.url} - {path.as_uri()}))
         page.goto(path.as_uri())
         page.wait_for_selector("body[data-ready=yes]", timeout=20_000)
+        if not is_folded:
+            page.evaluate(
+                "document.querySelectorAll('details.section').forEach((own) => { own.open = true; })"
+            )
         if not is_live:  # a page that loads itself anew ends what is evaluated in it
             page.evaluate(DRAWN)
         opened.append(page)

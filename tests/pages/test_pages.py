@@ -139,7 +139,57 @@ def test_a_page_says_what_the_printed_verdict_says(open_page, shoot, tmp_path):
         assert word.evaluate("own => getComputedStyle(own).backgroundColor") == "rgb(128, 88, 0)"
         assert page.locator("#headline").inner_text().split() == verdict.headline.split()
         shown = page.locator("#verdict h2").inner_text().split()
-        assert shown[1:] == primary.head.split()[1:]
+        on = f"on {primary.on_ranks}" if primary.on_ranks else ""
+        assert shown[1:] == f"{primary.when} {on} {primary.code}".split()
+
+
+def test_a_sick_run_is_one_screen_and_a_click_shows_its_layer(pages, open_page, shoot):
+    page = open_page(pages("sick"), is_folded=True)
+    shoot(page, "folded")
+    assert page.locator("details.section[open]").count() == 0
+    assert page.evaluate("document.documentElement.scrollHeight") < 1200
+    page.locator("#verdict [data-layer]").first.click()
+    settle(page)
+    assert page.locator("#layers-section").evaluate("own => own.open")
+    assert page.locator("#layer h3").first.inner_text().startswith("0")
+    assert page.locator("#layer canvas").count() >= 1
+
+
+def test_the_figure_of_a_finding_has_its_number_and_its_limit(pages, open_page):
+    page = open_page(pages("sick"))
+    limit, values = page.evaluate(
+        "[document.querySelector('.proof .plot').chart].map(({limit, lines}) => "
+        "[limit, Array.from(lines[0].series.values)])[0]"
+    )
+    primary = load_report(pages("sick")).verdict["primary"]
+    assert limit == primary["limit"]
+    assert min(abs(x / primary["value"] - 1) for x in values) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["sick", "hostile"])
+def test_a_page_is_text_without_scripts(kind, pages, browser, shoot):
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(pages(kind).as_uri())
+    shoot(page, f"text-{kind}")
+    data = load_report(pages(kind))
+    text = page.inner_text("body")
+    for finding in data.verdict["findings"][:1]:
+        for said in (finding["message"], *finding["causes"], *finding["next_steps"]):
+            assert said[:60] in text
+    assert page.locator("#plain tr").count() > 20
+    assert page.locator("#config dd").count() >= 8
+    assert page.locator("img, iframe, a[href^=javascript]").count() == 0
+    context.close()
+
+
+def test_the_verdict_is_copied_as_markdown(pages, open_page):
+    page = open_page(pages("sick"), permissions=["clipboard-read", "clipboard-write"])
+    page.locator("button.copy").click()
+    page.locator("button.copy", has_text="Copied").wait_for()
+    text = page.evaluate("navigator.clipboard.readText()")
+    assert text.startswith("**SICK** The first layers barely learn: layer 0 (grad.attenuated")
+    assert "  - Next: Use ReLU or GELU instead of Sigmoid" in text
 
 
 def test_a_healthy_page_says_how_much_was_looked_at(pages, open_page):

@@ -36,12 +36,16 @@ def here():
     return "in the backward, epoch 0, batch 5"
 
 
+def _threads():
+    return {thread for thread in threading.enumerate() if thread.name == "hookcb ranks"}
+
+
 def test_alone_an_error_stays_as_it_is():
-    error = ValueError("mine")
+    error, before = ValueError("mine"), _threads()
     assert ALONE.blame(error, here()) is error
     with pytest.raises(ValueError, match="mine"), shared_failures(Exchange(), here):
         raise error
-    assert not [thread for thread in threading.enumerate() if thread.name == "hookcb ranks"]
+    assert _threads() <= before  # a test before may have left one that ends by itself
 
 
 def test_an_own_error_is_reported_once():
@@ -91,10 +95,9 @@ def test_in_a_block_the_cause_is_raised_and_the_thread_ends():
     ):
         raise RuntimeError("Connection closed by peer")
     assert "Connection closed" in str(raised.value.__cause__)
-    for thread in threading.enumerate():
-        if thread.name == "hookcb ranks":
-            thread.join(30)
-            assert not thread.is_alive()
+    for thread in _threads():
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def test_a_thread_that_cannot_look_for_failures_says_so_and_ends(monkeypatch, capsys):
@@ -105,7 +108,7 @@ def test_a_thread_that_cannot_look_for_failures_says_so_and_ends(monkeypatch, ca
     ranks = TwoRanks()
     ranks.answer_alarm = broken
     with shared_failures(ranks, here):
-        for thread in [thread for thread in threading.enumerate() if thread.name == "hookcb ranks"]:
+        for thread in _threads():
             thread.join(30)
     told = "hookcb: rank 0 looks for failures of others no more: KeyError('odd')\n"
     assert capsys.readouterr().err == told

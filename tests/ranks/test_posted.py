@@ -47,7 +47,7 @@ def test_a_healthy_training_has_one_verdict_of_all_ranks(ranks):
 def test_a_fault_on_rank_1_is_shown_by_rank_0_and_names_it(ranks, name, code):
     one = same(each(ranks, name))
     assert one["found"][0] == [code, [1]]
-    assert f"{code} on rank 1 of 2" in one["head"]
+    assert f"on rank 1 of 2 ({code}; " in one["head"]
 
 
 def test_a_model_that_one_rank_trains_alone_leaves_the_verdict_of_all(ranks):

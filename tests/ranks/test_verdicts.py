@@ -47,7 +47,7 @@ def test_what_stays_of_a_fit_is_of_all_ranks(two):
 def test_inputs_on_a_bad_scale_name_their_rank_first(two):
     result = verdict(two, "inputs_of_one_rank")
     assert result["findings"][0] == ["input.scale", "", [1], ""]
-    assert "input.scale on rank 1 of 2" in result["headline"]
+    assert "on rank 1 of 2 (input.scale; " in result["headline"]
     assert len(result["warnings"]) == 1
 
 
@@ -104,12 +104,12 @@ def test_one_rank_may_watch(two):
 def test_an_error_that_was_told_and_is_over_is_in_the_verdict_of_all_ranks(two):
     result = verdict(two, "healed_in_a_fit")
     assert len(result["warnings"]) == 1
-    assert result["headline"].startswith("SUSPECT  loss.diverging, recovered by ")
+    assert result["headline"].startswith("SUSPECT  The loss rises and stays high, recovered by ")
 
 
 def test_it_is_in_the_verdict_of_all_ranks_that_watch_a_loop(two):
     for headline in each(two, "healed_in_own_loops"):
-        assert headline.startswith("SUSPECT  loss.diverging, recovered by ")
+        assert headline.startswith("SUSPECT  The loss rises and stays high, recovered by ")
 
 
 def test_after_an_error_each_rank_tells_what_it_has_seen(two):

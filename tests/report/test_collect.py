@@ -212,3 +212,15 @@ def test_metrics_are_on_the_page():
     page = collect(learn)
     assert page.epochs["accuracy"].values == [row["accuracy"] for row in learn.recorder.rows]
     assert any("ActivationStats" in note for note in page.notes)
+
+
+def test_a_loss_that_is_nan_from_the_first_batch_on_is_on_the_page():
+    batches = [(torch.full((4, 2), math.nan), torch.zeros(4, 1))] * 3
+    learn = Learner(
+        (batches, None), nn.Linear(2, 1), loss_func=nn.functional.mse_loss, opt_func=torch.optim.SGD
+    )
+    with learn.no_logging():
+        learn.fit(1, cbs=Diagnose("ignore", show=False))
+    loss = collect(learn).run["loss"]
+    assert loss.steps == [0, 1, 2]
+    assert all(map(math.isnan, loss.values))

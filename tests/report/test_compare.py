@@ -8,6 +8,7 @@ import pytest
 from hookcb import Diagnose, compare, synth_learner
 from hookcb.cli.main import main
 from hookcb.diagnosis.run import Series
+from hookcb.diagnosis.verdict import Verdict
 from hookcb.records.content import MemoryUsed, TimeSpent
 from hookcb.report.compare import Comparison, Figure
 from hookcb.report.data import PageData
@@ -22,7 +23,8 @@ def run(seconds=1.0, noise=0.05, loss=1.0, seed=0, n=200, **fields):
     times = Series(steps, [seconds * (1 + noise * rng.gauss(0, 1)) for _ in steps])
     losses = Series(steps, [loss * (1 + noise * rng.gauss(0, 1)) for _ in steps])
     epochs = {"accuracy": Series([99, 199], [0.5, 0.9])}
-    page = PageData("HEALTHY  all", {"status": "healthy"}, run={"loss": losses}, epochs=epochs, **fields)
+    verdict = Verdict("healthy", None, (), (), ()).to_dict()
+    page = PageData("HEALTHY  all", verdict, run={"loss": losses}, epochs=epochs, **fields)
     page.time, page.memory = TimeSpent({"forward": times}), MemoryUsed(used=Series([0, 1], [1e6, 2e6]))
     return page
 

@@ -105,3 +105,24 @@ def test_another_version_is_told():
     state = json.loads(PageData("x").to_json()) | {"schema": 2}
     with pytest.raises(ValueError, match="version 2, and this hookcb reads version 1"):
         PageData.from_json(json.dumps(state))
+
+
+def test_phases_of_a_long_run_add_up_at_each_step_that_is_kept():
+    random.seed(0)
+    n = 5_000
+    phases = {name: Series(list(range(n)), [random.random() for _ in range(n)]) for name in ("data", "rest")}
+    phases["data"].values[1_234] = 50.0
+    kept = back(PageData("x", time=TimeSpent(phases))).time.phases
+    assert kept["data"].steps == kept["rest"].steps
+    assert 1_234 in kept["data"].steps
+    assert len(kept["data"]) <= 2_000
+    assert kept["rest"].values == pytest.approx([phases["rest"].values[i] for i in kept["rest"].steps])
+
+
+def test_values_are_rounded_to_3_digits_if_the_text_would_be_too_long(monkeypatch):
+    monkeypatch.setattr("hookcb.report.data.MAX_TEXT", 100)
+    random.seed(0)
+    series = Series(list(range(16)), [random.gauss(0, 1) for _ in range(16)])
+    own = back(PageData("x", layers={"a": Recorded("a", stats={"std": series})})).layers["a"].stats["std"]
+    errors = [abs(y / x - 1) for x, y in zip(series.values, own.values, strict=True)]
+    assert 2**-14 < max(errors) <= 2**-11

@@ -149,7 +149,7 @@ def test_a_model_that_is_freed_before_its_watch_is_closed_is_no_failure_of_ours(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:ERROR  param.not_in_optimizer")
+@pytest.mark.filterwarnings("ignore:ERROR  The optimizer lacks some parameters")
 def test_a_batch_that_is_under_way_is_counted_once_it_has_gone_back():
     model = make_model()
     opt = torch.optim.SGD(model[0].parameters(), lr=1e-3)  # of a part: a batch ends as the next one begins

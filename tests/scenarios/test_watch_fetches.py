@@ -102,7 +102,7 @@ def test_a_loader_that_is_quick_in_such_a_loop_is_ruled_out(clock):
     assert data_bound(w) == "fine"
 
 
-@pytest.mark.filterwarnings("ignore:ERROR  time.data_bound:UserWarning")
+@pytest.mark.filterwarnings("ignore:ERROR  Training waits for its batches:UserWarning")
 @pytest.mark.parametrize(("sleeps", "told"), first([(5, "error"), (1, "warning"), (0.1, "fine")]))
 def test_a_slow_loader_is_told_by_its_share_of_the_time(clock, sleeps, told):
     w = trained(loader(clock, 40, sleeps), Diagnose(show=False), own=lambda step: clock.sleep())
@@ -110,7 +110,7 @@ def test_a_slow_loader_is_told_by_its_share_of_the_time(clock, sleeps, told):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:ERROR  time.data_bound:UserWarning")
+@pytest.mark.filterwarnings("ignore:ERROR  Training waits for its batches:UserWarning")
 def test_the_fetches_of_a_generator_are_timed_as_a_line_of_the_loop(clock):
     def generate():
         for batch in make_batches(40):
@@ -123,7 +123,7 @@ def test_the_fetches_of_a_generator_are_timed_as_a_line_of_the_loop(clock):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:ERROR  time.data_bound:UserWarning")
+@pytest.mark.filterwarnings("ignore:ERROR  Training waits for its batches:UserWarning")
 def test_fetches_of_several_loaders_at_once_are_counted_once_each(clock):
     batches = zip(loader(clock, 40), loader(clock, 40, sleeps=0), strict=True)
     w = trained(
@@ -162,7 +162,7 @@ def test_a_validation_between_epochs_is_no_waiting(clock):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:ERROR  time.data_bound:UserWarning")
+@pytest.mark.filterwarnings("ignore:ERROR  Training waits for its batches:UserWarning")
 def test_a_loader_is_seen_in_a_loop_that_accumulates(clock):
     model = make_model()
     opt = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -182,7 +182,7 @@ def test_a_learner_that_does_its_own_work_after_a_batch_is_not_data_bound(clock)
     assert data_bound(learn) == "fine"
 
 
-@pytest.mark.filterwarnings("ignore:ERROR  time.data_bound:UserWarning")
+@pytest.mark.filterwarnings("ignore:ERROR  Training waits for its batches:UserWarning")
 def test_a_learner_sees_whatever_gives_its_batches(clock):
     class Batches:
         def __iter__(self):

@@ -106,7 +106,10 @@ def fail_soon(pred, y):
         (MaxTime(1e-9), r"at epoch 0, batch 0: .* s have passed, and the limit is 1e-09 s"),
         (TerminateOnNaN(), r": loss is nan at epoch 0, batch 0"),
         (NanTrace(), r": loss is nan at epoch 0, batch 0: made in the forward of the loss .*"),
-        (Diagnose("stop", show=False), r"at epoch 0, batch 0: nonfinite.first: The loss is nan .*"),
+        (
+            Diagnose("stop", show=False),
+            r"at epoch 0, batch 0: A number is NaN or infinite: The loss is nan .*",
+        ),
     ],
     ids=lambda x: getattr(x, "name", ""),
 )

@@ -10,12 +10,23 @@ const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8].flatMap((x) => [x, 2 * 
  * format: text of a value. cells: `paint(plot)` paints cells, the numbers of which are those of its `lines`; `rows`
  * are the limits of the y axis then.
  * names: those of the places on an x axis that has no steps. top: upper limit of the y axis. wide: extremes of
- * all that the chart may come to show. yNames: those of the places on the y axis, from the top.
- * axisFormat: text of a number at the y axis, if it is not one of the values. isLinear: never on a logarithmic axis.
+ * all that the chart may come to show, which decide on its axis. yNames: those of the places on the y axis, from the top.
+ * axisFormat: text of a number at the y axis, if it is not one of the values. isLinear: logarithmic only if asked for.
+ * axis: "log", "linear", or "auto". smoothing: weight of the past in smoothed lines, 0 for none.
  */
 class Chart {
   constructor(options) {
-    Object.assign(this, { lines: [], marks: [], limit: null, format: short, height: 11, note: "" }, options);
+    const usual = {
+      lines: [],
+      marks: [],
+      limit: null,
+      format: short,
+      height: 11,
+      note: "",
+      axis: "auto",
+      smoothing: 0,
+    };
+    Object.assign(this, usual, options);
     this.plot = make(this.names ? "div.plot" : "div.plot.of-steps", {
       tabindex: "0",
       role: "group",
@@ -24,14 +35,15 @@ class Chart {
     });
     this.legend = make("ul.legend");
     this.where = make("span.where");
-    const title = make(
+    this.caption = make(
       "figcaption",
       {},
       make("strong", {}, this.title),
       this.note ? ` ${this.note}` : "",
       this.where,
     );
-    this.box = make("figure.chart", {}, title, this.plot, this.legend, tableOf(this));
+    const saved = saveButtons(this.title, { CSV: () => csvOf(this), PNG: () => pictureOf(this) });
+    this.box = make("figure.chart", {}, this.caption, this.plot, this.legend, saved, tableOf(this));
     this.plot.chart = this;
     this.plot.style.height = `${this.height}rem`;
     timeline.charts.add(this);
@@ -50,37 +62,62 @@ class Chart {
 
   /** Numbers as uPlot wants them; what it cannot draw becomes a mark. */
   read() {
-    const found = this.wide || extremes(this.lines.map(({ series }) => series.values));
-    this.isLog = !this.stack && !this.isLinear && isWide(found);
+    const own = extremes(this.lines.map(({ series }) => series.values));
+    this.isBlank = !this.cells && !(own.high >= own.low); // nothing has a place on the y axis
+    this.isLog = this.wantsLog(this.wide || own);
     this.found = [];
+    const isDrawn = (y) => Number.isFinite(y) && !(this.isLog && y <= 0);
     const tables = this.lines.map(({ series }, line) => [
       series.steps,
       Array.from(series.values, (x, i) => {
-        const kind = Number.isNaN(x)
-          ? "nan"
-          : x === Infinity
-            ? "high"
-            : x === -Infinity
-              ? "low"
-              : this.isLog && x <= 0
-                ? "zero"
-                : null;
-        if (kind) this.found.push({ line, kind, step: series.steps[i] });
-        return Number.isFinite(x) && kind !== "zero" ? x : null;
+        if (isDrawn(x)) return x;
+        this.found.push({ line, kind: kindOf(x), step: series.steps[i], value: x });
+        return null;
       }),
     ]);
+    const reach = this.names ? 1 : undefined;
+    this.cuts = this.lines.map(({ series }) => cutsOf(series, isDrawn, reach));
     if (!tables.length) return [Array.from(this.cells.steps)];
     const [x, ...ys] = tables.length > 1 ? uPlot.join(tables) : [Array.from(tables[0][0]), tables[0][1]];
     this.values = ys;
-    if (!this.stack) return [x, ...ys];
+    this.places = new Map(Array.from(x, (step, i) => [step, i]));
+    this.averages = this.lines.map(({ series, points }) =>
+      this.smoothing && !points && !this.stack ? this.averaged(series, isDrawn) : null,
+    );
+    if (!this.stack) return [x, ...ys, ...this.averages.filter(Boolean)];
+    const all = cutsOf({ steps: x, values: x }, () => true); // an area is cut where nothing was measured
+    this.cuts.fill(all);
     const sum = new Array(x.length).fill(0);
     const layered = ys.map((values) => values.map((y, i) => (sum[i] += y || 0))).reverse();
     sum.forEach((y, i) => y > this.top && this.found.push({ line: 0, kind: "over", step: x[i] }));
     return [x, ...layered];
   }
 
+  wantsLog({ low, positive, high }) {
+    if (this.stack || this.cells || this.axis === "linear") return false;
+    return this.axis === "log" ? positive <= high : !this.isLinear && isWide({ low, positive, high });
+  }
+
+  /** The smoothed values of a series at the places of the x axis. */
+  averaged({ steps, values }, isDrawn) {
+    const found = new Array(this.places.size);
+    smoothed(values, this.smoothing).forEach((y, i) => {
+      found[this.places.get(steps[i])] = isDrawn(y) && isDrawn(values[i]) ? y : null;
+    });
+    return found;
+  }
+
+  hasEpochs() {
+    return !this.names && timeline.epochs.length > 0;
+  }
+
+  /** Room for the texts below the plot. */
+  below(rem) {
+    return (this.hasEpochs() ? 40 : 26) * rem;
+  }
+
   draw() {
-    if (!this.box.isConnected) return; // another layer was chosen meanwhile
+    if (!this.box.isConnected || !this.plot.clientWidth) return; // another layer was chosen, or it is folded
     const rem = parseFloat(getComputedStyle(document.documentElement).fontSize) / 16;
     const font = `${12 * rem}px system-ui, sans-serif`;
     const axis = {
@@ -93,6 +130,9 @@ class Chart {
     const order = this.lines.map((_, i) => i);
     if (this.stack) order.reverse();
     const data = this.read();
+    this.plot.classList.toggle("with-epochs", this.hasEpochs());
+    const styles = order.map((i) => this.seriesStyle(i, rem));
+    this.averages?.forEach((own, i) => own && styles.push(this.averageStyle(i, styles[i])));
     this.plotted?.destroy();
     this.plotted = new uPlot(
       {
@@ -101,7 +141,7 @@ class Chart {
           (this.marks.some(({ text }) => text) ? 18 : 6) * rem,
           (this.names ? 12 : 34) * rem,
           0,
-          60 * rem,
+          (u) => axisRoom(this, u, rem),
         ],
         legend: { show: false },
         scales: {
@@ -115,14 +155,14 @@ class Chart {
         axes: [
           {
             ...axis,
-            size: 26 * rem,
+            size: this.below(rem),
             values: (_, at) => at.map((x) => this.placeName(x)),
             space: (this.names ? 90 : 60) * rem,
             incrs: WHOLE,
           },
           { show: false },
         ],
-        series: [{}, ...order.map((i) => this.seriesStyle(i, rem))],
+        series: [{}, ...styles],
         cursor: {
           y: false,
           drag: { x: !this.names, y: false, setScale: false },
@@ -145,13 +185,27 @@ class Chart {
   seriesStyle(i, rem) {
     const { points = false } = this.lines[i];
     const stroke = lineColor(i);
+    const isFew = points || this.lines[i].series.steps.length <= 30;
     return {
       stroke,
+      alpha: this.averages?.[i] ? 0.3 : 1,
       dash: i < PALETTE.length ? undefined : [6, 4],
       width: this.stack ? 0 : 1.75 * rem,
       fill: this.stack ? stroke : undefined,
-      points: { show: points || this.lines[i].series.steps.length <= 30, size: 5 * rem, fill: stroke },
+      gaps: (u) => this.cuts[i].cuts.map((steps) => steps.map((step) => u.valToPos(step, "x", true))),
+      points: {
+        show: isFew,
+        filter: () => (isFew ? null : Array.from(this.cuts[i].lone, (step) => this.places.get(step))),
+        size: 5 * rem,
+        fill: stroke,
+      },
     };
+  }
+
+  averageStyle(i, style) {
+    const filter = () => Array.from(this.cuts[i].lone, (step) => this.places.get(step));
+    const points = { ...style.points, show: false, filter };
+    return { ...style, alpha: 1, width: 1.3 * style.width, points };
   }
 
   size() {
@@ -160,13 +214,13 @@ class Chart {
 
   limits(low, high) {
     if (this.rows) return this.rows;
-    if (low === null) [low, high] = [0, 1];
-    if (this.wide?.high >= this.wide?.low)
-      [low, high] = [this.isLog ? this.wide.positive : this.wide.low, this.wide.high];
-    if (this.limit !== null && (!this.isLog || this.limit > 0)) {
-      [low, high] = [Math.min(low, this.limit), Math.max(high, this.limit)];
+    const hasLimit = this.limit !== null && (!this.isLog || this.limit > 0);
+    if (low === null) [low, high] = hasLimit ? [this.limit, this.limit] : this.isLog ? [1, 10] : [0, 1];
+    if (hasLimit) [low, high] = [Math.min(low, this.limit), Math.max(high, this.limit)];
+    if (this.isLog) {
+      const room = high > low ? clamp((high / low) ** 0.08, 1.001, 2) : 1.3;
+      return [low / room, high * room];
     }
-    if (this.isLog) return [low / 1.3, high * 1.3];
     if (this.stack) return [0, Math.min(high, this.top ?? high) * 1.05 || 1];
     const room = (high - low || Math.abs(high) || 1) * 0.08;
     return [low >= 0 && low < room ? 0 : low - room, high + room];
@@ -222,40 +276,54 @@ class Chart {
       timeline.zoom(middle - (middle - first) * 2 - 1, middle + (last - middle) * 2 + 1);
     else return;
     event.preventDefault();
-    $("said").textContent = `${this.where.textContent} ${this.legend.textContent}`;
+    if ($("said")) $("said").textContent = `${this.where.textContent} ${this.legend.textContent}`;
   }
 
-  /** Writes the legend, with the values at a place of the x axis, or else the latest. */
+  /** Writes the legend, with the values at a place of the x axis, or else the latest with their steps. */
   tell(idx) {
     const x = this.plotted?.data[0][idx ?? -1] ?? null;
-    const place =
-      x !== null ? (this.names ? this.names[x] : `step ${whole(x)}`) : this.hasLatest() ? "latest" : "";
+    this.hold(x !== null);
+    const ends = new Set(this.names ? [] : this.lines.map(({ series }) => series.steps.at(-1)));
+    const [end] = ends;
+    const at = (step) => (this.names ? this.names[step] : `step ${whole(step)}`);
+    const place = x !== null ? at(x) : ends.size === 1 ? `latest, ${at(end)}` : "";
     const isPlain = this.lines.length === 1 && this.lines[0].label === this.title; // the title is the legend
-    this.where.replaceChildren(place, " ", ...(isPlain ? [make("b", {}, this.valueText(0, x, idx))] : []));
-    const entries = isPlain ? [] : this.lines.map((line, i) => this.entry(line, i, x, idx));
+    const text = (i) => (x === null && this.names ? "" : this.valueText(i, x, idx));
+    this.where.replaceChildren(place, " ", ...(isPlain ? [make("b", {}, text(0))] : []));
+    const since = (i) => (x === null && ends.size > 1 ? ` at ${at(this.lines[i].series.steps.at(-1))}` : "");
+    const entries = isPlain ? [] : this.lines.map((line, i) => this.entry(line, i, text(i), since(i)));
     const kinds = Object.entries(Object.groupBy(this.found, ({ kind }) => kind)).map(([kind, found]) => {
-      const { sign, text, value } = MARKS[kind];
-      return make(Number.isFinite(value) ? "li" : "li.nonfinite", {}, `${sign} ${text} (${found.length}×)`);
+      const { sign, text, isBad } = MARKS[kind];
+      return make(isBad ? "li.nonfinite" : "li", {}, `${sign} ${text} (${found.length}×)`);
     });
     this.legend.replaceChildren(...entries, ...kinds);
   }
 
-  hasLatest() {
-    return !this.names && this.lines.length > 0;
+  /** Keeps the height of texts while values under the pointer are told, so that nothing moves under it. */
+  hold(isHeld) {
+    if (isHeld === this.isHeld) return;
+    this.isHeld = isHeld;
+    for (const node of [this.caption, this.legend])
+      node.style.minHeight = isHeld ? `${node.getBoundingClientRect().height}px` : "";
   }
 
-  entry({ label }, i, x, idx) {
+  entry({ label }, i, value, since) {
     const key = make("span.line", { "aria-hidden": "true" });
     key.style.background = `var(${paletteName(i)})`;
-    return make("li", {}, key, `${label} `, make("b", {}, this.valueText(i, x, idx)));
+    return make("li", {}, key, `${label} `, make(since ? "b.tight" : "b", {}, value), since);
   }
 
+  /** The value of a line at `x`, or its latest, and the smoothed one beside it. */
   valueText(i, x, idx) {
-    if (x === null) return !this.hasLatest() ? "" : this.format(this.lines[i].series.values.at(-1));
+    const { steps, values } = this.lines[i].series;
+    const at = x === null ? this.places?.get(steps.at(-1)) : idx;
+    const mean = this.averages?.[i]?.[at];
+    const also = mean === null || mean === undefined ? "" : `, smoothed ${this.format(mean)}`;
+    if (x === null) return steps.length ? this.format(values.at(-1)) + also : "";
     const value = this.values[i][idx];
-    if (value !== null && value !== undefined) return this.format(value);
-    const mark = this.found.find((own) => own.line === i && own.step === x);
-    return mark ? this.format(MARKS[mark.kind].value) : "";
+    if (value !== null && value !== undefined) return this.format(value) + also;
+    const mark = this.found.find((own) => own.line === i && own.step === x && own.kind !== "over");
+    return mark ? this.format(mark.value) : "";
   }
 }
 
@@ -293,7 +361,9 @@ function partlySame(all, drawn, named = (title) => title) {
 
 const resized = new ResizeObserver((entries) => {
   for (const { target } of entries)
-    if (target.isConnected) target.chart.plotted?.setSize(target.chart.size());
+    if (!target.isConnected || !target.clientWidth) continue;
+    else if (target.chart.plotted) target.chart.plotted.setSize(target.chart.size());
+    else target.chart.draw();
 });
 
 /** Draws all charts again, after the colors or the size of the page have changed. */

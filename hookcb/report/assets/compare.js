@@ -46,8 +46,10 @@ async function show() {
   const figures = data.figures.map(([name, ...rest]) => [runName(name), ...rest]);
   $("figures").append(table(["", ...data.names, ratio], figures, "", "figures"));
   showDepartures(data);
-  const curves = Object.keys(data.curves).length;
-  $("run").append(curves ? comparedCharts(data.curves, data.names, runName) : "No batch was recorded.");
+  const curves = comparedCharts(data.curves, data.names, runName);
+  if (curves.childElementCount) $("run").append(switches.of([...curves.children]), curves);
+  else $("run").append("No batch was recorded.");
+  switches.restore(switches.state);
   const differences = data.differences.map(([section, key, ...values]) => [`${section}: ${key}`, ...values]);
   $("config").append(
     differences.length

@@ -1,4 +1,4 @@
-// Where time and memory go, several ranks beside one another, and the configuration.
+// Where time and memory go, and several ranks beside one another.
 
 const SHOWN = 20; // bars shown at first
 
@@ -75,6 +75,13 @@ function bars(title, columns, numbers, format) {
     columns.length > 1 ? key : "",
     make("table", {}, head, body),
     rest,
+    saveButtons(title, {
+      CSV: () =>
+        csvByName(
+          columns,
+          all.map(([name, own]) => [name || "(the model)", ...columns.map((_, i) => own[i] || 0)]),
+        ),
+    }),
     exact,
   );
 }
@@ -169,22 +176,4 @@ function showRanks({ ranks }) {
     hasSteps(series) ? [{ label: name(rank), series }] : [],
   );
   if (losses.length) place.append(chart({ title: "loss by rank", lines: losses, height: 12 }));
-}
-
-function showConfig({ config }) {
-  const sections = Object.entries(config).filter(([, rows]) => rows.length);
-  $("config-section").hidden = !sections.length;
-  $("config").append(
-    ...sections.map(([title, rows]) =>
-      fold(
-        title || "(without a name)",
-        make("dl", {}, ...rows.flatMap(([key, value]) => [make("dt", {}, key), make("dd", {}, value)])),
-      ),
-    ),
-  );
-}
-
-function showNotes({ notes }) {
-  $("notes-section").hidden = !notes.length;
-  $("notes").append(sentences(notes));
 }

@@ -42,6 +42,7 @@ const follow = {
         .filter(([, node]) => node.open)
         .map(([key]) => key),
       depth: depth.kept(),
+      run: switches.state,
       focus: document.activeElement?.id || "",
       row: document.activeElement?.dataset?.name ?? null,
     };
@@ -86,6 +87,7 @@ const follow = {
     layers.restore(state.map);
     timeline.restore(state.zoom);
     depth.restore(state.depth);
+    if (state.run) switches.restore(state.run);
     for (const [key, node] of this.folds()) if (state.open.includes(key)) node.open = true;
     if (state.row !== null) layers.focus(state.row);
     else if (state.focus) $(state.focus)?.focus({ preventScroll: true });

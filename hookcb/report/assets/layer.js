@@ -28,15 +28,10 @@ function statCharts(recorded, marks, isOfParam) {
   return partlySame(charts, (title, lines) => chart({ title, lines, marks, height: 9 }));
 }
 
-function histogramChart({ edges, bins }, marks) {
+function histogramChart(hist, marks) {
+  const { bins } = hist;
   const inner = bins.slice(1, -1);
-  const rows = bins.toReversed(); // the largest values on top
-  const scale = colorScale(rows.map(({ values }) => values.filter((n) => n > 0)));
-  const totals = bins[0].values.map((_, i) => bins.reduce((sum, { values }) => sum + values[i], 0));
-  scale.isFinite = totals.every((n) => n > 0); // without a finite element there is nothing to count
-  const shade = (n, i) => (totals[i] ? n || scale.low : NaN);
-  const painted = rows.map(({ steps, values }) => ({ steps, values: values.map(shade) }));
-  const edge = (i) => (edges[i] === undefined ? "" : short(edges[i]));
+  const { painted, scale, edge } = cellsOf(hist);
   const labels = inner.map((_, i) => `${edge(i)} to ${edge(i + 1)}`);
   const all = [`below ${edge(0)}`, ...labels, `above ${edge(inner.length)}`];
   const lines = bins.map((series, i) => ({ series, label: all[i] }));
@@ -79,8 +74,7 @@ function showLayer(page, row) {
     (charts.length || same) &&
     place.append(make("h4", {}, title), make("div.charts.small", {}, ...charts), same);
   if (row.layer) {
-    const isCounted = row.layer.hist?.bins.some(({ values }) => values.some((n) => n > 0));
-    const hist = isCounted ? [histogramChart(row.layer.hist, marks)] : [];
+    const hist = isCounted(row.layer.hist) ? [histogramChart(row.layer.hist, marks)] : [];
     const [charts, same] = statCharts(new Map([[row.name, row.layer]]), marks, false);
     section("Output", [...hist, ...charts], same);
   }

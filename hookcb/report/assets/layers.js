@@ -18,6 +18,7 @@ const layers = {
     for (const type of ["click", "keydown", "pointermove", "pointerleave"])
       this.place.addEventListener(type, this);
     strips.start();
+    showHistograms();
     this.rank();
     const concerned = [...this.rows.values()].filter(({ findings }) => findings.length);
     concerned.sort((a, b) => a.findings[0] - b.findings[0]);
@@ -28,7 +29,7 @@ const layers = {
   offer() {
     $("layer-controls").hidden = !this.choices.length;
     if (!this.choices.length) {
-      const text = "No numbers of layers were recorded; add ActivationStats() or Diagnose().";
+      const text = "No numbers of layers were recorded.";
       $("map").before(make("p.soft", {}, text));
     }
     for (const [label, choices] of Map.groupBy(this.choices, ({ group }) => group)) {
@@ -172,8 +173,12 @@ const layers = {
     else if (event.type === "pointermove" && event.target.matches("canvas")) {
       const box = event.target.getBoundingClientRect();
       const [first, last] = timeline.range;
+      strips.under = node;
       timeline.point(first + (last - first) * clamp((event.clientX - box.left) / box.width, 0, 1));
-    } else if (event.type === "pointerleave") timeline.point(null);
+    } else if (event.type === "pointerleave") {
+      strips.under = null;
+      timeline.point(null);
+    }
   },
 
   press(event, node) {
@@ -239,6 +244,7 @@ const layers = {
       if (!this.visible().includes(row)) $("find").value = "";
       this.list();
       this.reveal(this.nodes.get(row));
+      $("layers-section").open = true;
       $("layers-section").scrollIntoView();
       this.enter(this.nodes.get(row), true);
     }

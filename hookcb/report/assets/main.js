@@ -1,31 +1,21 @@
 // The page from top to bottom.
 
-function showHead(page) {
-  const [, word, rest] = page.headline.match(/^([A-Z]+)(?= {2})(.*)$/s) || [null, "", page.headline];
-  const status = word.toLowerCase();
-  $("headline").append(word && make(`span.status.${status}`, {}, word), rest);
-  document.title = [page.title, status || "hookcb"].filter(Boolean).join(": ");
-  const written = page.written && new Date(page.written);
-  const facts = [
-    page.title,
-    page.n_batches ? counted(page.n_batches, "batch", "batches") : "",
-    written && !page.every ? `written ${written.toLocaleString()}` : "",
-    page.hookcb && `hookcb ${page.hookcb}`,
-  ].filter(Boolean);
-  $("facts").append(...facts.flatMap((fact, i) => [i ? " · " : "", make("span", {}, fact)]));
+/** Says that the run goes on, and when the page was last written; text has the rest. */
+function showLive(page) {
   $("live").hidden = !page.every;
-  if (page.every) {
-    const time = written && !Number.isNaN(+written) ? `, last written ${written.toLocaleTimeString()}` : "";
-    $("live").textContent =
-      `${facts.length ? "· " : ""}the run goes on: updates every ${short(page.every)} s${time}`;
-  }
+  if (!page.every) return;
+  const written = page.written && new Date(page.written);
+  const time = written && !Number.isNaN(+written) ? `, last written ${written.toLocaleTimeString()}` : "";
+  $("live").textContent =
+    `${$("facts").childElementCount ? "· " : ""}the run goes on: updates every ${short(page.every)} s${time}`;
 }
 
 async function show() {
   const page = await readPage($("data").textContent);
+  $("plain").remove();
   timeline.full = timeline.range = stepsOf(page);
   for (const part of [
-    showHead,
+    showLive,
     showVerdict,
     showRun,
     (own) => layers.start(own),
@@ -33,8 +23,6 @@ async function show() {
     showTime,
     showMemory,
     showRanks,
-    showConfig,
-    showNotes,
   ])
     part(page);
   $("zoom-out").addEventListener("click", () => timeline.zoom(...timeline.full));
@@ -45,13 +33,13 @@ async function show() {
   document.body.dataset.ready = "yes";
 }
 
-/** Before printing, charts take the width and the colors of paper, and the verdict is opened. */
+/** Before printing, charts take the width and the colors of paper, and what is folded is opened. */
 function preparePrint() {
   let opened = [];
   const before = () => {
     if (document.documentElement.dataset.print) return; // both events come
     document.documentElement.dataset.print = "yes";
-    opened = [...document.querySelectorAll("#verdict details:not([open])")];
+    opened = [...document.querySelectorAll("#verdict details:not([open]), details.section:not([open])")];
     opened.forEach((node) => {
       node.open = true;
     });

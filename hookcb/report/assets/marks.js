@@ -2,12 +2,20 @@
 
 // What cannot be drawn at its place, and whether it is drawn at the top or at the bottom.
 const MARKS = {
-  nan: { text: "NaN", value: NaN, sign: "×", atTop: false },
-  high: { text: "infinite", value: Infinity, sign: "▲", atTop: true },
-  low: { text: "−infinite", value: -Infinity, sign: "▼", atTop: false },
-  zero: { text: "zero, which has no place on a logarithmic axis", value: 0, sign: "▾", atTop: false },
-  over: { text: "above the range shown", value: 0, sign: "▴", atTop: true },
+  nan: { text: "NaN", isBad: true, sign: "×", atTop: false },
+  high: { text: "infinite", isBad: true, sign: "▲", atTop: true },
+  low: { text: "−infinite", isBad: true, sign: "▼", atTop: false },
+  zero: { text: "zero, which has no place on a logarithmic axis", sign: "▾", atTop: false },
+  negative: { text: "negative, which has no place on a logarithmic axis", sign: "▿", atTop: false },
+  over: { text: "above the range shown", sign: "▴", atTop: true },
 };
+
+/** The mark of a number that has no place. */
+function kindOf(x) {
+  if (Number.isNaN(x)) return "nan";
+  if (!Number.isFinite(x)) return x > 0 ? "high" : "low";
+  return x < 0 ? "negative" : "zero";
+}
 
 /** Draws all of them on the canvas of `u`, uPlot's part of `chart`; `rem` is the size of text relative to 16 px. */
 function drawMarks(chart, u, rem) {
@@ -37,12 +45,20 @@ function drawSteps(chart, u, px) {
     drawLine(u.ctx, [x, top], [x, top + height]);
     u.ctx.globalAlpha = 1;
     if (!text) continue;
-    const room = u.ctx.measureText(text).width + 10 * px;
+    const shown = fitted(u.ctx, text, width - 14 * px);
+    const room = u.ctx.measureText(shown).width + 10 * px;
     let row = ends.findIndex((end) => end < x);
     if (row < 0) row = ends.push(0) - 1;
     ends[row] = Math.min(x, left + width - room) + room;
-    if (row < 4) drawLabel(u, text, x, top + (15 * row - 5) * px, "--ink", px); // the first row is above the plot
+    if (row < 4) drawLabel(u, shown, x, top + (15 * row - 5) * px, "--ink", px); // the first row is above the plot
   }
+}
+
+/** The beginning of a text that is no wider than `width`. */
+function fitted(pen, text, width) {
+  let n = text.length;
+  while (n > 1 && pen.measureText(n < text.length ? `${text.slice(0, n)}…` : text).width > width) n -= 1;
+  return n < text.length ? `${text.slice(0, n)}…` : text;
 }
 
 function drawLimit(chart, u, px) {
@@ -65,12 +81,8 @@ function drawFound(chart, u, px) {
     const x = u.valToPos(step, "x", true);
     if (last && last.line === line && last.kind === kind && Math.abs(x - last.x) < 8 * px) continue;
     last = { line, kind, x };
-    const { sign, atTop, value } = MARKS[kind];
-    u.ctx.fillStyle = !Number.isFinite(value)
-      ? color("--alarm")
-      : chart.stack
-        ? color("--ink")
-        : lineColor(line);
+    const { sign, atTop, isBad } = MARKS[kind];
+    u.ctx.fillStyle = isBad ? color("--alarm") : chart.stack ? color("--ink") : lineColor(line);
     u.ctx.fillText(sign, x, atTop ? top + 11 * px : top + height - 3 * px);
   }
 }

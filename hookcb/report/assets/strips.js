@@ -2,6 +2,7 @@
 
 const strips = {
   choice: null, // what is shown, one of `choicesOf`; null if nothing was recorded
+  under: null, // the row under the pointer
 
   start() {
     layers.place.addEventListener("scroll", () => this.paintSeen());
@@ -14,6 +15,7 @@ const strips = {
   show(choice) {
     this.choice = choice;
     const own = [...layers.rows.values()].map((row) => choice.of(row)).filter((x) => x !== null);
+    this.all = new Set(choice.isCost ? [] : own.map(({ steps }) => steps)); // of most layers they are the same
     this.scale = colorScale(choice.isCost ? [own] : own.map(({ values }) => values), choice.isShare);
   },
 
@@ -89,10 +91,24 @@ const strips = {
       const strip = layers.shown[0].querySelector("canvas").getBoundingClientRect();
       pointer.style.left = `${strip.left - pointer.parentNode.getBoundingClientRect().left + share * strip.width}px`;
     }
+    this.tellWhy(pointer.hidden ? null : step, pointer.style.left);
     $("strip-step").textContent = step === null ? "latest" : `step ${whole(step)}`;
     for (const node of this.choice ? this.seen() : []) {
       node.querySelector(".value").textContent = this.valueText(this.choice.of(node.row), step);
     }
+  },
+
+  /** Says beside the pointer why a cell is gray. */
+  tellWhy(step, left) {
+    this.tip ||= $("map").appendChild(make("div.tip", { "aria-hidden": "true" }));
+    const own = step !== null && this.under?.isConnected ? this.choice.of(this.under.row) : null;
+    const why = own?.steps ? whyGray(own.steps, this.all, Math.round(step)) : null;
+    this.tip.hidden = !why;
+    this.tip.textContent = why?.text ?? "";
+    if (!why) return;
+    const map = $("map").getBoundingClientRect();
+    this.tip.style.top = `${this.under.getBoundingClientRect().bottom - map.top + 2}px`;
+    this.tip.style.left = `${clamp(parseFloat(left), 0, Math.max(0, map.width - this.tip.offsetWidth - 4))}px`;
   },
 
   explain() {
@@ -101,11 +117,30 @@ const strips = {
       ? make("p.key", {}, `longest bar: ${this.choice.format(this.scale.high)}`)
       : colorKey(this.scale);
     note.prepend(make("b", {}, this.choice.title), " ");
+    const gray = this.choice.isCost ? "" : grayKey(this.all);
+    if (gray) note.append(make("span.missing", {}, gray));
     if (layers.isFlat) note.append(make("span.soft", {}, ORDER_RULE));
     $("map-key").replaceChildren(note);
     const summary = foldLater("As a table", () => this.summary());
     summary.className = "behind";
-    $("map-table").replaceChildren(summary);
+    const saved = saveButtons(`${this.choice.title} by layer`, {
+      CSV: () => this.csv(),
+      PNG: () => pictureOfMap(layers, this, [...note.children].slice(1).map(partOf)),
+    });
+    $("map-table").replaceChildren(saved, summary);
+  },
+
+  /** The numbers of all layers, a column for each, or of costs a row. */
+  csv() {
+    const own = layers.sorted.filter((row) => this.choice.of(row) !== null);
+    if (this.choice.isCost)
+      return csvByName(
+        ["total"],
+        own.map((row) => [row.name, this.choice.of(row)]),
+      );
+    return csvOf({
+      lines: own.map((row) => ({ label: row.name || row.label, series: this.choice.of(row) })),
+    });
   },
 
   summary() {
@@ -150,4 +185,64 @@ function nearest(steps, step) {
   }
   if (low > 0 && step - steps[low - 1] < Math.abs(steps[low] - step)) low -= 1;
   return Math.abs(steps[low] - step) <= Math.max(1, 0.75 * usualGap(steps)) ? low : -1;
+}
+
+/** The steps before and after `step`, infinite at the ends; null if what lies between may have been left out by us. */
+function holeAt(steps, step) {
+  let [low, high] = [0, steps.length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (steps[middle] > step) high = middle;
+    else low = middle + 1;
+  }
+  const [before, after] = [steps[low - 1] ?? -Infinity, steps[low] ?? Infinity];
+  const size = low && low < steps.length ? after - before : Math.min(step - before, after - step);
+  return size > 2 * usualGap(steps) ? [before, after] : null; // see `thinned` in data.py
+}
+
+/**
+ * Why a layer recorded at `steps` has no cell at `step`: whether others have a record there, and a sentence; null if it
+ * has one, or if it is not known. `all` are the steps of each layer.
+ */
+function whyGray(steps, all, step) {
+  const hole = nearest(steps, step) < 0 && holeAt(steps, step);
+  if (!hole) return null;
+  let [first, last] = [-Infinity, Infinity]; // where no layer has a record
+  for (const others of all) {
+    const other = others[nearest(others, step)];
+    if (other > hole[0] && other < hole[1]) {
+      return { isOwn: true, text: `other layers have a record of step ${whole(other)}, this one has none` };
+    }
+    const [before, after] = holeAt(others, step) || [NaN, NaN];
+    first = Math.max(first, before); // NaN stays
+    last = Math.min(last, after);
+  }
+  if (Number.isNaN(first)) return null;
+  const ends = Number.isFinite(first) && Number.isFinite(last);
+  const where = ends
+    ? `between steps ${whole(first)} and ${whole(last)}`
+    : Number.isFinite(first)
+      ? `after step ${whole(first)}`
+      : `before step ${whole(last)}`;
+  return { isOwn: false, text: `no batch ${where} was inspected for this` };
+}
+
+/** What gray cells stand for, as far as it is known; "" if there are none. */
+function grayKey(all) {
+  const [start, end] = timeline.full;
+  const found = [...all].slice(0, 50).flatMap((steps) => {
+    const ends = [start, ...steps, end];
+    const holes = ends
+      .flatMap((step, i) => (i && step - ends[i - 1] > 2 ? [[ends[i - 1], step]] : []))
+      .slice(0, 60);
+    const places = holes.flatMap(([from, to]) => [0.1, 0.5, 0.9].map((share) => from + share * (to - from)));
+    return places.map((step) => whyGray(steps, all, Math.round(step)));
+  });
+  const has = (isOwn) => found.some((own) => own?.isOwn === isOwn);
+  const said = [
+    has(false) && "no batch was inspected",
+    has(true) && "this layer has no record, but others have",
+  ];
+  const text = said.filter(Boolean).join(", or ");
+  return text && `gray: ${text}`;
 }

@@ -3,6 +3,7 @@
 const timeline = {
   full: [0, 1],
   range: [0, 1],
+  epochs: [], // the last step of each epoch
   charts: new Set(), // those on the page
   strips: new Set(), // functions to call when the range has changed
   cursors: new Set(), // functions to call with the step under the cursor, or null

@@ -54,7 +54,7 @@ def test_weights_that_are_not_finite_already_are_named_by_the_last_of_them():
     assert "weights of 1 layer became NaN or infinite" in finding.message
 
 
-@pytest.mark.filterwarnings("ignore:ERROR  nonfinite.first:UserWarning")
+@pytest.mark.filterwarnings("ignore:ERROR  A number is NaN or infinite:UserWarning")
 @pytest.mark.parametrize("mode", [True, False])
 def test_in_a_loop_that_is_watched_modes_are_as_before(mode):
     model = net(Log(), nn.Dropout(0.1))
@@ -90,7 +90,7 @@ def test_frozen_weights_of_one_byte_do_not_hide_a_nan(kind):
     assert "failed" not in str(verdict)
 
 
-@pytest.mark.filterwarnings("ignore:ERROR  nonfinite.first:UserWarning")
+@pytest.mark.filterwarnings("ignore:ERROR  A number is NaN or infinite:UserWarning")
 @pytest.mark.parametrize(
     ("spoil", "text", "advice"),
     [

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from hookcb.diagnosis import rules
 from hookcb.diagnosis.advice import begins_small, init_advice
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.figure import Figure, over_names
 from hookcb.diagnosis.run import Param, Passed, Run, Series, Skipped, Span
 from hookcb.diagnosis.verdict import Finding
 
@@ -57,7 +58,9 @@ class Attenuated(Fault):
         ]
         known = [_latest(series) for series in ratios if len(series)]
         if low:
-            yield self._attenuated(run, params, usual, low)
+            latest = {p.name: _latest(x) for p, x in zip(params, ratios, strict=True)}
+            title = "gradient (RMS) of each weight / the largest behind it, in the order of the model"
+            yield self._attenuated(run, params, usual, low, over_names(title, latest, MIN_RATIO))
         elif known:
             worst = min(known)
             yield Passed(f"vanishing gradients (smallest {worst:.1g} of the largest)", worst, MIN_RATIO)
@@ -65,7 +68,12 @@ class Attenuated(Fault):
             yield Skipped("in each record one weight explodes, next to which all others look small")
 
     def _attenuated(
-        self, run: Run, params: list[Param], usual: list[float], low: list[tuple[Param, float, Span]]
+        self,
+        run: Run,
+        params: list[Param],
+        usual: list[float],
+        low: list[tuple[Param, float, Span]],
+        figure: Figure,
     ) -> Finding:
         names, lowest = [p.name for p in params], min(low, key=lambda x: x[1])
         drops = {
@@ -91,6 +99,7 @@ class Attenuated(Fault):
             limit=MIN_RATIO,
             causes=causes,
             next_steps=steps,
+            figure=figure,
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from hookcb.diagnosis import rules
 from hookcb.diagnosis.advice import begins_large, lower_rate
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.figure import over_names, over_steps
 from hookcb.diagnosis.run import WINDOW, Param, Passed, Run, Series, Skipped, Span
 from hookcb.diagnosis.verdict import Finding
 
@@ -43,20 +44,23 @@ class Exploding(Fault):
         if max((len(series) for _, series in layers), default=0) < n and len(norms) <= MIN_BEFORE:
             yield Skipped(f"fewer than {n} records of gradients before convergence")
             return
-        excesses = [(*_excess(sizes), span) for span, sizes in _windows(layers, n)]
+        excesses = [(*_excess(sizes), span, sizes) for span, sizes in _windows(layers, n)]
         above = next((excess for excess in excesses if excess[1] > rules.MAX_EXCESS), None)
         if above is not None:
             yield self._exploding(run, [p for p, _ in layers], *above)
         elif jump := _jump(run, norms):
-            yield self._jumping(run, *jump)
-        elif known := [x for _, x, _ in excesses if x > 0]:
+            yield self._jumping(run, norms, *jump)
+        elif known := [x for _, x, *_ in excesses if x > 0]:
             text = f"exploding gradients (largest {rules.format_factor(max(known))} times the usual)"
             yield Passed(text, max(known), rules.MAX_EXCESS)
         else:
             yield Skipped("fewer than two layers had a gradient other than 0")
 
-    def _exploding(self, run: Run, params: Sequence[Param], i: int, excess: float, span: Span) -> Finding:
-        param = params[i]
+    def _exploding(
+        self, run: Run, params: Sequence[Param], i: int, excess: float, span: Span, sizes: list[float]
+    ) -> Finding:
+        param, usual = params[i], sizes[i] / excess
+        shares = {p.name: rules.ratio(size, usual) for p, size in zip(params, sizes, strict=True)}
         is_recurrent, clip = param.kind in rules.RECURRENT, run.advise("clip")
         cause = "a recurrent layer that multiplies the gradient at each time step"
         is_large = begins_large(params)
@@ -70,11 +74,15 @@ class Exploding(Fault):
             limit=rules.MAX_EXCESS,
             causes=(cause if is_recurrent else "layers that each multiply the gradient",),
             next_steps=(clip, scale) if is_recurrent else (scale, clip),
+            figure=over_names(
+                "gradient (RMS) of each layer / that of the median or the last one", shares, rules.MAX_EXCESS
+            ),
         )
 
-    def _jumping(self, run: Run, step: int, jump: float) -> Finding:
+    def _jumping(self, run: Run, total: Series, step: int, jump: float) -> Finding:
         norms = {name: dict(p.series("norm")).get(step, math.nan) for name, p in run.params.items()}
         known = [name for name, x in norms.items() if x > 0]
+        title = "norm of all gradients"
         param = run.params[max(known, key=lambda name: norms[name])] if known else None
         most = f" Most of it comes from {param.name}." if param else ""
         return self.finding(
@@ -87,6 +95,7 @@ class Exploding(Fault):
             limit=MAX_JUMP,
             causes=("a learning rate that is too high", "a batch with unusual samples"),
             next_steps=(run.advise("clip"), f"Look at the batch of step {step}", *lower_rate(run)),
+            figure=over_steps(title, {title: total}, MAX_JUMP * dict(total)[step] / jump),
         )
 
 

@@ -13,6 +13,7 @@ from hookcb.core.batch import parts
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.fault import Fault, Result, Site, fault, findings_of
 from hookcb.diagnosis.faults.model.attention_logits import apart, is_rising
+from hookcb.diagnosis.figure import over_steps
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.layer_rows import LayerRows
 from hookcb.diagnosis.measurements.loss_terms import main_term, read_terms
@@ -24,6 +25,7 @@ MAX_Z, FAR_TOO_LARGE = 100.0, 1e3
 MAX_SPACING = 2**-8  # relative spacing of numbers of the dtype, above which scores of 100 are half apart
 MAX_ROWS = 256  # of scores that are inspected in a batch
 MIN_LOOKS = 6
+TITLE = "size of the mean log-sum-exp of the scores"
 
 
 @fault("head.logits", Site.LOSS, needs="batch loss", leads_to="loss.* grad.* nonfinite.*", subject="scores")
@@ -109,6 +111,7 @@ class DivergingLogits(Fault):
                 "Add a z-loss to the loss: 1e-4 * logits.logsumexp(-1).square().mean()",
                 "Decay the weights of the head, and keep its scores in float32",
             ),
+            figure=over_steps(TITLE, {TITLE: series_of((step, abs(x)) for step, x in z)}, limit),
         )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from hookcb.diagnosis import rules
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.figure import over_steps
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.validations import Validation, Validations
@@ -80,6 +81,14 @@ class Overfit(Fault):
                 "overfitting: the model learns what is true of the training data only",
             ),
             next_steps=_advice(known, best),
+            figure=over_steps(
+                "loss in training and in validation",
+                {
+                    "training": rules.series_of((x.step, x.train) for x in found),
+                    "validation": rules.series_of((x.step, x.loss) for x in found),
+                },
+                best.loss + MAX_LOST * (now.loss - best.loss) / lost,
+            ),
         )
 
     def _by_accuracy(self, run: Run) -> Iterator[Result]:

@@ -7,6 +7,7 @@ from hookcb.core.text import as_layer
 from hookcb.diagnosis import rules
 from hookcb.diagnosis.advice import begins_large, init_advice, is_trained, lower_rate
 from hookcb.diagnosis.fault import Fault, Result, Site, fault, findings_of
+from hookcb.diagnosis.figure import over_names, over_steps
 from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.measurements.layer_rows import LayerRows
 from hookcb.diagnosis.run import SPARSE_KINDS, Layer, Passed, Run, Series, Skipped, Span
@@ -52,7 +53,7 @@ class ActivationScale(Fault):
             sizes = layer.series("abs_max")
             shares = Series(sizes.steps, [rules.ratio(x, layer.largest) for x in sizes.values])
             if span := rules.persistent(shares, lambda x: MAX_SHARE_OF_DTYPE < x < math.inf, 2, 10):
-                yield self._near_overflow(layer, max(rules.finite(sizes.values)), span)
+                yield self._near_overflow(layer, max(rules.finite(sizes.values)), span, shares)
                 return
         base = rules.median(rules.before(run.measured(Inputs).std, until).values)
         base = max(base, MIN_INPUT_STD) if base > 0 else stds[layers[0].name]
@@ -63,7 +64,8 @@ class ActivationScale(Fault):
         else:
             yield Passed(f"scale of activations (×{rules.format_factor(grown)})", grown, MAX_GROWTH)
 
-    def _near_overflow(self, layer: Layer, most: float, span: Span) -> Finding:
+    def _near_overflow(self, layer: Layer, most: float, span: Span, shares: Series) -> Finding:
+        title = "largest |output| / the maximum of its dtype"
         return self.finding(
             f"The output of {as_layer(layer.name)} reaches {most:.2g}, and the maximum of its dtype is "
             f"{layer.largest:.2g} (limit {MAX_SHARE_OF_DTYPE:.0%} of it): it may soon overflow.",
@@ -73,6 +75,7 @@ class ActivationScale(Fault):
             limit=MAX_SHARE_OF_DTYPE,
             causes=("activations that grow from layer to layer", "float16, which has a maximum of 65,504"),
             next_steps=("Use bfloat16 instead of float16, or add a normalization layer before this layer",),
+            figure=over_steps(title, {title: shares}, MAX_SHARE_OF_DTYPE),
         )
 
     def _grown(self, run: Run, layers: list[Layer], stds: dict[str, float], base: float) -> Finding:
@@ -83,6 +86,7 @@ class ActivationScale(Fault):
         worst, layer = layers[-1], layers[at]
         most, stats = stds[worst.name] / base, worst.series("std")
         first = next((step for step, x in stats if x > MAX_GROWTH * base), stats.steps[0])
+        shares = {x.name: stds[x.name] / base for x in layers}
         chain = [p for p in rules.weights(run) if p.layer in {x.name for x in layers} and begins_large([p])]
         return self.finding(
             f"The output of {as_layer(worst.name)} has {rules.format_factor(most)} times the standard "
@@ -102,6 +106,7 @@ class ActivationScale(Fault):
                 *lower_rate(run, worst),
                 "Add normalization between the layers",
             ),
+            figure=over_names("std of each output / that of the input", shares, MAX_GROWTH),
         )
 
 

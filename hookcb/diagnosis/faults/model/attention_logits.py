@@ -9,6 +9,7 @@ from torch import Tensor
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.fault import Result, Site, fault
 from hookcb.diagnosis.faults.model.attention import OfCalls
+from hookcb.diagnosis.figure import over_steps
 from hookcb.diagnosis.measurements.operations import Operations
 from hookcb.diagnosis.rules import format_factor
 from hookcb.diagnosis.run import Passed, Run, Series
@@ -18,6 +19,7 @@ MAX_LOGIT, FAR_TOO_LARGE = 100.0, 1e3
 APART, N_RISING = 1.5, 3  # ratio of the steps of looks, and how many are compared
 MIN_RISE, MAX_RISE = 1.3, 30.0  # ratios of their logits
 MORE_FROM = 16  # step from which each inspected batch is looked at
+TITLE = "largest attention logit"
 
 
 @fault(
@@ -104,6 +106,7 @@ class GrowingLogits(OfCalls):
                     "Normalize queries and keys of each head (QK-norm), or cap the logits",
                     "Lower the learning rate, or lengthen its warmup; decay the weights of queries and keys",
                 ),
+                figure=over_steps(TITLE, {TITLE: series}, limit),
             )
 
 

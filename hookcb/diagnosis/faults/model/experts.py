@@ -7,14 +7,16 @@ from itertools import takewhile
 
 from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.figure import over_names, over_steps
 from hookcb.diagnosis.measurements.routers import Load, Routers
-from hookcb.diagnosis.rules import median
+from hookcb.diagnosis.rules import median, series_of
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
 
 MIN_STEPS, LATE = 100, 1 / 8  # a router may be uneven at first; looks from this share of the steps on count
 MIN_LOOKS = 4  # of these
 MIN_EXPECTED = 64.0  # tokens that each expert would get in one of them, if all got as many
+BUSIEST = "tokens of the busiest expert / an even share"
 MIN_UNEVEN, MIN_TOKENS = (
     2,
     16.0,
@@ -86,6 +88,7 @@ class UnevenExperts(_OfExperts):
             limit=limit,
             causes=_causes(run),
             next_steps=_next_steps(run),
+            figure=over_steps(BUSIEST, {BUSIEST: series_of((x.step, x.busiest) for x in loads)}, limit),
         )
 
     def ruled_out(self, loads: Sequence[Sequence[Load]]) -> Passed:
@@ -122,6 +125,7 @@ class DeadExperts(_OfExperts):
             return None
         loads = max((idle[i] for i in dead), key=len)
         n_tokens = sum(sum(x.counts) // x.k for x in loads)
+        n_tokens_of = {f"expert {i}": float(sum(x.counts[i] for x in loads)) for i in range(n)}
         which = join_names([str(i) for i in dead], 6)
         return self.finding(
             f"{len(dead)} of the {n} experts of the router {as_layer(layer) or 'of the model'} got none of "
@@ -133,6 +137,7 @@ class DeadExperts(_OfExperts):
             limit=0.0,
             causes=_causes(run),
             next_steps=(*_next_steps(run), "Begin the router with small weights, and without a bias"),
+            figure=over_names("tokens of each expert in these batches", n_tokens_of),
         )
 
     def ruled_out(self, loads: Sequence[Sequence[Load]]) -> Passed:

@@ -8,6 +8,7 @@ from hookcb.core.text import as_layer
 from hookcb.diagnosis import rules
 from hookcb.diagnosis.advice import init_scale
 from hookcb.diagnosis.fault import Fault, Result, Site, fault, findings_of
+from hookcb.diagnosis.figure import Figure, over_names
 from hookcb.diagnosis.measurements.layer_rows import LayerRows
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
@@ -66,10 +67,13 @@ class ShrinkingSignal(Fault):
         elif not any(f.severity != "info" for code in TROUBLE for f in findings_of(code, run)):
             yield Passed("a signal that is too small to learn from")
         else:
-            yield self._shrinking(list(hidden), known[0][0], known[-1][0], left, scale, len(kept))
+            shares = {layer.name: x / sizes[0] for layer, x in known}
+            title = "differences between samples / those after the first layer, before the first step"
+            figure = over_names(title, shares, MIN_SIGNAL)
+            yield self._shrinking(list(hidden), known[0][0], known[-1][0], left, scale, len(kept), figure)
 
     def _shrinking(
-        self, hidden: list[str], first: Layer, last: Layer, left: float, scale: float, n: int
+        self, hidden: list[str], first: Layer, last: Layer, left: float, scale: float, n: int, figure: Figure
     ) -> Finding:
         default = ", torch's default" if DEFAULT[0] < scale < DEFAULT[1] else ""
         n_layers = hidden.index(last.name) - hidden.index(first.name) + 1
@@ -91,6 +95,7 @@ class ShrinkingSignal(Fault):
                 "nonlinearity='relu')",
                 "Or add normalization or residual connections",
             ),
+            figure=figure,
         )
 
 

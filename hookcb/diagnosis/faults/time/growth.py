@@ -8,10 +8,11 @@ from weakref import ReferenceType, ref
 
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.fault import NOTES, Fault, Result, Site, fault
+from hookcb.diagnosis.figure import over_steps
 from hookcb.diagnosis.measurements.curves import Curve, Curves
 from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.rules import median, ratio
-from hookcb.diagnosis.run import Passed, Run, Skipped
+from hookcb.diagnosis.run import Passed, Run, Series, Skipped
 from hookcb.diagnosis.verdict import Finding
 from hookcb.hooks.modules import modules_in, named_modules
 from hookcb.hooks.own import n_others
@@ -276,6 +277,7 @@ class GrowingMemory(Fault):
         if slope - N_SIGMAS * error <= 0 or slope <= MAX_GROWTH or not _is_steady([x for _, x in points]):
             yield Passed(f"growing memory ({slope / 1e6:.2f} MB per step)", slope, MAX_GROWTH)
             return
+        in_mb = Series(memory.steps, [x / 1e6 for x in memory.values])
         n_steps = points[-1][0] - points[0][0]  # more than len(points): a long run keeps only some
         yield self.finding(
             when=(int(points[0][0]), int(points[-1][0])),
@@ -288,6 +290,7 @@ class GrowingMemory(Fault):
                 "a list that tensors are appended to",
             ),
             next_steps=("Keep loss.item() or loss.detach() rather than the loss itself",),
+            figure=over_steps(f"memory in MB, which grows by {slope / 1e6:.1f} per step", {"memory": in_mb}),
         )
 
 

@@ -121,7 +121,7 @@ def test_the_command_hears_whether_weights_were_loaded(load, tmp_path, capsys, m
     out = capsys.readouterr().out
     if load:
         # without `Loads` a note is all that can be said
-        assert "WARNING  param.frozen_random" not in out
+        assert "WARNING  A frozen part is still random" not in out
     else:
         assert "param.frozen_random" in out
 
