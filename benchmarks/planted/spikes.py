@@ -140,12 +140,12 @@ def scale_between(seed: int, cbs: Callbacks) -> Run:
     return scaled(seed, cbs, after_backward=2.0**12, after_step=None)
 
 
-@control(SPIKE_CONTROLS, "LM: clipping to 10 ends, which cuts nothing", target=2.9)
+@control(SPIKE_CONTROLS, "LM: clipping to 10 ends, which cuts nothing", target=3.1)
 def clipping_of_nothing(seed: int, cbs: Callbacks) -> Run:
     return clipped_until(seed, cbs, limit=10.0, lr=0.3)
 
 
-@control(SPIKE_CONTROLS, "LM: the loss scale is lowered after a step", target=2.9)
+@control(SPIKE_CONTROLS, "LM: the loss scale is lowered after a step", target=3.1)
 def scale_after(seed: int, cbs: Callbacks) -> Run:
     return scaled(seed, cbs, after_backward=None, after_step=2.0**12)
 
