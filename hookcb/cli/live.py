@@ -10,7 +10,7 @@ from hookcb.report.collect import collect
 from hookcb.report.data import PageData
 from hookcb.report.live import LivePage
 
-EVERY = 2.0  # seconds from one update to the next; more if that took more than 1 % of the time
+EVERY = 2.0  # seconds from one update to the next; more if that took much of the time, see `Report`
 
 
 class ScriptReport(Report):

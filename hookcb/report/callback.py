@@ -14,7 +14,8 @@ from hookcb.report.live import LivePage, LiveServer, how_ended
 from hookcb.report.page import Page
 
 FIRST = 5.0  # seconds until the first page; later ones are `every` seconds apart
-MAX_SHARE = 0.01  # of the time of a training that is spent on writing pages
+# of the time of a training that is spent on making pages, and while somebody looks at a live one
+MAX_SHARE, MAX_SHARE_OPEN = 0.01, 0.05
 
 
 class Report(Callback):
@@ -26,8 +27,9 @@ class Report(Callback):
     the training goes on.
 
     With `live` the page is also served to browsers on this machine, at an address that is printed when the
-    fit begins. It draws new data in place, without a reload, and says how the run has ended. The address is
-    secret, and ends with the fit; a page that is open then gets the end, for which the fit waits 5 s at most.
+    fit begins. It draws new data in place, without a reload, and says how the run has ended. While it is open
+    in a browser, up to 5 % of the time go into new data. The address is secret, and ends with the fit; a page
+    that is open then gets the end, for which the fit waits 5 s at most.
 
     Args:
         path: the file; its folder is created if it is missing. None for no file, if `live`.
@@ -116,7 +118,8 @@ class Report(Callback):
         except Exception as error:  # the training must go on, whatever it is
             self._warn(f"{type(error).__name__}: {error}")
         now = time.monotonic()
-        self._next = now + max(self.every, (now - began) / MAX_SHARE)
+        share = MAX_SHARE_OPEN if self._page is not None and self._page.is_open else MAX_SHARE
+        self._next = now + max(self.every, (now - began) / share)
 
     def _collect(self) -> PageData:
         return collect(self.learn)

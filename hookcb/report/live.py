@@ -52,6 +52,11 @@ class LivePage:
         """Tag of what is sent; it changes when that does."""
         return f'"{self._shown[-1]}-{self._server.state[1]}"'
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a browser has it open."""
+        return self._server.is_open(self)
+
     def sent(self, is_whole: bool) -> tuple[bytes, str]:
         """The whole page, or only its data with their text, as JSON; and the tag."""
         tag, (data, markup, _) = self.tag, self._shown
@@ -154,6 +159,11 @@ class LiveServer:
             self._asked.pop((page, ""), None)
             self._asked[page, client] = now, tag
             self._answered.notify_all()
+
+    def is_open(self, page: LivePage) -> bool:
+        """Whether a browser has asked for a page in the last seconds."""
+        now = time.monotonic()
+        return any(own is page and now - when < RECENT for (own, _), (when, _) in [*self._asked.items()])
 
     def _add(self) -> LivePage:
         page = LivePage(self, f"{len(self.pages) + 1}/" if self.pages else "")

@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from contextlib import closing, contextmanager, suppress
+from types import SimpleNamespace
 from unittest import mock
 from urllib.parse import urlsplit
 
@@ -21,7 +22,7 @@ from hookcb import Callback, Diagnose, Learner, Report, load_report, watch
 from hookcb.report.data import PageData
 from hookcb.report.live import LINGER, RECENT, LiveServer, how_ended
 from hookcb.report.page import BEGIN, END, page_of
-from tests.support import make_batches, make_model
+from tests.support import make_batches, make_learner, make_model
 
 
 def get(address, path="", method="GET", **headers):
@@ -72,6 +73,31 @@ def test_two_clients_get_the_page_and_new_data_when_there_are_some():
             data, live, tag = data_at(server.address, If_None_Match=tags[0], Hookcb_Page=name)
             assert (data.n_batches, live) == (7, {"ended": None, "others": [], "tag": tag})
             assert tag != tags[0]
+
+
+def test_more_time_goes_into_a_page_that_is_open(monkeypatch):
+    with serving() as server:
+        page, other = server.page("first"), server.page("second")
+        assert not page.is_open
+        data_at(server.address, Hookcb_Page="a")
+        assert page.is_open
+        assert not other.is_open
+    now = [0.0]
+
+    def collect(learn):
+        now[0] += 1.0
+        return PageData("x")
+
+    monkeypatch.setattr("hookcb.report.callback.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("hookcb.report.callback.collect", collect)
+    report = Report(None, every=1, live=True)
+    report.learn = make_learner()
+    waits = []
+    for is_open in (False, True):
+        report._page = SimpleNamespace(show=lambda data: None, is_open=is_open)
+        report._write(1.0)
+        waits.append(report._next - now[0])
+    assert waits == [100.0, 20.0]
 
 
 def test_only_a_live_page_may_connect_and_only_to_its_server():
