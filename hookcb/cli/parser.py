@@ -145,6 +145,11 @@ def _add_diagnose(add: AddCommand) -> None:
         "--json", action="store_true", help="write the verdicts as JSON, and nothing else, to stdout"
     )
     parser.add_argument(
+        "--github",
+        action="store_true",
+        help="also print each cause as an annotation of a GitHub workflow",
+    )
+    parser.add_argument(
         "--coverage", action="store_true", help="list what was seen, and what was not and why"
     )
     parser.add_argument(

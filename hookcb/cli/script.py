@@ -13,6 +13,7 @@ from typing import NoReturn
 from rich.text import Text
 
 from hookcb.cli import INTERRUPTED
+from hookcb.cli.annotations import annotations
 from hookcb.cli.launch import hide_own_frames, launch
 from hookcb.cli.limits import Limit
 from hookcb.cli.model_tracker import ModelTracker, Result
@@ -152,6 +153,9 @@ class ScriptRun:
             heading = Text(f"\n{title}{of}{until}", style="bold")
             coverage = [Text("\n".join(verdict.coverage))] if self._options.coverage else []
             show(heading, verdict, *coverage, soft_wrap=True)  # at once, as ranks write to one terminal
+            if self._options.github:
+                for line in annotations(verdict, title, self._path):
+                    show(line, soft_wrap=True, highlight=False, markup=False)
 
     def _write_json(self, shown: list[Result], notes: list[str], exit_code: int) -> None:
         """Writes the verdicts to stdout as JSON."""
