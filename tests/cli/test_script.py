@@ -148,7 +148,7 @@ def test_an_error_that_is_told_and_over_is_told_at_the_end(run):
     code, out, err = run(lines)
     assert code == 1
     assert err.startswith("hookcb diagnose: ERROR The loss rises and stays high")
-    assert re.search(r"SUSPECT loss\.diverging, recovered by \d+ ", out)
+    assert re.search(r"SUSPECT The loss rises and stays high, recovered by \d+ \(loss\.diverging; ", out)
 
 
 @pytest.mark.parametrize(

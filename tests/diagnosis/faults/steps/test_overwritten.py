@@ -325,4 +325,5 @@ def test_the_command_finds_it(tmp_path, capsys):
         "    opt.step()\n"
     )
     main(["diagnose", str(script)])
-    assert f"WARNING  {CODE}  layer 0" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"SUSPECT  Weights are overwritten in mid-run: layer 0 ({CODE}; " in out
