@@ -61,8 +61,8 @@ def test_a_script_ends_after_so_many_steps_as_by_ctrl_c(ended):
 def test_the_verdict_decides_and_a_training_that_was_cut_is_not_called_unfinished(ended):
     assert ended("--steps 30", f"train(*make(lr=10.0), n={FOREVER})")[0] == 1
     slow = "train(*make(lr=1e-3), n={})"
-    assert "train.unfinished" in ended("", slow.format(60))[1]
-    assert "train.unfinished" not in ended("--steps 60", slow.format(FOREVER))[1]
+    assert "The training ends too early" in ended("", slow.format(60))[1]
+    assert "The training ends too early" not in ended("--steps 60", slow.format(FOREVER))[1]
 
 
 def test_minutes_end_a_script_too(ended):

@@ -66,7 +66,8 @@ def elsewhere(tmp_path, monkeypatch):
 def test_the_demo_on_two_ranks_shows_one_verdict_that_names_the_rank(capfd):
     assert main(["demo", "--ranks", "2", "--epochs", "2", "--fault", "nan-input"]) == 0
     shown, errors = capfd.readouterr()
-    assert len(re.findall(r"^SICK  The inputs contain NaN or infinity on rank [01] of 2 \(input\.nonfinite; ", shown, re.MULTILINE)) == 1
+    told = r"^SICK  The inputs contain NaN or infinity on rank [01] of 2 \(input\.nonfinite; "
+    assert len(re.findall(told, shown, re.MULTILINE)) == 1
     assert len(re.findall(r"^ +1  ", shown, re.MULTILINE)) == 1  # the row of the second epoch
     assert shown.count("planted fault: one pixel") == 1
     assert errors == ""
