@@ -6,6 +6,7 @@ import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -180,7 +181,11 @@ class Comparison(Printed):
             OSError: If the file cannot be written.
         """
         path = check_page(path)
-        text = filled(COMPARISON, to_text(self._content()))
+        verdicts = "; ".join(
+            f"{name}: {run.headline}" for name, run in zip(self.names, self.runs, strict=True)
+        )
+        markup = {"HEADLINE": escape(self.headline), "FACTS": escape(verdicts), "COMMAND": ""}
+        text = filled(COMPARISON, to_text(self._content()), markup)
         return write_whole(path, lambda file: file.write(text.encode()))
 
     def _content(self) -> dict[str, Any]:

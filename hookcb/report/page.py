@@ -34,7 +34,6 @@ SHARED = (
 BOOT = ("assets/boot.js",)
 # comments and indentation of scripts; a license, "/*!", stays
 SPARED = re.compile(r"^[ \t]*(?://[^\n]*\n|/\*\*.*?\*/\n)?[ \t]*", re.MULTILINE | re.DOTALL)
-NO_MARKUP = {"HEADLINE": "", "FACTS": "", "COMMAND": ""}
 BEGIN, END = '<script type="application/json" id="data">', "</script>"
 
 
@@ -123,7 +122,7 @@ def page_of(data: PageData) -> str:
     return filled(RUN._replace(title=title_of(data)), data.to_json(), text_of(data))
 
 
-def filled(kind: Document, text: str, markup: Mapping[str, str] = NO_MARKUP, *, is_live: bool = False) -> str:
+def filled(kind: Document, text: str, markup: Mapping[str, str], *, is_live: bool = False) -> str:
     """A document with its data, and the markup that stands in it before its scripts run.
 
     Only our own scripts and styles may run in it, by their hashes. One that `is_live` may ask the server that

@@ -173,3 +173,10 @@ def test_the_command_writes_a_page(tmp_path, capsys):
     assert "both.html" in capsys.readouterr().out
     assert main(["compare", *files, "-o", str(tmp_path)]) == 2
     assert main(["compare", files[0]]) == 2
+
+
+def test_the_page_of_compared_runs_has_its_sentence_without_scripts(tmp_path):
+    found = compare(run(), run(loss=2.0))
+    text = found.save(tmp_path / "both.html").read_text(encoding="utf-8")
+    assert f'<h1 id="headline">{found.headline}</h1>' in text
+    assert "HEALTHY  all" in text.partition("<main>")[0]
