@@ -158,7 +158,7 @@ def test_a_script_that_is_watched_has_one_verdict_too_and_it_decides_on_all_rank
     assert "2 ranks" in shown
     codes, statuses, shown = diagnosed(LOOP, "0.1", "one class")
     assert (codes, statuses) == ([1, 1], ["SUSPECT"])
-    assert "label.single_class on rank 1 of 2" in shown
+    assert "on rank 1 of 2 (label.single_class; " in shown
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ def test_json_and_the_page_have_the_verdict_of_all_ranks():
     (model,) = told["models"]
     assert (codes, told["exit_code"]) == ([1, 1], 1)
     assert model["verdict"]["primary"]["ranks"] == [1]
-    assert "label.single_class on rank 1 of 2" in load_report("page.html").headline
+    assert "on rank 1 of 2 (label.single_class; " in load_report("page.html").headline
 
 
 @pytest.mark.slow
