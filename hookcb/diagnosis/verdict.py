@@ -247,7 +247,7 @@ class Verdict(Printed):
 
     def _found(self) -> str:
         looked = f"{self.n_checked} of {self.n_checks} checks ran"
-        of = f"of {self.of_rank} only, " if self.of_rank else ""
+        of = f"of {self.of_rank} only: " if self.of_rank else ""
         if self.status == "unknown":
             what = "the training got no further" if self.hang else "nothing was seen"
             return f"UNKNOWN  {of}{what}: {self.reason}"

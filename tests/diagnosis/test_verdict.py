@@ -560,7 +560,7 @@ def test_a_verdict_of_one_of_several_ranks_says_so_first(status):
     order.seen = [order.finding("A label is out of range.", "warning")] if status == "suspect" else []
     given.sources |= {"batches", "batch"}
     verdict = dataclasses.replace(judge(given), of_rank="rank 0")
-    assert verdict.headline.startswith(f"{status.upper()}  of rank 0 only, ")
+    assert verdict.headline.startswith(f"{status.upper()}  of rank 0 only: ")
 
 
 @in_turn("width", [40, 60, 80, 100])

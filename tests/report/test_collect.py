@@ -118,7 +118,7 @@ def test_a_page_says_what_the_printed_verdict_says_of_its_scope_and_of_each_find
     found = (past, on_rank, unplaced)
     verdict = Verdict("suspect", past, found, (), (), of_rank="rank 0", remarks=("after 200 steps",))
     page = collect(learn, verdict)
-    assert page.headline == "SUSPECT  of rank 0 only, loss.diverging, recovered by 90; after 200 steps"
+    assert page.headline == "SUSPECT  of rank 0 only: loss.diverging, recovered by 90; after 200 steps"
     told = [(own["when"], own["on_ranks"]) for own in page.verdict["findings"]]
     assert told == [("steps 1–19, recovered by 90", ""), ("step 3", "rank 1 of 8"), ("", "")]
     assert all(
