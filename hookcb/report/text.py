@@ -16,6 +16,7 @@ from hookcb.report.data import PageData
 
 MAX_ROWS, MAX_STATS = 20, 6  # of a table; the scripts show all of them
 MIN_LOG = 20.0  # ratio of a number and its limit from which their axis is logarithmic
+SMALL_PRINT = r"(.*) (\([^()]*checks ran\)|\([a-z]+\.[a-z_]+\))(.*)"  # of a headline
 WIDTH, LEFT, RIGHT = 640, 20, 620  # of the axis of a number, in its own units
 SICK = ("sick", "suspect")
 
@@ -53,15 +54,16 @@ def title_of(data: PageData) -> str:
 
 
 def _headline(text: str) -> list[Any]:
-    """The word, the sentence, and in small print what stands in brackets at the end of it."""
+    """The word, the sentence, in small print the code and the number of checks, and what limits it."""
     word, gap, rest = text.partition("  ")
     if not gap or not word.isupper():
         word, rest = "", text
-    sentence, small = rest, ""
-    if found := re.fullmatch(r"(.*) (\([^()]*\).*)", rest, re.DOTALL):
-        sentence, small = found.groups()
+    sentence, small, limits = rest, "", ""
+    if found := re.fullmatch(SMALL_PRINT, rest, re.DOTALL):
+        sentence, small, limits = found.groups()
     status = ft("span", word, cls=f"status {word.lower()}") if word.isalpha() else word
-    return [status, " " if word else "", sentence, " " if small else "", ft("small", small) if small else ""]
+    printed = [" ", ft("small", small), limits] if small else []
+    return [status, " " if word else "", sentence, *printed]
 
 
 def _facts(data: PageData) -> list[Any]:
