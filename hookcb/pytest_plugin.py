@@ -1,6 +1,6 @@
 """The plug-in for pytest: the fixture `healthy`, and `pytest --hookcb`, which watches what tests train.
 
-pytest imports it wherever hookcb is installed, so it imports neither torch nor hookcb until one of them is used.
+pytest imports it wherever hookcb is installed, so it imports nothing of hookcb until one of them is used.
 """
 
 from collections.abc import Callable, Generator
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from hookcb.diagnosis.verdict import Verdict
 
 MARKER = (
-    "hookcb(is_watched=True, ignore=[]): with --hookcb, whether trainings of the test are watched, and codes "
-    "of findings to leave out"
+    "hookcb(is_watched, ignore=codes): with --hookcb, whether trainings of the test are watched, by default "
+    "True, and which findings are left out"
 )
 USAGE = "write @pytest.mark.hookcb(False) or @pytest.mark.hookcb(ignore=['update.too_large'])"
 
@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("hookcb").addoption(
         "--hookcb",
         action="store_true",
-        help="a test that passes but trains a sick model fails with the verdict",
+        help="let tests that pass but train a sick model fail with the verdict",
     )
 
 
@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def healthy() -> "Callable[[Any], Verdict]":
-    """Asserts that a training was healthy, or only slow: `healthy(learn)` of a Learner, a watch, a verdict."""
+    """Asserts that a training was healthy, or only slow: `healthy(learn)`; see `_assert_healthy`."""
     return _assert_healthy
 
 
@@ -89,14 +89,19 @@ class _TestWatcher:
         is_watched, ignored = _marked(item)
         if not is_watched:
             return (yield)
+        from hookcb.cli.launch import hide_own_frames
         from hookcb.cli.model_tracker import ModelTracker
 
         tracker = ModelTracker(ignored=ignored, config=self._habits, is_test=True)
-        with tracker.watching():
-            result = yield
+        try:
+            with tracker.watching():
+                result = yield
+        except BaseException as error:
+            hide_own_frames(error)
+            raise
         sick = [found for found in tracker.results(only_trained=True) if self._is_sick(found)]
         if sick:
-            told = [f"{title}\n{verdict}" for title, verdict, *_ in sick]
+            told = [f"{title}: {verdict}" for title, verdict, *_ in sick]
             hint = f"if the test trains it on purpose, {USAGE}"
             pytest.fail("\n\n".join([*told, f"pytest --hookcb: {hint}"]), pytrace=False)
         return result
@@ -109,19 +114,20 @@ class _TestWatcher:
 
 
 def _marked(item: pytest.Item) -> tuple[bool, list[str]]:
-    """Whether a test is watched, which its nearest marker decides, and what is ignored in it by all of them."""
+    """Whether a test is watched, as its nearest marker says, and what is ignored in it by all of them."""
     from hookcb.diagnosis.explain import check_codes
 
-    is_watched, ignored = [], []
+    is_watched: list[bool] = []
+    ignored: list[str] = []
     for marker in item.iter_markers("hookcb"):
-        patterns = marker.kwargs.get("ignore", [])
-        is_known = set(marker.kwargs) <= {"is_watched", "ignore"} and isinstance(patterns, list | tuple)
-        flags = [*marker.args, *([marker.kwargs["is_watched"]] if "is_watched" in marker.kwargs else [])]
-        if not is_known or len(flags) > 1 or not all(isinstance(x, bool) for x in flags):
-            pytest.fail(f"the marker hookcb has invalid arguments; {USAGE}", pytrace=False)
+        patterns, wrong = marker.kwargs.get("ignore", []), USAGE
+        is_known = set(marker.kwargs) <= {"ignore"} and isinstance(patterns, list | tuple)
+        is_valid = is_known and len(marker.args) < 2 and all(isinstance(x, bool) for x in marker.args)
         try:
             ignored += [check_codes(pattern) for pattern in patterns]
         except (LookupError, TypeError) as error:
-            pytest.fail(f"the marker hookcb: {error.args[0]}", pytrace=False)
-        is_watched += flags
+            is_valid, wrong = False, error.args[0]
+        if not is_valid:
+            pytest.fail(f"the marker hookcb has invalid arguments: {wrong}", pytrace=False)
+        is_watched += marker.args
     return next(iter(is_watched), True), ignored
