@@ -17,7 +17,7 @@ MARKER = (
     "hookcb(is_watched, ignore=codes): with --hookcb, whether trainings of the test are watched, by default "
     "True, and which findings are left out"
 )
-USAGE = "write @pytest.mark.hookcb(False) or @pytest.mark.hookcb(ignore=['update.too_large'])"
+USAGE = "write @pytest.mark.hookcb(False) or @pytest.mark.hookcb(ignore=['{}'])"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -102,7 +102,8 @@ class _TestWatcher:
         sick = [found for found in tracker.results(only_trained=True) if self._is_sick(found)]
         if sick:
             told = [f"{title}: {verdict}" for title, verdict, *_ in sick]
-            hint = f"if the test trains it on purpose, {USAGE}"
+            code = next((verdict.primary.code for _, verdict, *_ in sick if verdict.primary), "time.*")
+            hint = f"if the test trains it on purpose, {USAGE.format(code)}"
             pytest.fail("\n\n".join([*told, f"pytest --hookcb: {hint}"]), pytrace=False)
         return result
 
@@ -120,7 +121,7 @@ def _marked(item: pytest.Item) -> tuple[bool, list[str]]:
     is_watched: list[bool] = []
     ignored: list[str] = []
     for marker in item.iter_markers("hookcb"):
-        patterns, wrong = marker.kwargs.get("ignore", []), USAGE
+        patterns, wrong = marker.kwargs.get("ignore", []), USAGE.format("update.too_large")
         is_known = set(marker.kwargs) <= {"ignore"} and isinstance(patterns, list | tuple)
         is_valid = is_known and len(marker.args) < 2 and all(isinstance(x, bool) for x in marker.args)
         try:

@@ -97,7 +97,8 @@ def test_with_the_option_a_test_that_trains_a_sick_model_fails_with_the_verdict(
     assert failed == {"test_sick", "test_fails_itself", "test_wrong_code", "test_wrong_argument"}
     assert "6 passed" in said
     assert said.count("SICK  Steps are too large") >= 1
-    assert "if the test trains it on purpose, write @pytest.mark.hookcb(False)" in said
+    assert "if the test trains it on purpose, write @pytest.mark.hookcb(False) or @pytest.mark" in said
+    assert "hookcb(ignore=['update.too_large'])" in said
     assert "KeyError: 'its own'" in said
     assert "there is no check 'updat.*'" in said
     assert "hookcb/cli" not in said  # no frame of ours

@@ -9,7 +9,7 @@ from hookcb.diagnosis.verdict import Verdict
 
 
 def hits(verdict: Verdict, patterns: Iterable[str]) -> list[str]:
-    """Those of these `fnmatch` patterns that match the code of a finding."""
+    """Returns the `fnmatch` patterns that match the code of a finding."""
     return [x for x in patterns if any(fnmatchcase(f.code, x) for f in verdict.findings)]
 
 
