@@ -1,11 +1,16 @@
 """A verdict without the findings that a user ignores."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from hookcb.diagnosis.judge import RANK, primary_of, status_of
 from hookcb.diagnosis.verdict import Verdict
+
+
+def hits(verdict: Verdict, patterns: Iterable[str]) -> list[str]:
+    """Returns the `fnmatch` patterns that match the code of a finding."""
+    return [x for x in patterns if any(fnmatchcase(f.code, x) for f in verdict.findings)]
 
 
 def without(verdict: Verdict, patterns: Sequence[str]) -> Verdict:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from hookcb.cli.config import find_config
 from hookcb.cli.faults import fault_lines
 from hookcb.cli.launch import has_module, is_module_name
 from hookcb.cli.parser import make_parser
@@ -35,12 +36,18 @@ def _diagnose(args: argparse.Namespace) -> int:
         make_parser().error(f"there is no module {args.script!r} to be had from {Path.cwd()}")
     if args.port and not args.live:
         make_parser().error("--port is for --live; give both, or none")
+    folders = [] if args.is_module else [Path(args.script).resolve().parent]
+    try:
+        config = find_config(*folders, Path.cwd())
+    except (LookupError, TypeError, ValueError) as error:
+        _fail(args, error.args[0])
+        return 2
     from hookcb.cli.script import ScriptRun
 
     start = len(args.given) - len(args.args)
     start -= args.given[start - 1] == "--"  # argparse drops a leading "--" of the script's arguments
     try:
-        script = ScriptRun(args.script, args.given[start:], args)
+        script = ScriptRun(args.script, args.given[start:], args, config)
     except OSError as error:
         make_parser().error(f"--port: {error}")
     return script.run()

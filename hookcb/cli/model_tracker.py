@@ -16,7 +16,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hookcb.cli.ignored import without
+from hookcb.cli.config import Config
+from hookcb.cli.ignored import hits, without
 from hookcb.cli.limits import EndAtLimit, Limit, LimitReached
 from hookcb.cli.live import ScriptReport
 from hookcb.cli.optimizer_names import OptimizerNames, foreign_optimizers
@@ -83,6 +84,8 @@ class ModelTracker:
         limit: ends the script; by default it does not.
         ignored: codes of findings to leave out, as `fnmatch` patterns.
         live: server that shows each model while it is trained, None for none; needs `makes_pages`.
+        config: habits of the project: findings to leave out, too, and the share of batches to inspect.
+        is_test: whether it watches a test: then it prints nothing, and does not expect whole trainings.
 
     Attributes:
         limit: the limit of the script.
@@ -98,8 +101,11 @@ class ModelTracker:
         limit: Limit | None = None,
         ignored: Sequence[str] = (),
         live: LiveServer | None = None,
+        config: Config | None = None,
+        is_test: bool = False,
     ) -> None:
-        self._makes_pages, self._live = makes_pages, live
+        self._makes_pages, self._live, self._is_test = makes_pages, live, is_test
+        self._config, self._left_out = config or Config(), set[str]()  # by patterns of the project
         self._how_ended = ""
         self.limit, self._ignored = limit or Limit(), tuple(ignored)
         self.exit = Exit()
@@ -116,9 +122,10 @@ class ModelTracker:
         self._n_fits = 0  # fits of a Learner in progress
         self._is_fork = False  # whether the script has forked this process
 
-    def results(self) -> list[Result]:
-        """Results of the models that were meant to be trained."""
-        found = [(m, m.verdict) for m in self._all if m.is_part_of_result]
+    def results(self, only_trained: bool = False) -> list[Result]:
+        """Results of the models that were meant to be trained, or only of those that were."""
+        shown = [m for m in self._all if m.is_part_of_result and (m.is_trained or not only_trained)]
+        found = [(m, m.verdict) for m in shown]
         return [Result(m.heading, x, self._counts(m), m.page) for m, x in found if x is not None]
 
     def _counts(self, model: TrackedModel) -> bool:
@@ -263,7 +270,7 @@ class ModelTracker:
         if isinstance(diagnose, Diagnose) and diagnose.name != PREFLIGHT and diagnose.verdict is not None:
             names = self._optimizers.names_for(learn.model) or (type(learn.opt).__name__,)
             model = TrackedModel(kind_of(learn.model), "", None)
-            model.verdict, model.is_trained = self._scoped(diagnose.verdict), True
+            model.verdict, model.is_trained = self._final(diagnose.verdict), True
             model.optimizers = model.steppers = names
             model.page = collect(learn, model.verdict) if self._makes_pages else None
             model.live = next(iter(live), None)
@@ -272,9 +279,19 @@ class ModelTracker:
     def _scoped(self, verdict: Verdict) -> Verdict:
         """A verdict without what is ignored, which says so, and at which step the script was ended."""
         reached = self.limit.reached
-        hidden = [*self._ignored, *(OF_WHOLE_RUNS if reached else ())]
-        remarks = [reached, f"ignored: {', '.join(self._ignored)}" if self._ignored else ""]
+        ignored = [*self._ignored, *self._hits(verdict)]
+        hidden = [*ignored, *(OF_WHOLE_RUNS if reached or self._is_test else ())]
+        remarks = [reached, f"ignored: {', '.join(ignored)}" if ignored else ""]
         return replace(without(verdict, hidden), remarks=tuple(filter(None, remarks)))
+
+    def _hits(self, verdict: Verdict) -> list[str]:
+        """Patterns of the project by which a finding is left out that the user has not ignored anyway."""
+        return hits(without(verdict, self._ignored), self._config.ignore)
+
+    def _final(self, verdict: Verdict) -> Verdict:
+        """As `_scoped`, of the last verdict on a model."""
+        self._left_out.update(self._hits(verdict))
+        return self._scoped(verdict)
 
     def _reports(self, title: str) -> list[ScriptReport]:
         """A callback that shows a model on a live page; none without a server."""
@@ -307,14 +324,17 @@ class ModelTracker:
 
     def _observer(self, name: str | None = None) -> Callback:
         """A callback that watches a training."""
-        return Diagnose(self._say_sick, show=False, name=name)
+        on_sick: Any = "ignore" if self._is_test else self._say_sick
+        if self._config.budget is None:
+            return Diagnose(on_sick, show=False, name=name)
+        return Diagnose(on_sick, budget=self._config.budget, show=False, name=name)
 
     def _observes(self, cb: Any) -> bool:
         """Whether a callback, or a class that makes one, watches a training as `_observer` does."""
         return isinstance(cb, Diagnose) or (isinstance(cb, type) and issubclass(cb, Diagnose))
 
     def _say_sick(self, verdict: Verdict) -> None:
-        say_sick(without(verdict, self._ignored))
+        say_sick(without(verdict, [*self._ignored, *self._config.ignore]))
 
     # ---- models
 
@@ -455,7 +475,7 @@ class ModelTracker:
             model.steppers = tuple(name for name in model.optimizers if name in self._optimizers.stepped)
             if not model.optimizers:
                 model.optimizers = model.steppers = model.foreign or ()
-        self._guarded(model.close, error, self._scoped)
+        self._guarded(model.close, error, self._final)
         self._guarded(self._show_end, model)
         if watch is not None and watch.failure is not None:
             self.notes.append(
@@ -482,7 +502,8 @@ class ModelTracker:
             model.is_trained |= bool(model.steppers) and model.is_trainable
         self._note_unmoved()
         self._note_optimizers()
-        self.notes += filter(None, [self.limit.note_of_end()])
+        left_out = [x for x in self._config.ignore if x in self._left_out]
+        self.notes += filter(None, [self.limit.note_of_end(), self._config.note_of(left_out)])
 
     # ---- losses
 

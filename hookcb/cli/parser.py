@@ -113,7 +113,11 @@ def _add_diagnose(add: AddCommand) -> None:
         metavar="N",
         help="end the script N minutes after its first step",
     )
-    parser.add_argument("--strict", action="store_true", help="exit with 1 for any warning or error")
+    parser.add_argument(
+        "--strict",
+        action=argparse.BooleanOptionalAction,
+        help="exit with 1 for any warning or error; as --ignore, also in [tool.hookcb] of pyproject.toml",
+    )
     parser.add_argument(
         "--ignore",
         action="append",

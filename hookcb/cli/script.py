@@ -14,6 +14,7 @@ from rich.text import Text
 
 from hookcb.cli import INTERRUPTED
 from hookcb.cli.annotations import annotations
+from hookcb.cli.config import Config
 from hookcb.cli.launch import hide_own_frames, launch
 from hookcb.cli.limits import Limit
 from hookcb.cli.model_tracker import ModelTracker, Result
@@ -40,19 +41,24 @@ class ScriptRun:
         path: the script, or the name of a module.
         args: its arguments.
         options: the options of `hookcb diagnose`, as its parser returns them.
+        config: habits of the project; none by default.
 
     Raises:
         OSError: If the live page cannot be served on the port of `--port`.
     """
 
-    def __init__(self, path: str, args: Sequence[str], options: argparse.Namespace) -> None:
+    def __init__(
+        self, path: str, args: Sequence[str], options: argparse.Namespace, config: Config | None = None
+    ) -> None:
         self._path, self._args, self._options = path, list(args), options
+        self._config = config = config or Config()
+        self._is_strict = config.strict if options.strict is None else options.strict
         self._start = Path.cwd()
         limit = Limit(options.steps, options.minutes)
         limit.give_up = self._exit
         live = LiveServer(options.port) if options.live and not own_rank() else None
         makes_pages = (options.html is not None and not own_rank()) or live is not None
-        self._tracker = ModelTracker(makes_pages, limit, options.ignore, live)
+        self._tracker = ModelTracker(makes_pages, limit, options.ignore, live, config)
         if live is not None:
             show_error(f"hookcb diagnose: live at {live.address}")
         self._again = None
@@ -113,7 +119,7 @@ class ScriptRun:
             if other and not code:
                 tracker.notes.append(f"rank {rank} ends with exit code {other}")
             code = code or other
-        exit_code = _exit_code(code, shown, self._options.strict)
+        exit_code = _exit_code(code, shown, self._is_strict)
         if not self._options.json:
             self._show(shown, has_failed)
         # the last ones are about pages, which this writes
@@ -143,7 +149,7 @@ class ScriptRun:
         if not self._options.json:
             self._show([result for result in own if not result.verdict], has_failed)
             safe_console().file.flush()
-        own_code = _exit_code(code, own, self._options.strict) if own else code
+        own_code = _exit_code(code, own, self._is_strict) if own else code
         return self._tracker.exit.settle(own_code, otherwise=code)
 
     def _show(self, shown: list[Result], has_failed: bool) -> None:
@@ -164,7 +170,8 @@ class ScriptRun:
             for title, verdict, counts, _ in shown
         ]
         state = {"schema": 1, "exit_code": exit_code, "models": models, "notes": notes}
-        state |= {"steps": self._tracker.limit.ended_after, "ignored": list(self._options.ignore)}
+        ignored = list(dict.fromkeys([*self._options.ignore, *self._config.ignore]))
+        state |= {"steps": self._tracker.limit.ended_after, "ignored": ignored}
         sys.stdout.write(json.dumps(state, ensure_ascii=False, allow_nan=False) + "\n")
 
     def _write_pages(self, shown: list[Result]) -> Iterator[str]:
