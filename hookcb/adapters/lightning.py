@@ -159,6 +159,8 @@ class LightningFit(LoopReporter):
         self._hooks: list[Any] = []  # exists even if an error in `before_fit` closes the loop
         super().__init__(module, cbs, optimizers[0] if optimizers else None, scaler)
         self.facts.reports_steps = True  # before it clips
+        if not self.fitting:  # HOOKCB=0
+            return
         self._hooks += [
             Hook(module, self._call_begins, pre=True, gate=self._is_called_here),
             Hook(module, self._call_ends, detach=False, always_call=True, gate=self._is_called_here),
