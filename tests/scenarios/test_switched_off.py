@@ -1,4 +1,4 @@
-"""HOOKCB=0 in the environment: nothing of hookcb takes part in a training, and code that uses it still runs."""
+"""With HOOKCB=0 nothing of hookcb takes part in a training, and code that uses it still runs."""
 
 import os
 import subprocess
@@ -14,8 +14,8 @@ from hookcb.adapters.base import Attached
 from hookcb.cli.main import main
 from hookcb.core.switch import OFF
 from hookcb.core.torch_private import tensor_hooks
-from tests.support import make_batches, make_learner, make_model, weights
 from tests.support import everything as state_of
+from tests.support import make_batches, make_learner, make_model, weights
 
 
 class Counts(Callback):
