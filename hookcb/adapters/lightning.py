@@ -10,6 +10,7 @@ from torch.optim import LBFGS, Optimizer
 from hookcb.adapters.base import Attached, all_ranks, no_package
 from hookcb.core.callback import Callback
 from hookcb.core.randomness import random_kept
+from hookcb.diagnosis.callback import Diagnose
 from hookcb.gradients.steps import scale_of
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.own import register
@@ -124,6 +125,19 @@ class HookcbCallback(Attached, LightningCallback):
     def _pass_on_stop(self, trainer: Any) -> None:
         if self.stop_requested:
             trainer.should_stop = True
+
+
+class DiagnoseCallback(HookcbCallback):
+    """`HookcbCallback(Diagnose())`, which HOOKCB=1 adds to each Trainer; it stands aside where one is."""
+
+    def __init__(self) -> None:
+        super().__init__(Diagnose())
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """A fit begins, after the sanity check."""
+        ours = [cb for cb in trainer.callbacks if isinstance(cb, HookcbCallback)]
+        if next(cb for cb in ours if any(isinstance(x, Diagnose) for x in cb.cbs)) is self:
+            super().on_train_start(trainer, pl_module)
 
 
 def _inputs(batch: Any) -> Any:
