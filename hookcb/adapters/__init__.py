@@ -18,7 +18,7 @@ else:
 
 
 def lightning_callbacks() -> list[Any]:
-    """What Lightning adds to each Trainer, by an entry point: with HOOKCB=1 a `Diagnose`, else nothing.
+    """The callbacks that Lightning adds to each Trainer, by an entry point: with HOOKCB=1 one, else none.
 
     Raises:
         ValueError: If HOOKCB in the environment is neither 0 nor 1.

@@ -21,7 +21,7 @@ class Printed(JupyterMixin):
 
 
 def html_of(shown: Any) -> str:
-    """What notebooks show of an object that is `Printed`: its text in HTML, as rich escapes it."""
+    """Text of an object that is `Printed`, in HTML, as notebooks show it; rich escapes it."""
     return f"{shown._repr_mimebundle_((), ())['text/html']}"
 
 
