@@ -110,6 +110,7 @@ class ActivationStats(HookCallback):
     dead_chart = forwarded(ActivationRecords.dead_chart)
     plot_layers = forwarded(ActivationRecords.plot_layers)
     report = forwarded(ActivationRecords.report)
+    _repr_html_ = forwarded(ActivationRecords._repr_html_)
     save = forwarded(ActivationRecords.save)
     clear = forwarded(ActivationRecords.clear)
     with_hist: bool = forwarded_attribute("with_hist")

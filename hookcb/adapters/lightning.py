@@ -10,6 +10,7 @@ from torch.optim import LBFGS, Optimizer
 from hookcb.adapters.base import Attached, all_ranks, no_package
 from hookcb.core.callback import Callback
 from hookcb.core.randomness import random_kept
+from hookcb.diagnosis.callback import Diagnose
 from hookcb.gradients.steps import scale_of
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.own import register
@@ -126,6 +127,19 @@ class HookcbCallback(Attached, LightningCallback):
             trainer.should_stop = True
 
 
+class DiagnoseCallback(HookcbCallback):
+    """`HookcbCallback(Diagnose())`, which HOOKCB=1 adds to each Trainer; it stands aside where one is."""
+
+    def __init__(self) -> None:
+        super().__init__(Diagnose())
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """A fit begins, after the sanity check."""
+        ours = [cb for cb in trainer.callbacks if isinstance(cb, HookcbCallback)]
+        if next(cb for cb in ours if any(isinstance(x, Diagnose) for x in cb.cbs)) is self:
+            super().on_train_start(trainer, pl_module)
+
+
 def _inputs(batch: Any) -> Any:
     """Converts a batch of the trainer to the form of `xb`."""
     if isinstance(batch, list | tuple):
@@ -159,6 +173,8 @@ class LightningFit(LoopReporter):
         self._hooks: list[Any] = []  # exists even if an error in `before_fit` closes the loop
         super().__init__(module, cbs, optimizers[0] if optimizers else None, scaler)
         self.facts.reports_steps = True  # before it clips
+        if not self.fitting:  # HOOKCB=0
+            return
         self._hooks += [
             Hook(module, self._call_begins, pre=True, gate=self._is_called_here),
             Hook(module, self._call_ends, detach=False, always_call=True, gate=self._is_called_here),

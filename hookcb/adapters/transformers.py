@@ -9,12 +9,14 @@ from torch.optim import Optimizer
 from hookcb.adapters.base import Attached, all_ranks, no_package
 from hookcb.core.callback import Callback
 from hookcb.core.randomness import random_kept
+from hookcb.diagnosis.callback import Diagnose
 from hookcb.loops.optimizers import unwrapped
 from hookcb.loops.watcher import Watch
 
 try:
     with random_kept():
         from transformers import TrainerCallback
+        from transformers.integrations import INTEGRATION_TO_CALLBACK
 except ModuleNotFoundError:
     raise no_package("transformers", "transformers") from None
 
@@ -87,6 +89,19 @@ class HookcbCallback(Attached, TrainerCallback):
     def _pass_on_stop(self, control: Any) -> None:
         if self.stop_requested:
             control.should_training_stop = True
+
+
+class DiagnoseCallback(HookcbCallback):
+    """`HookcbCallback(Diagnose())`, which `TrainingArguments(report_to="hookcb")` adds to the trainer.
+
+    The name is known once this module is imported. The verdict is printed at the end of the training.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Diagnose())
+
+
+INTEGRATION_TO_CALLBACK["hookcb"] = DiagnoseCallback
 
 
 def _who_keeps(args: Any) -> str | None:

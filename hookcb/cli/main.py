@@ -14,6 +14,7 @@ from hookcb.cli.faults import fault_lines
 from hookcb.cli.launch import has_module, is_module_name
 from hookcb.cli.parser import make_parser
 from hookcb.core.console import show, show_error
+from hookcb.core.switch import is_off
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,10 +43,15 @@ def _diagnose(args: argparse.Namespace) -> int:
     except (LookupError, TypeError, ValueError) as error:
         _fail(args, error.args[0])
         return 2
-    from hookcb.cli.script import ScriptRun
+    from hookcb.cli.script import ScriptRun, run_unwatched
 
     start = len(args.given) - len(args.args)
     start -= args.given[start - 1] == "--"  # argparse drops a leading "--" of the script's arguments
+    try:
+        if is_off():
+            return run_unwatched(args.script, args.given[start:], args.is_module)
+    except ValueError as error:
+        make_parser().error(f"{error}")
     try:
         script = ScriptRun(args.script, args.given[start:], args, config)
     except OSError as error:

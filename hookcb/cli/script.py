@@ -5,7 +5,7 @@ import atexit
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import NoReturn
@@ -21,6 +21,7 @@ from hookcb.cli.model_tracker import ModelTracker, Result
 from hookcb.cli.ranks import own_rank
 from hookcb.cli.second_run import SecondRun
 from hookcb.core.console import safe_console, show, show_error
+from hookcb.core.switch import OFF
 from hookcb.diagnosis.verdict import Verdict
 from hookcb.processes.hangs import Terminated, hold_farewell, lookout_kept
 from hookcb.processes.process_group import n_processes
@@ -243,9 +244,23 @@ def _stdout_as_stderr() -> Iterator[None]:
 
 def run_watched(path: str, args: list[str], tracker: ModelTracker, is_module: bool) -> tuple[int, bool]:
     """Runs the script to its end; returns the exit code Python would give, and whether the script raised."""
-    try:
+
+    def run() -> None:
         with tracker.watching():
             launch(path, args, is_module, tracker.exit.keep)
+
+    return _run(run, lambda: tracker.limit.is_over)
+
+
+def run_unwatched(path: str, args: list[str], is_module: bool) -> int:
+    """Runs the script with nothing attached, as Python does; returns the exit code Python would give."""
+    show_error(f"hookcb diagnose: {OFF}, so the script just runs")
+    return _run(lambda: launch(path, args, is_module, lambda main: None), lambda: False)[0]
+
+
+def _run(run: Callable[[], None], is_over: Callable[[], bool]) -> tuple[int, bool]:
+    try:
+        run()
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
             return ended.code or 0, False
@@ -253,7 +268,7 @@ def run_watched(path: str, args: list[str], tracker: ModelTracker, is_module: bo
         show_error(f"{ended.code}")
         return 1, False
     except BaseException as error:
-        if tracker.limit.is_over and isinstance(error, KeyboardInterrupt):
+        if is_over() and isinstance(error, KeyboardInterrupt):
             return 0, False
         safe_console().file.flush()  # what the script has printed comes first
         hide_own_frames(error)

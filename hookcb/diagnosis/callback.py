@@ -16,6 +16,7 @@ from hookcb.core.callback import Callback
 from hookcb.core.callback_list import is_among
 from hookcb.core.console import attempt, log, show, warn
 from hookcb.core.events import CancelFitException, Event
+from hookcb.core.switch import OFF, is_off
 from hookcb.diagnosis.dispatcher import Dispatcher
 from hookcb.diagnosis.failures import describe_failure, is_failure, note_end
 from hookcb.diagnosis.fault import FAULTS
@@ -48,6 +49,7 @@ LEVELS = {  # at which the headline of a verdict is logged
     "suspect": logging.WARNING,
     "sick": logging.ERROR,
 }
+SWITCHED_OFF = Verdict("unknown", None, (), (), (), OFF)
 SHOWN_OF_EVAL = (Event.BEFORE_BATCH, Event.AFTER_PRED, Event.AFTER_LOSS)
 
 
@@ -64,7 +66,8 @@ class Diagnose(Callback):
 
     It attaches its own `ActivationStats` and `GradientHealth`, and checks inputs, targets, train and eval
     modes, loss, optimizers and time itself. The verdict is printed at the end of the fit; `diagnose()` of the
-    learner or the watch returns it at any time. The training is bit-identical with and without it.
+    learner or the watch returns it at any time. The training is bit-identical with and without it. With
+    HOOKCB=0 in the environment it does nothing, and the verdict is UNKNOWN.
 
     Args:
         on_sick: what to do if the training is sick: "warn"; "stop", which warns and ends the fit, or sets
@@ -142,6 +145,9 @@ class Diagnose(Callback):
         self._told = {}
         self._next_check, self._has_reacted = FIRST_CHECK, False
         self._is_new_step, self.is_wanted, self._n_eval = True, False, 0
+        if is_off():
+            self.verdict = SWITCHED_OFF
+            return
         self._dispatcher = dispatcher = Dispatcher(
             Run(loop=self.learn), [*FAULTS.values(), LargestLosses], self.budget
         )
@@ -521,6 +527,8 @@ def diagnose_loop(loop: Any) -> Verdict:
     Raises:
         RuntimeError: If nothing is recorded.
     """
+    if loop.facts.is_off if loop.is_external else is_off():
+        return SWITCHED_OFF
     cbs = recorded_in(loop)
     diagnose = next((cb for cb in cbs if isinstance(cb, Diagnose)), None)
     if diagnose is not None:

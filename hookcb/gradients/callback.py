@@ -310,6 +310,7 @@ class GradientHealth(Callback):
     plot_flow = forwarded(GradientRecords.plot_flow)
     plot_updates = forwarded(GradientRecords.plot_updates)
     report = forwarded(GradientRecords.report)
+    _repr_html_ = forwarded(GradientRecords._repr_html_)
     save = forwarded(GradientRecords.save)
     without_grad: list[str] = forwarded_attribute("without_grad")
     frozen: list[str] = forwarded_attribute("frozen")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
+from hookcb.core.switch import OFF
 from hookcb.diagnosis.reader import Way, also, way_of
 from hookcb.hooks.coverage import BY_CLOSURE
 from hookcb.nans.trace import NanTrace
@@ -134,6 +135,7 @@ class Facts:
         n_moved_by_hand: number of times that weights moved after a backward without an optimizer step.
         has_other_optimizer: whether the given optimizer has no parameter of the model.
         has_ended: whether the watch is closed.
+        is_off: whether hookcb was switched off when it was opened, by HOOKCB=0.
         failure: what failed in the search for losses, "" if nothing did.
         of_rank: what the numbers are those of, if other ranks train the model too.
         way: how the reader follows the loop.
@@ -161,6 +163,7 @@ class Facts:
     n_moved_by_hand: int = 0
     has_other_optimizer: bool = False
     has_ended: bool = False
+    is_off: bool = False
     failure: str = ""
     of_rank: str = ""
     way: Way = "watch"
@@ -200,6 +203,8 @@ class WatchCoverage:
 
 def _why(event: str, seen: Mapping[str, int], facts: Facts) -> str:
     """Reason why an event was not emitted."""
+    if facts.is_off:
+        return OFF
     when, _, level = event.partition("_")
     if when == "after" and seen.get(f"before_{level}"):
         cut = "was cut short by an error, or not watched to its end"
@@ -268,6 +273,9 @@ def _why_no_pred(facts: Facts) -> str:
 
 
 def _notes(seen: Mapping[str, int], facts: Facts, n_epochs: int, n_optimizers: int) -> Iterator[str]:
+    if facts.is_off:
+        yield OFF
+        return
     several = n_optimizers if n_optimizers > 1 else 0
     counted = {
         "calls in train mode without gradients, ignored": facts.n_without_grad,

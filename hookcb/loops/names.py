@@ -17,6 +17,7 @@ from hookcb.nans.trace import NanTrace
 from hookcb.profiling.callback import ProfilerCallback
 from hookcb.profiling.memory.callback import MemoryStats
 from hookcb.profiling.steps.timer import StepTimer
+from hookcb.report.collect import outline
 from hookcb.training.checkpoint.callback import Checkpoint
 from hookcb.training.early_stopping import EarlyStopping
 from hookcb.training.ema import EMA
@@ -45,6 +46,9 @@ class NamedLoop(Loop):
     recorder: Recorder
     step_timer: StepTimer
     terminate_on_nan: TerminateOnNaN
+
+    def _repr_html_(self) -> str:
+        return outline(self)
 
     def _checked(self, cbs: Callbacks) -> list[Callback]:
         return super()._checked([_as_callback(cb) for cb in listed(cbs)])

@@ -21,6 +21,7 @@ from hookcb.core.console import show, warn
 from hookcb.core.events import CancelException, CancelFitException, CancelStepException, Event
 from hookcb.core.loop import stray_cancels_as_errors
 from hookcb.core.optim import detached_scalar
+from hookcb.core.switch import is_off
 from hookcb.core.torch_private import after_backward, as_it_is, in_backward, in_transform, transforms_left
 from hookcb.diagnosis.callback import diagnose_loop
 from hookcb.diagnosis.reader import Way
@@ -80,7 +81,8 @@ class LoopReporter(NamedLoop):
         opt: Any = None,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        group = self._group_of(model)
+        has_no_part = is_off()  # HOOKCB=0: closed at once, and nothing is hooked
+        group = None if has_no_part else self._group_of(model)
         how = "alone" if group is None else "together"
         self._name = f"loop-{how}-{next(_numbers[how])}"  # on all ranks
         self._stop = AgreedStop(group, self._name)
@@ -93,13 +95,16 @@ class LoopReporter(NamedLoop):
         self._pred_grad: Tensor | None = None  # the gradient with which a backward began, while it begins
         self.opt, self.scaler = opt, scaler
         self.seen: Counter[str] = Counter()
-        self.facts = Facts(of_rank=describe_alone(model, group), way=self.way)
+        self.facts = Facts(of_rank="", way=self.way, is_off=has_no_part)
         self._n_batches: Counter[str] = Counter()  # of this epoch, by phase
         self._on_tensors: list[RemovableHandle] = []
         self._told: set[type[CancelException]] = set()
         self._error: BaseException | None = None  # raised by a callback; it ends the loop
         self.add_cbs(cbs)
         self._entered = []
+        if has_no_part:
+            return self.close()
+        self.facts.of_rank = describe_alone(model, group)
         try:
             self._listen()
             with stray_cancels_as_errors():
@@ -187,6 +192,8 @@ class LoopReporter(NamedLoop):
 
     def begin_batch(self, training: bool = True, xb: Any = ()) -> None:
         """Reports that a batch begins; its inputs `xb` are kept until its gradients are ready."""
+        if not self.fitting:
+            return
         self.end_batch()
         phase = "train" if training else "validate"
         self._begin_phase(phase)
@@ -197,6 +204,8 @@ class LoopReporter(NamedLoop):
 
     def report_pred(self, pred: Any) -> None:
         """Reports the model's output for the batch."""
+        if not self.fitting:
+            return
         self.pred = pred
         self.emit("after_pred")
         if self.training:
@@ -231,7 +240,7 @@ class LoopReporter(NamedLoop):
         Args:
             metrics: numbers by name, or tensors of one element; anything else is left out.
         """
-        for name, x in metrics.items():
+        for name, x in metrics.items() if self.fitting else ():
             if isinstance(x, int | float) or (isinstance(x, Tensor) and x.numel() == 1):
                 self.reported_metrics[name] = detached_scalar(x)
 
@@ -261,6 +270,8 @@ class LoopReporter(NamedLoop):
         """
         if not hasattr(opt, "param_groups"):
             raise TypeError(f"opt must be the optimizer that makes the step, got {opt!r:.80}")
+        if not self.fitting:
+            return
         if self.stage in IN_STEP:
             if self.opt is opt:
                 return
@@ -352,7 +363,9 @@ class LoopReporter(NamedLoop):
     # ---- from reports to events
 
     def _make(self, move: Move) -> bool:
-        """Makes a move, after those that it requires; returns False if this stage ignores it."""
+        """Makes a move, after those that it requires; returns False if this stage, or the end, ignores it."""
+        if not self.fitting:
+            return False
         while (first := FIRST.get((self.stage, move))) is not None:
             getattr(self, first)()
         if (transition := TRANSITIONS.get((self.stage, move))) is None:

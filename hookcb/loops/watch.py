@@ -47,7 +47,8 @@ def watch(
       without an optimizer, the step begins when the backward ends, and ends with the batch.
 
     The watch follows the thread in which it was created. Several watches may follow one model, each with its
-    own callbacks. `w.coverage` says what was not seen or was ignored, and why.
+    own callbacks. `w.coverage` says what was not seen or was ignored, and why. With HOOKCB=0 in the
+    environment nothing is hooked, and the methods of the watch do nothing.
 
     Args:
         model: the model as the loop calls it, such as the one that torch.compile or

@@ -228,6 +228,8 @@ class Watch(LoopReporter):
 
     def begin_batch(self, training: bool = True, xb: Any = ()) -> None:
         """See `LoopReporter`; no optimizer has stepped in a new batch."""
+        if not self.fitting:
+            return
         self.end_batch()
         self._stepped.clear()
         self._habits.looks_aside = False
@@ -276,6 +278,8 @@ class Watch(LoopReporter):
 
     def end_backward(self) -> None:
         """See `LoopReporter`; a loop without an optimizer may make its own step from now on."""
+        if not self.fitting:
+            return
         is_first = self.stage in IN_BACKWARD
         super().end_backward()
         if (model := self._model()) is not None:
@@ -305,6 +309,8 @@ class Watch(LoopReporter):
     def report_loss(self, loss: Tensor) -> Tensor:
         """See `LoopReporter`; if no call was seen, a batch begins with its loss."""
         check_loss(loss)
+        if not self.fitting:
+            return loss
         if not self.facts.n_calls and not (loss.requires_grad and self.is_waiting):
             self.begin_batch(loss.requires_grad, ())  # only parts of the model are called
         elif self.training and not loss.requires_grad:  # of a call without gradients
@@ -314,6 +320,8 @@ class Watch(LoopReporter):
 
     def begin_step(self, opt: Optimizer) -> None:
         """See `LoopReporter`; a loop may call it before it clips gradients, to have them read unclipped."""
+        if not self.fitting:
+            return super().begin_step(opt)  # which checks it
         self.facts.reports_steps |= self._step is None
         self._has_stepped = True
         if self.stage in IN_STEP and self.opt is self._by_hand:

@@ -69,6 +69,7 @@ class ProfilerCallback(Callback):
     phases = forwarded(ProfileRecords.phases)
     table = forwarded(ProfileRecords.table)
     report = forwarded(ProfileRecords.report)
+    _repr_html_ = forwarded(ProfileRecords._repr_html_)
     export_chrome_trace = forwarded(ProfileRecords.export_chrome_trace)
     export_stacks = forwarded(ProfileRecords.export_stacks)
 

@@ -3,7 +3,7 @@
 import html
 from collections.abc import Iterable, Iterator
 from itertools import count
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from rich.jupyter import JupyterMixin
 
@@ -18,6 +18,11 @@ class Printed(JupyterMixin):
         return as_text(self)
 
     __repr__ = __str__
+
+
+def html_of(shown: Any) -> str:
+    """Text of an object that is `Printed`, in HTML, as notebooks show it; rich escapes it."""
+    return f"{shown._repr_mimebundle_((), ())['text/html']}"
 
 
 class Named(Protocol):

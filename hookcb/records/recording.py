@@ -1,6 +1,7 @@
 """Recording: what a callback has recorded, and what a page, a log and figures have of it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from hookcb.core.callback import Callback
 from hookcb.records.content import Content
+from hookcb.records.printing import html_of
 from hookcb.records.series import Series
 
 
@@ -84,6 +86,13 @@ class Recording:
     def maps(self, name: str) -> Iterator[tuple[str, Callable[[], Any]]]:
         """The same for heat maps of all layers, one for each statistic that is worth a look in training."""
         yield from ()
+
+    def _repr_html_(self) -> str | None:
+        """Its report, for a notebook; None, which shows its repr, if it has none or nothing is recorded."""
+        report: Callable[[], Any] | None = getattr(self, "report", None)
+        with suppress(RuntimeError, ValueError):  # nothing is recorded
+            return None if report is None else html_of(report())
+        return None
 
 
 def recordings_of(cbs: Iterable[Callback]) -> Iterator[tuple[str, Recording]]:

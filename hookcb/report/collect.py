@@ -41,6 +41,7 @@ from hookcb.records.series import Series
 from hookcb.report.data import PageData
 from hookcb.report.page import Page
 from hookcb.report.source_lines import line_of
+from hookcb.report.text import outline_of
 
 SHOWN_BY: dict[type[Recording], tuple[str, str]] = {  # what each section of a page needs
     ActivationRecords: ("outputs of layers", "ActivationStats"),
@@ -63,6 +64,20 @@ def make_page(loop: Any, path: str | Path | None) -> Page:
     if path is not None:
         page.save(path)
     return page
+
+
+def outline(loop: Any) -> str:
+    """A loop in a few lines of HTML, for a notebook; reads its verdict if that inspects no batch for it."""
+    cbs, cause = recorded_in(loop), None
+    headline = "No verdict: no Diagnose is among the callbacks; diagnose() inspects a batch for one."
+    if loop.is_external or any(isinstance(cb, Diagnose) for cb in cbs):
+        try:
+            verdict = loop.diagnose()
+        except RuntimeError as error:  # nothing is recorded, or a watched model has been freed
+            headline = f"No verdict: {error}."
+        else:
+            headline, cause = verdict.headline, verdict.primary
+    return outline_of(headline, cause, f"{loop!r}", [name for name, _ in recordings_of(cbs)])
 
 
 def collect(loop: Any, verdict: Verdict | None = None) -> PageData:

@@ -10,6 +10,7 @@ from fastcore.xml import ft, to_xml
 
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.explain import explain
+from hookcb.diagnosis.verdict import Finding
 from hookcb.records.content import Recorded
 from hookcb.records.series import Series
 from hookcb.report.data import PageData
@@ -38,6 +39,16 @@ def text_of(data: PageData) -> dict[str, str]:
         "HAS_CONFIG": "" if any(data.config.values()) else " hidden",
         "HAS_NOTES": "" if data.notes else " hidden",
     }
+
+
+def outline_of(headline: str, cause: Finding | None, held: str, recorded: Sequence[str]) -> str:
+    """Markup of a loop for a notebook: the headline of its verdict, the cause, what it holds and records."""
+    parts = [ft("p", ft("b", *_headline(headline)))]
+    if cause is not None:
+        facets = _facet("Likely", "ul", cause.causes), _facet("Next", "ul", cause.next_steps)
+        parts += [ft("p", cause.message), _fold("What may be the cause, and what to do", *facets)]
+    kept = f"Recorded by: {', '.join(recorded)}." if recorded else "Nothing is recorded."
+    return _markup(ft("div", *parts, ft("p", kept), ft("p", ft("code", held))))
 
 
 def _markup(*parts: Any) -> str:

@@ -65,6 +65,7 @@ class MemoryStats(SamplingCallback):
     notes = forwarded_property(MemoryRecords.notes)
     rank_peak: RankPeak | None = forwarded_attribute("rank_peak")
     report = forwarded(MemoryRecords.report)
+    _repr_html_ = forwarded(MemoryRecords._repr_html_)
 
     def __init__(
         self,

@@ -74,6 +74,7 @@ class StepTimer(Callback):
     table = forwarded(StepRecords.table)
     to_frame = forwarded(StepRecords.to_frame)
     report = forwarded(StepRecords.report)
+    _repr_html_ = forwarded(StepRecords._repr_html_)
 
     def __init__(self, keep: int = 5_000, on_valid: bool = False, *, name: str | None = None) -> None:
         super().__init__(name=name)
