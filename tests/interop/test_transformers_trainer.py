@@ -324,13 +324,15 @@ def test_what_the_reader_is_told_can_be_done_in_transformers(tmp_path):
     assert found.diagnose().primary.next_steps == (ADVICE["NaN"]["transformers"],)
     with pytest.raises(RuntimeError, match="'SqrtBackward0' returned nan values"):
         train(HookcbCallback(DetectAnomaly()))
+    outputs = HookcbCallback(ActivationStats())
+    train(outputs)
     told = [
         str(found.diagnose()),
         *found.diagnose().coverage,
         *found.coverage.notes,
-        *found.report().data.notes,
+        *outputs.report().data.notes,
     ]
-    assert "HookcbCallback(MemoryStats()) records them" in " ".join(told)
+    assert "HookcbCallback(GradientHealth()) records them" in " ".join(told)
     assert [word for word in (" w.", "learn.", "cbs=", "Learner") if word in " ".join(told)] == []
 
 
