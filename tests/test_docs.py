@@ -22,6 +22,7 @@ import hookcb
 from docs.blocks import PAGES, SCRIPT, blocks, is_alike, printed
 from docs.gallery import train
 from docs.picture import PAGE, PICTURE, caption, texts
+from hookcb.cli.config import Config, find_config
 from hookcb.cli.parser import make_parser
 from hookcb.core.clock import _told_of_garbage, leave_garbage
 from hookcb.diagnosis.fault import FAULTS
@@ -71,8 +72,16 @@ def marked(page):
 
 def test_each_block_is_of_a_kind_that_is_tested():
     kinds = {block.language: page for page in PAGES for block in blocks(page)}
-    assert kinds.keys() <= {"python", "console", "text"}, kinds
+    assert kinds.keys() <= {"python", "console", "text", "toml"}, kinds
     assert [page for page, text in PAGES.items() if text.count("```") != 2 * len(blocks(page))] == []
+
+
+def test_the_toml_of_a_page_is_read(tmp_path):
+    texts = [block.text for page in PAGES for block in blocks(page) if block.language == "toml"]
+    assert texts
+    for text in texts:
+        (tmp_path / "pyproject.toml").write_text(text, "utf-8")
+        assert find_config(tmp_path) != Config()
 
 
 @pytest.mark.parametrize("page", [marked(page) for page in with_language("python")])
