@@ -4,16 +4,18 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastcore.xml import ft, to_xml
 
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.explain import explain
-from hookcb.diagnosis.verdict import Finding
 from hookcb.records.content import Recorded
 from hookcb.records.series import Series
 from hookcb.report.data import PageData
+
+if TYPE_CHECKING:  # pages are compared without torch
+    from hookcb.diagnosis.verdict import Finding
 
 MAX_ROWS, MAX_STATS = 20, 6  # of a table; the scripts show all of them
 MIN_LOG = 20.0  # ratio of a number and its limit from which their axis is logarithmic
@@ -41,7 +43,7 @@ def text_of(data: PageData) -> dict[str, str]:
     }
 
 
-def outline_of(headline: str, cause: Finding | None, held: str, recorded: Sequence[str]) -> str:
+def outline_of(headline: str, cause: "Finding | None", held: str, recorded: Sequence[str]) -> str:
     """Markup of a loop for a notebook: the headline of its verdict, the cause, what it holds and records."""
     parts = [ft("p", ft("b", *_headline(headline)))]
     if cause is not None:
