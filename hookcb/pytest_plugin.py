@@ -33,13 +33,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """Registers the marker, and with `--hookcb` what watches the tests.
 
     Raises:
-        pytest.UsageError: If `[tool.hookcb]` in pyproject.toml is invalid.
+        pytest.UsageError: If `[tool.hookcb]` in pyproject.toml, or HOOKCB in the environment, is invalid.
     """
     config.addinivalue_line("markers", MARKER)
     if config.getoption("--hookcb"):
         from hookcb.cli.config import find_config
+        from hookcb.core.switch import is_off
 
         try:
+            if is_off():
+                return
             habits = find_config(config.rootpath)
         except (LookupError, TypeError, ValueError) as error:
             raise pytest.UsageError(error.args[0]) from error
@@ -53,7 +56,7 @@ def healthy() -> "Callable[[Any], Verdict]":
 
 
 def _assert_healthy(of: Any) -> "Verdict":
-    """Returns the verdict on a training if it is healthy, or only slow.
+    """Returns the verdict on a training if it is healthy, or only slow; skips the test if HOOKCB=0.
 
     Args:
         of: a `Verdict`, or what has a method `diagnose`: a `Learner`, a `watch`, the callback of an adapter.
@@ -63,7 +66,11 @@ def _assert_healthy(of: Any) -> "Verdict":
         TypeError: If it is something else.
     """
     __tracebackhide__ = True
+    from hookcb.core.switch import OFF, is_off
     from hookcb.diagnosis.verdict import Verdict
+
+    if is_off():
+        pytest.skip(OFF)
 
     verdict = of.diagnose() if callable(getattr(of, "diagnose", None)) else of
     if not isinstance(verdict, Verdict):
