@@ -14,7 +14,7 @@ from hookcb.diagnosis.run import Layer, Param, Passed, Run, Series, Skipped
 from hookcb.diagnosis.verdict import Finding
 
 N_SPIKES, ALONE, ALONE_RATIO = 2, 8.0, 1.25  # how many, or how far above in noise and in relation
-JUMP = 1.5  # ratio of the rates of two steps in a row
+JUMP, RISE = 1.5, 2.0  # ratio of the rates of two steps in a row, and of the last of 64 steps to the first
 FALLS = 1 / 3  # part of the excess that the next batches keep at most, if it was the batch's
 N_BAND, N_RECENT, N_BEFORE = 8, 5, 2  # looks before a jump, those it is compared with, and those after it
 RATIO = 2.0  # of a jump to the number before, and to the largest change between the looks it is compared with
@@ -36,7 +36,14 @@ class Cause(NamedTuple):
     since: int | None = None  # step of what is a fact
 
 
-@fault("loss.spike", Site.RUN, needs="loss", shown_by="run.loss", draws_limit=True)
+@fault(
+    "loss.spike",
+    Site.RUN,
+    needs="loss",
+    leads_to="loss.diverging loss.trivial nonfinite.*",  # of the warnings, whose cause is known
+    shown_by="run.loss",
+    draws_limit=True,
+)
 class LossSpikes(Fault):
     """Losses far above those before them: what came first, and whether they healed.
 
@@ -48,21 +55,22 @@ class LossSpikes(Fault):
     had risen or clipping had ended, the loss had not come back after 128 batches and is still above that
     limit at the end. Other losses may stay higher as intended, as of tasks in a row.
 
-    What came first, in this order. The state of torch's Adam, if |m| > C √v before the step of that batch, in
-    any of up to 1,024 sampled elements of each parameter, C = (1 - β₁) / √((1 - β₂)(1 - β₁²/β₂)): no
-    gradients can make that, by the inequality of Cauchy and Schwarz; on a CPU, in float32. The batch, if the
-    next three losses are usual, as its step has then left the weights as good as they were, or if most of its
-    samples have usual losses and the next losses keep less than a third of the excess, or if its inputs are
-    four times as large as those of all inspected batches. A GradScaler, if its scale had fallen by a third or
-    more between the backward and the step of one of the 64 batches before. The learning rate, if it has risen
-    by half or more from one step to the next within the 64 steps before. Clipping by torch, if within these
-    it has ended, or its limit has risen by half or more, after 32 steps or more with one limit, which had cut
-    half of the last 8 to 32 gradients. A layer or parameter whose standard deviation, largest magnitude or
-    norm has jumped in the last two looks before the spike, at most 128 batches before: above the five looks
-    before by a factor of two, and by twice their largest change in logarithms, after eight looks or more. The
-    weights, if later losses are higher or keep half of the excess. What is not known is said. For what came
-    first besides a batch, it is told if in the eight steps before the scale of a GradScaler has changed, or a
-    norm was four times the median norm before.
+    What came first, in this order. The state of torch's Adam, if |m| > C √v before the step of that
+    batch, in any of up to 1,024 sampled elements of each parameter, C = (1 - β₁) / √((1 - β₂)(1 -
+    β₁²/β₂)): no gradients can make that, by the inequality of Cauchy and Schwarz; on a CPU, in float32.
+    The batch, if the next three losses are usual, as its step has then left the weights as good as they
+    were, or if most of its samples have usual losses and the next losses keep less than a third of the
+    excess, or if its inputs are four times as large as those of all inspected batches. A GradScaler, if
+    its scale had fallen by a third or more between the backward and the step of one of the 64 batches
+    before. The learning rate, if it has risen by half or more from one step to the next within the 64
+    steps before, or to twice as much over these. Clipping by torch, if within these it has ended, or its
+    limit has risen by half or more, after 32 steps or more with one limit, which had cut half of the last
+    8 to 32 gradients. A layer or parameter whose standard deviation, largest magnitude or norm has jumped
+    in the last two looks before the spike, at most 128 batches before: above the five looks before by a
+    factor of two, and by twice their largest change in logarithms, after eight looks or more. The
+    weights, if later losses are higher or keep half of the excess. What is not known is said. For what
+    came first besides a batch, it is told if in the eight steps before the scale of a GradScaler has
+    changed, or a norm was four times the median norm before.
 
     Source: J. von Neumann et al., "The mean square successive difference", 1941, and P. J. Huber, "Robust
     Statistics", 1981, for the noise. The batch or the state of the weights: A. Chowdhery et al., "PaLM",
@@ -80,27 +88,39 @@ class LossSpikes(Fault):
         elif not (spikes := measured.found) or (measured.n < N_SPIKES and not _stands_out(spikes[0])):
             yield Passed(f"spikes of the loss ({measured.n})")
         else:
-            for cause, together in _by_cause(spikes, run):
-                yield self._finding(run, cause, together)
+            groups = _by_cause(spikes, run)
+            largest = max(groups, key=lambda group: max(map(_rise, group[1])))
+            # smaller spikes without a known cause are told beside the largest one
+            rest = [
+                x for group in groups if group is not largest and group[0].kind == "unknown" for x in group[1]
+            ]
+            for group in groups:
+                if group is largest or group[0].kind != "unknown":
+                    yield self._finding(run, *group, rest if group is largest else ())
 
-    def _finding(self, run: Run, cause: Cause, spikes: Sequence[Spike]) -> Finding:
+    def _finding(self, run: Run, cause: Cause, spikes: Sequence[Spike], smaller: Sequence[Spike]) -> Finding:
         """A finding on the spikes of one cause, that of the largest."""
-        spike = max(spikes, key=lambda x: x.excess)
+        spike = max(spikes, key=_rise)
+        first = spikes[0].step if cause.since is None else min(cause.since, spikes[0].step)
         others = [x for x in spikes if x is not spike]
         has_stayed = any(_has_stayed(x, run) for x in spikes)
         return self.finding(
             f"The loss jumps to {spike.value:.3g} at step {spike.step:,}{_place(spike)}, while up to "
             f"{spike.limit:.3g} is noise: {cause.text}.{_before(spike, cause)} "
-            f"{_healing(spike, run)}{_repeated(spike, others)}",
+            f"{_healing(spike, run)}{_repeated(spike, others)}{_smaller(smaller)}",
             "warning" if cause.kind in WRONG or (cause.kind in HARSHER and has_stayed) else "info",
             at=cause.at,
-            when=(spikes[0].step, spikes[-1].step),
+            when=(first, spikes[-1].step),
             value=spike.value,
             limit=spike.limit,
             causes=CAUSES[cause.kind],
             next_steps=_next_steps(spike, cause, run),
             ranks=spike.ranks,
         )
+
+
+def _rise(spike: Spike) -> float:
+    return spike.value - spike.middle
 
 
 def _by_cause(spikes: Sequence[Spike], run: Run) -> list[tuple[Cause, list[Spike]]]:
@@ -112,13 +132,14 @@ def _by_cause(spikes: Sequence[Spike], run: Run) -> list[tuple[Cause, list[Spike
     found: dict[Kind, list[tuple[Spike, Cause]]] = {cause.kind: [(first, cause)]}
     for spike in spikes[1:]:
         own = _of_itself(spike)
-        is_new = spike.step > last + N_AFTER or spike.excess > first.excess
+        is_larger = spike.excess > first.excess or _rise(spike) > _rise(first)
+        is_new = spike.step > last + N_AFTER or is_larger
         if is_new or (own is not None and own.since is not None and own.since > first.step):
             first, cause = spike, cause_of(spike, run)
         last = spike.step
         found.setdefault(cause.kind, []).append((spike, cause))
     return [
-        (max(pairs, key=lambda pair: pair[0].excess)[1], [spike for spike, _ in pairs])
+        (max(pairs, key=lambda pair: _rise(pair[0]))[1], [spike for spike, _ in pairs])
         for pairs in found.values()
     ]
 
@@ -172,6 +193,9 @@ def _of_rate(spike: Spike) -> Cause | None:
         if 0 < JUMP * before <= rate:
             rise = f"the learning rate had risen from {before:.3g} to {rate:.3g} at step {step:,}"
             return Cause("rate", rise, since=step)
+    if spike.rates and 0 < RISE * spike.rates[0][1] <= spike.rates[-1][1]:
+        (first, before), (_, rate) = spike.rates[0], spike.rates[-1]
+        return Cause("rate", f"the learning rate has risen from {before:.3g} at step {first:,} to {rate:.3g}")
     return None
 
 
@@ -341,6 +365,13 @@ def _repeated(spike: Spike, others: Sequence[Spike]) -> str:
     same = f", {n_alike} of them at the same batch of other epochs" if is_by_place else ""
     shown = ", ".join(f"{x.step:,}" for x in others[:5]) + " …" * (len(others) > 5)
     return f". So it does {len(others)} more time{'s' * (len(others) > 1)}, at step {shown}{same}."
+
+
+def _smaller(spikes: Sequence[Spike]) -> str:
+    if not spikes:
+        return ""
+    shown = ", ".join(f"{x.step:,}" for x in spikes[:5]) + " …" * (len(spikes) > 5)
+    return f" Smaller ones, whose cause was not seen, are at step {shown}."
 
 
 def _stands_out(spike: Spike) -> bool:

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hookcb import Diagnose, Learner, watch
+from hookcb import Diagnose, Finding, Learner, watch
 from hookcb.diagnosis.faults.loss.spike import LossSpikes
+from hookcb.diagnosis.judge import explained
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.spikes import N_KEPT, N_SENT, SpikeFinder, Spikes, excess_of_moments
 from hookcb.diagnosis.run import Layer, Passed, Run, Skipped
@@ -338,3 +339,43 @@ def test_a_state_that_is_wrong_is_a_warning_even_if_the_loss_heals():
     found = only(LossSpikes, run)
     assert found.severity == "warning"
     assert "some elements of exp_avg are 30 times as large as any gradients" in found.message
+
+
+def climbing(at=100, n=40, size=4.0):
+    values = level()
+    for i in range(at, at + n):
+        values[i] += size - 0.1 * (i - at)
+    return values
+
+
+def test_a_rate_that_has_crept_up_comes_first():
+    rates = [(36 + i, 0.01 * 1.02**i) for i in range(64)]
+    found = only(LossSpikes, spiky(climbing(), {}, rates=rates))
+    assert "the learning rate has risen from 0.01 at step 36 to 0.0348" in found.message
+    flat = only(LossSpikes, spiky(climbing(), {}, rates=[(36 + i, 0.01 * 1.002**i) for i in range(64)]))
+    assert "learning rate has risen" not in flat.message
+
+
+def test_the_largest_jump_is_told_and_smaller_ones_without_a_cause_beside_it():
+    run = spiky(level(), {80: 2.2, 81: 2.0, 82: 1.9, 240: 3.0})
+    first, last = run.measured(Spikes).found
+    first.sigma, last.inputs = first.sigma / 9, 40.0  # further above its noise, but a smaller jump
+    first.after = [1.9, 1.0, 1.0, 1.0]
+    first.lasted = 2
+    found = only(LossSpikes, run)
+    assert found.value == 3.0
+    assert "its inputs are 40 times as large" in found.message
+    assert found.message.endswith("Smaller ones, whose cause was not seen, are at step 80.")
+
+
+def test_a_divergence_follows_from_a_cause_that_is_known():
+    assert "loss.diverging" in LossSpikes.leads_to
+    values = [*level(120), *noisy([9.0] * 200, 0.05)]
+    run = with_steps(
+        values, limit_change=(118, 118, 1.0, math.inf), norms=tuple((i, 3.0) for i in range(80, 118))
+    )
+    found = only(LossSpikes, run)
+    assert (found.severity, found.step) == ("warning", 118)
+    diverging = Finding("loss.diverging", "error", step=119, message="m")
+    cause, effect = explained([diverging, found], Run())
+    assert (cause.code, effect.consequence_of) == ("loss.spike", "loss.spike")
