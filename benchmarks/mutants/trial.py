@@ -60,7 +60,9 @@ def run_pytest(
     env = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(temp), "OMP_NUM_THREADS": "1", **env}
     env[OURS] = str(copy)
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # or each process would compile torch
-    command = [sys.executable, "-m", "pytest", "-p", "mutants_plugin", "-p", "no:cacheprovider", *args]
+    # not the plug-in of the hookcb that is installed, which imports that of the copy
+    plugins = ["-p", "mutants_plugin", "-p", "no:hookcb", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *plugins, *args]
     out = subprocess.DEVNULL if LOG in env else None
     process = subprocess.Popen(command, cwd=copy, env=env, stdout=out, stderr=out, start_new_session=True)
     if limit is not None:
