@@ -76,6 +76,7 @@ ALONE = ["-p", "hookcb.pytest_plugin", "-p", "xdist", "-p", "no:cacheprovider"] 
 def alone(monkeypatch):
     """No plug-in is loaded but those that are named, as ours may be installed, or not yet."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)  # of plug-ins that are not loaded then
 
 
 @pytest.fixture
