@@ -151,13 +151,17 @@ class LiveServer:
         page = next((page for page in self.pages if page.place == place), None)
         return None if page is None else (page, asked != place)
 
-    def note(self, page: LivePage, client: str, tag: str) -> None:
-        """Notes what a page in a browser has been sent; one that has not asked for data yet is called ""."""
+    def note(self, page: LivePage, client: str, tag: str | None) -> None:
+        """Notes what a page in a browser has been sent, or with None only that it has asked.
+
+        One that has not asked for data yet is called "".
+        """
         with self._answered:
             now = time.monotonic()
             self._asked = {key: own for key, own in self._asked.items() if now - own[0] < RECENT}
+            had = self._asked.get((page, client), (now, ""))[1]
             self._asked.pop((page, ""), None)
-            self._asked[page, client] = now, tag
+            self._asked[page, client] = now, had if tag is None else tag
             self._answered.notify_all()
 
     def is_open(self, page: LivePage) -> bool:
@@ -232,11 +236,13 @@ class _Handler(BaseHTTPRequestHandler):
             data, tag = page.sent(is_whole=True)
             self._send(200, data, "text/html; charset=utf-8")
             return self._live.note(page, "", "" if self._live.state[0] is None else tag)
+        client = self.headers.get("Hookcb-Page", "data")[:64]
+        self._live.note(page, client, None)  # so that the end is held back for it
         data, tag = b"", page.tag
         if self.headers.get("If-None-Match") != tag:
             data, tag = page.sent(is_whole=False)
         self._send(200 if data else 304, data, "application/json", tag)
-        self._live.note(page, self.headers.get("Hookcb-Page", "data")[:64], tag)
+        self._live.note(page, client, tag)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Says that nothing is here, whatever is wrong."""
