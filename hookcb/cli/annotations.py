@@ -20,10 +20,9 @@ def annotations(verdict: Verdict, title: str, file: str) -> Iterator[str]:
         title: what the model is called.
         file: the script.
     """
-    causes = [f for f in verdict.findings if f.severity != "info" and not f.consequence_of]
-    if not causes:
+    if not verdict.alarms:
         yield _command("notice" if verdict else "warning", title, f"{verdict.headline}", file)
-    for finding in causes:
+    for finding in verdict.alarms:
         yield _command(LEVELS[finding.severity], finding.summary, _text(finding), file)
 
 

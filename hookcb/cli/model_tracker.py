@@ -325,9 +325,8 @@ class ModelTracker:
     def _observer(self, name: str | None = None) -> Callback:
         """A callback that watches a training."""
         on_sick: Any = "ignore" if self._is_test else self._say_sick
-        if self._config.budget is None:
-            return Diagnose(on_sick, show=False, name=name)
-        return Diagnose(on_sick, budget=self._config.budget, show=False, name=name)
+        budget: Any = {} if self._config.budget is None else {"budget": self._config.budget}
+        return Diagnose(on_sick, show=False, name=name, **budget)
 
     def _observes(self, cb: Any) -> bool:
         """Whether a callback, or a class that makes one, watches a training as `_observer` does."""

@@ -261,6 +261,11 @@ class Verdict(Printed):
         return f"HEALTHY  {of}nothing wrong was found{f': {looked}' if self.n_checks else ''}"
 
     @property
+    def alarms(self) -> tuple[Finding, ...]:
+        """Errors and warnings that follow from no other finding."""
+        return tuple(f for f in self.findings if f.severity != "info" and not f.consequence_of)
+
+    @property
     def consequences(self) -> tuple[Finding, ...]:
         """Findings that follow from others."""
         return tuple(finding for finding in self.findings if finding.consequence_of)
@@ -283,8 +288,7 @@ class Verdict(Printed):
         if self.consequences:
             names = "; ".join(dict.fromkeys(f.summary for f in self.consequences))
             lines += _filled(f"Consequences: {names}.", width, 2)
-        causes = [f for f in self.findings if not f.consequence_of and f.severity != "info"]
-        for other in [f for f in causes if f is not self.primary][:2]:
+        for other in [f for f in self.alarms if f is not self.primary][:2]:
             lines += _filled(f"{other.head}: {other.message}", width, 2, indent="")
         return [*lines[: MAX_LINES - len(end)], *end]
 

@@ -23,14 +23,12 @@ class LargestLosses(Measurement):
 
     Attributes:
         found: at most ten samples, the largest losses first, at most three of a batch.
-        n_batches, n_samples: those whose losses were computed.
     """
 
     uses = (Curves, Targets)
 
     def __init__(self) -> None:
         self.found: list[SampleLoss] = []
-        self.n_batches = self.n_samples = 0
 
     def on_loss(self, run: Run) -> None:
         loss, pred = run.measured(Curves).last_loss, first_float(run.loop.pred)
@@ -39,7 +37,6 @@ class LargestLosses(Measurement):
         of_sample = sample_losses(run.loop, run.measured(Targets).of_batch(run))
         if of_sample is None or not of_sample.is_cpu:
             return
-        usual, self.n_batches = float(of_sample.nanmedian()), self.n_batches + 1
-        self.n_samples += int(of_sample.isfinite().sum())
+        usual = float(of_sample.nanmedian())
         worst = [SampleLoss(run.step, index, x, usual) for index, x in worst_of(of_sample) if x > usual]
         self.found = heapq.nlargest(N_KEPT, [*self.found, *worst], key=lambda sample: sample.loss)

@@ -42,18 +42,13 @@ const csvBlob = (rows) =>
   new Blob([rows.map((row) => `${row.join(",")}\r\n`).join("")], { type: "text/csv;charset=utf-8" });
 
 /** All numbers of a chart that the page has: a row for each step, a column for each line. */
-function csvOf({ lines: drawn, cells, names }) {
-  const { lines } = cells || { lines: drawn };
-  const columns = lines.map(
-    ({ series }) => new Map(Array.from(series.steps, (step, i) => [step, series.values[i]])),
-  );
-  const places = [...new Set(columns.flatMap((column) => [...column.keys()]))].sort((a, b) => a - b);
-  const head = [names ? "layer" : "step", ...lines.map(({ label }) => label)].map(csvCell);
+function csvOf(own) {
+  const { head, columns, places } = gridOf(own);
   const rows = places.map((at) => [
-    names ? csvCell(names[at]) : at,
+    own.names ? csvCell(own.names[at]) : at,
     ...columns.map((column) => csvNumber(column.get(at))),
   ]);
-  return csvBlob([head, ...rows]);
+  return csvBlob([head.map(csvCell), ...rows]);
 }
 
 /** Numbers by name, a row for each. */

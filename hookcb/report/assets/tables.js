@@ -34,21 +34,28 @@ function foldLater(title, content) {
   return node;
 }
 
-/** The numbers of a chart. */
-function tableOf({ title, lines: drawn, cells, names, format }) {
+/** The numbers of a chart: a column for each line, by step or place, and all of these in order. */
+function gridOf({ lines: drawn, cells, names }) {
   const { lines } = cells || { lines: drawn };
+  const columns = lines.map(
+    ({ series }) => new Map(Array.from(series.steps, (step, i) => [step, series.values[i]])),
+  );
+  const places = [...new Set(columns.flatMap((column) => [...column.keys()]))].sort((a, b) => a - b);
+  return { head: [names ? "layer" : "step", ...lines.map(({ label }) => label)], columns, places };
+}
+
+/** The table behind a chart. */
+function tableOf(own) {
+  const { title, names, format } = own;
   const node = foldLater("As a table", () => {
-    const columns = lines.map(
-      ({ series }) => new Map(Array.from(series.steps, (step, i) => [step, series.values[i]])),
-    );
-    const places = [...new Set(columns.flatMap((column) => [...column.keys()]))].sort((a, b) => a - b);
+    const { head, columns, places } = gridOf(own);
     const [shown, said] = thinned(places);
     const rows = shown.map((at) => [
       names ? names[at] : whole(at),
       ...columns.map((column) => (column.has(at) ? format(column.get(at)) : "")),
     ]);
     return table(
-      [names ? "layer" : "step", ...lines.map(({ label }) => label)],
+      head,
       rows,
       `${title}. ${said}`.trim(),
     );
