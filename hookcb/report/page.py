@@ -5,6 +5,7 @@ import hashlib
 import re
 import zlib
 from collections.abc import Mapping
+from functools import cache
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -130,15 +131,21 @@ def filled(kind: Document, text: str, markup: Mapping[str, str], *, is_live: boo
 
     The script is deflated, in base64, without comments and indentation; that saves half of an empty page.
     """
-    style, script, boot = (_joined(names) for names in (STYLES, (*SHARED, *kind.scripts), BOOT))
+    parts = _code(kind.scripts) | {"DATA": text}
+    parts["POLICY"] += "; connect-src 'self'" if is_live else ""
+    parts |= {"TITLE": escape(kind.title), "MAIN": inserted(_joined((kind.sections,)), markup)}
+    return inserted(_joined(("assets/page.html",)), {**parts, **markup})
+
+
+@cache
+def _code(own: tuple[str, ...]) -> dict[str, str]:
+    """Styles and scripts of a kind of page, and the policy that allows them; the same for each page."""
+    style, script, boot = (_joined(names) for names in (STYLES, (*SHARED, *own), BOOT))
     script = SPARED.sub("", script)
     scripts = f"script-src {_hash(boot)} {_hash(script)}"
     policy = f"default-src 'none'; {scripts}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
-    policy += "; connect-src 'self'" if is_live else ""
     packed = base64.b64encode(zlib.compress(script.encode(), 9)).decode("ascii")
-    parts = {"POLICY": policy, "STYLE": style, "SCRIPT": packed, "BOOT": boot, "DATA": text}
-    parts |= {"TITLE": escape(kind.title), "MAIN": inserted(_joined((kind.sections,)), markup)}
-    return inserted(_joined(("assets/page.html",)), {**parts, **markup})
+    return {"POLICY": policy, "STYLE": style, "SCRIPT": packed, "BOOT": boot}
 
 
 def inserted(template: str, parts: Mapping[str, str]) -> str:

@@ -6,6 +6,7 @@ import linecache
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,7 +61,7 @@ def _in_class(owner: nn.Module, attribute: str) -> _Made:
         if kind.__module__.startswith("torch."):
             break
         lines, first = inspect.getsourcelines(kind)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
+        tree = _parsed(textwrap.dedent("".join(lines)))
         found = [value for target, value in _assignments(tree) if _dotted(target) == ["self", attribute]]
         if found:
             return _Made(inspect.getsourcefile(kind) or "", first - 1, found)
@@ -74,8 +75,13 @@ def _in_script(model: nn.Module, path: list[str]) -> _Made:
     names = [key for key, x in vars(script).items() if x is model] if script else []
     if not names or not file.endswith(".py"):
         return _Made()
-    tree, wanted = ast.parse(Path(file).read_text("utf-8")), [[name, *path] for name in names]
+    tree, wanted = _parsed("".join(linecache.getlines(file))), [[name, *path] for name in names]
     return _Made(file, 0, [value for target, value in _assignments(tree) if _dotted(target) in wanted])
+
+
+@lru_cache(maxsize=16)  # a page that is made again and again asks for the same ones
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
 
 
 def _has_assignments(made: _Made) -> bool:
