@@ -25,7 +25,9 @@ HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")  # of this machine in a request; the port may be that of a tunnel
 WAITING = "No numbers yet: the first come after a few seconds of training."
 RECENT = 3.0  # seconds after which a page is taken for closed; an open one asks every second
+LATELY = 30.0  # seconds after which nobody waits for a page to ask for the end
 LINGER = 5.0  # seconds in which open pages get the end, at most
+TURN = 0.1  # seconds of waiting at a time
 MAX_OPEN = 64  # connections at a time
 
 
@@ -158,7 +160,7 @@ class LiveServer:
         """
         with self._answered:
             now = time.monotonic()
-            self._asked = {key: own for key, own in self._asked.items() if now - own[0] < RECENT}
+            self._asked = {key: own for key, own in self._asked.items() if now - own[0] < LATELY}
             had = self._asked.get((page, client), (now, ""))[1]
             self._asked.pop((page, ""), None)
             self._asked[page, client] = now, had if tag is None else tag
@@ -175,12 +177,18 @@ class LiveServer:
         return page
 
     def _wait_for_pages(self) -> None:
-        end = time.monotonic() + LINGER
+        """Waits for pages that ask since this began, and a while for those that have asked lately.
+
+        Turns are counted, not seconds: while a machine stands still, no page can ask.
+        """
+        began, turns = time.monotonic(), 0
         with self._answered:
-            while (now := time.monotonic()) < end and any(
-                now - when < RECENT and tag != page.tag for (page, _), (when, tag) in self._asked.items()
+            while any(
+                tag != page.tag and turns < (LINGER if when > began else RECENT) / TURN
+                for (page, _), (when, tag) in self._asked.items()
+                if began - when < LATELY
             ):
-                self._answered.wait(0.1)
+                turns += not self._answered.wait(TURN)
 
 
 class _Server(ThreadingTCPServer):

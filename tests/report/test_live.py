@@ -52,7 +52,7 @@ def serving(**options):
     try:
         yield server
     finally:
-        with mock.patch("hookcb.report.live.LINGER", 0.0):
+        with mock.patch.multiple("hookcb.report.live", LINGER=0.0, RECENT=0.0):
             server.close()
     assert set(threading.enumerate()) == before
 
@@ -190,6 +190,23 @@ def test_it_waits_for_open_pages_to_get_the_end_and_for_nobody_else():
     began = time.monotonic()
     server.close()
     assert time.monotonic() - began < RECENT
+
+
+def test_it_waits_for_a_page_that_could_not_ask_for_a_while(monkeypatch):
+    server = LiveServer()
+    page = server.page("net")
+    data_at(server.address)
+    with monkeypatch.context() as patched:
+        now = time.monotonic() + 2 * RECENT  # the machine has stood still
+        patched.setattr("hookcb.report.live.time.monotonic", lambda: now)
+        page.show(PageData("the end"))
+        server.end()
+        closing = threading.Thread(target=server.close)
+        closing.start()
+        time.sleep(0.5)
+        data, live, _ = data_at(server.address)
+        closing.join()
+    assert (data.headline, live["ended"]) == ("the end", "")
 
 
 def test_it_does_not_wait_for_a_page_that_was_closed_for_longer_than_that_takes_to_see():
