@@ -1,4 +1,4 @@
-"""Files of version 0.2 are read; `files_of_0_2/make.py` has written them with it."""
+"""Files of version 0.2 are read; `files_of_0_2/make_worker.py` has written them with it."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ NUMBERS = json.loads((FILES / "numbers.json").read_text())
 
 
 def of_then():
-    """The learner of `make.py`."""
+    """The learner of `make_worker.py`."""
     torch.manual_seed(0)
     x = torch.randn(24, 6)
     batches = list(zip(x.split(8), (x[:, :3].sum(dim=1) > 0).long().split(8), strict=True))

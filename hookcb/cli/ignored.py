@@ -1,4 +1,4 @@
-"""Scope: what of a verdict is shown to a user who ignores some findings."""
+"""Scope: the part of a verdict that is shown to a user who ignores some findings."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ OF_WHOLE_RUNS = ("train.unfinished", "average.slow")  # what says nothing of a s
 
 
 class Scope:
-    """What of a verdict is shown: nothing that is ignored, or that only a whole training can show.
+    """Part of a verdict that is shown: nothing that is ignored, or that only a whole training can show.
 
     Args:
         ignored: codes of findings to leave out, as `fnmatch` patterns.

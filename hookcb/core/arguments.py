@@ -35,11 +35,21 @@ def hinted(function: Callable[P, R]) -> Callable[P, R]:
         if is_open:  # they are options of a base or of torch, but for names of others
             is_own = bool(args) and getattr(type(args[0]), "__init__", None) is checked
             unknown = [name for name in unknown if is_own and _same(name, names)]
+            unknown = [name for name in unknown if name not in _of_bases(type(args[0]))]
         if unknown:
             raise unknown_argument(function.__qualname__.removesuffix(".__init__"), unknown[0], names)
         return function(*args, **kwargs)
 
     return checked
+
+
+def _of_bases(cls: type) -> set[str]:
+    """Arguments that the bases of a class take by name."""
+    return {
+        name
+        for base in cls.__mro__[1:]
+        for name in inspect.signature(vars(base).get("__init__", object)).parameters
+    }
 
 
 def unknown_argument(owner: str, name: str, known: Iterable[str], more: str = "") -> TypeError:
