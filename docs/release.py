@@ -104,11 +104,9 @@ def try_wheel(wheel: Path, folder: Path, name: str, install: list[str], scripts:
 
 def versions(python: str) -> str:
     """Versions of what matters in an environment."""
-    code = (
-        "from importlib.metadata import distributions as d; "
-        f"print(*sorted({{f'{{x.name}} {{x.version}}' for x in d() if x.name.lower() in {NAMED}}}), sep=', ')"
-    )
-    return subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    command = [python, "-m", "pip", "list", "--format=freeze"]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    return ", ".join(line for line in listed if line.partition("==")[0] in NAMED)
 
 
 if __name__ == "__main__":

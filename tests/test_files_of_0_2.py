@@ -5,22 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from hookcb import ActivationRecords, ActivationStats, GradientHealth, GradientRecords, Learner, load_report
+from hookcb import ActivationRecords, GradientRecords, load_report
+from tests.files_of_0_2.make_worker import N_EPOCH, make_learner, make_recorders
 
 FILES = Path(__file__).parent / "files_of_0_2"
 NUMBERS = json.loads((FILES / "numbers.json").read_text())
 
 
-def of_then():
-    """The learner of `make_worker.py`."""
-    torch.manual_seed(0)
-    x = torch.randn(24, 6)
-    batches = list(zip(x.split(8), (x[:, :3].sum(dim=1) > 0).long().split(8), strict=True))
-    net = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
-    loss_func, opt_func = nn.functional.cross_entropy, torch.optim.AdamW
-    return Learner((batches, batches[:1]), net, loss_func, opt_func=opt_func, lr=0.01, cbs=[])
+@pytest.fixture(scope="module")
+def resumed():
+    """The learner of then, whose checkpoint goes on to the end."""
+    learn = make_learner()
+    learn.fit(N_EPOCH, cbs=make_recorders(), resume=FILES / "epoch-0002.pt")
+    return learn
 
 
 def test_records():
@@ -32,18 +30,14 @@ def test_records():
     assert [float(record["0.weight"]["norm"]) for record in grads.stats] == pytest.approx(NUMBERS["norm"])
 
 
-def test_a_checkpoint_goes_on_as_it_would_have_then():
-    learn = of_then()
-    cbs = [ActivationStats(with_hist=True), GradientHealth()]
-    learn.fit(4, cbs=cbs, resume=FILES / "epoch-0002.pt")
-    assert learn.recorder.losses == pytest.approx(NUMBERS["losses"])
-    assert len(learn.activation_stats.stats) == len(NUMBERS["mean"])
+def test_a_checkpoint_goes_on_as_it_would_have_then(resumed):
+    assert resumed.recorder.losses == pytest.approx(NUMBERS["losses"])
+    assert len(resumed.activation_stats.stats) == len(NUMBERS["mean"])
 
 
-def test_weights():
-    learn, resumed = of_then(), of_then()
+def test_weights(resumed):
+    learn = make_learner()
     learn.load(FILES / "weights.pt")
-    resumed.fit(4, cbs=[ActivationStats(with_hist=True), GradientHealth()], resume=FILES / "epoch-0002.pt")
     for own, other in zip(learn.model.parameters(), resumed.model.parameters(), strict=True):
         torch.testing.assert_close(own, other)
 

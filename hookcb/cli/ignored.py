@@ -49,12 +49,8 @@ class Scope:
 
     def _hits(self, verdict: Verdict) -> list[str]:
         """Patterns of the project by which a finding is left out that the user has not ignored anyway."""
-        return hits(without(verdict, self._ignored), self._config.ignore)
-
-
-def hits(verdict: Verdict, patterns: Iterable[str]) -> list[str]:
-    """Returns the `fnmatch` patterns that match the code of a finding."""
-    return [x for x in patterns if any(fnmatchcase(f.code, x) for f in verdict.findings)]
+        left = without(verdict, self._ignored).findings
+        return [x for x in self._config.ignore if any(fnmatchcase(f.code, x) for f in left)]
 
 
 def without(verdict: Verdict, patterns: Sequence[str]) -> Verdict:

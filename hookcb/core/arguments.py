@@ -34,8 +34,8 @@ def hinted(function: Callable[P, R]) -> Callable[P, R]:
         unknown = [name for name in kwargs if name not in known]
         if is_open:  # they are options of a base or of torch, but for names of others
             is_own = bool(args) and getattr(type(args[0]), "__init__", None) is checked
-            unknown = [name for name in unknown if is_own and _same(name, names)]
-            unknown = [name for name in unknown if name not in _of_bases(type(args[0]))]
+            of_bases = _of_bases(type(args[0])) if is_own and unknown else set()
+            unknown = [name for name in unknown if is_own and _same(name, names) and name not in of_bases]
         if unknown:
             raise unknown_argument(function.__qualname__.removesuffix(".__init__"), unknown[0], names)
         return function(*args, **kwargs)
