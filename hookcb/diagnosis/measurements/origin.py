@@ -15,6 +15,7 @@ from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.plain_run import ExternalBatch
 from hookcb.diagnosis.measurements.steps import Steps
+from hookcb.diagnosis.measurements.targets import Ignored, ignored_targets
 from hookcb.diagnosis.reader import ADVICE, Way, also, way_of
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.modules import named_modules
@@ -72,6 +73,10 @@ class Origin(Measurement):
         self._n_losses += 1
         number = detached_scalar(run.loop.loss)
         if isinstance(number, float) and not math.isfinite(number):
+            ignored = ignored_targets(run.loop.loss_node, run.loop.loss, run.loop.pred)
+            if ignored is not None and bool(ignored.are_all) and not self.is_sought:
+                self.step, self.is_sought, self.found = run.step, True, _of_nothing(number, run.step, ignored)
+                return True
             return self._seek(run, f"The loss is {number}", loss_node=run.loop.loss_node)
         return False
 
@@ -92,6 +97,15 @@ class Origin(Measurement):
         batch, autocasts = ExternalBatch(loop) if loop.is_external else loop, run.measured(Loss).autocasts
         self.found = find_origin(batch, noticed, gradient, run.step, autocasts, loss_node)
         return True
+
+
+def _of_nothing(loss: float, step: int, ignored: Ignored) -> Found:
+    return Found(
+        f"The loss is {loss} at step {step}: all targets of its batch are {ignored.index}, the index that the "
+        "loss ignores, so it is a mean of nothing, 0/0.",
+        causes=("labels that are all masked, such as in sequences that were cut before the answer began",),
+        next_steps=("Leave such samples out of the data, or skip a batch without a label",),
+    )
 
 
 def find_origin(

@@ -35,6 +35,33 @@ class Losses(NamedTuple):
     noise: float = 0.0  # standard deviation of `constant` from batch to batch
 
 
+class Ignored(NamedTuple):
+    """Class indices that a loss of torch compares with, and the one that it ignores."""
+
+    are_all: Tensor  # whether each is that one, on their device
+    index: int
+    n: int  # of all, 0 if unknown
+
+
+def ignored_targets(node: Any, loss: Any, pred: Any) -> Ignored | None:
+    """Which of its class indices the loss with this node ignores; None if that is unknown.
+
+    Once the backward has freed them, it is known of a mean over those of the model's output: of a finite
+    output that is NaN only if none counts.
+    """
+    main = main_term(read_terms(node))
+    if main is None or main.kind not in ("cross-entropy", "nll") or main.node is None:
+        return None
+    if _are_labels(y := main.target):
+        return Ignored((y == main.ignored).all(), main.ignored, y.numel())
+    is_mean = main.node is node and main.scale == 1 and not main.has_weights and compares_output(node, pred)
+    if not (is_mean and isinstance(loss, Tensor)):
+        return None
+    are_finite = [x.detach().isfinite().all() for _, x in parts(pred) if isinstance(x, Tensor)]
+    n = math.prod(main.given_shape) // main.given_shape[1] if len(main.given_shape) > 1 else 0
+    return Ignored(torch.stack([loss.detach().isnan(), *are_finite]).all(), main.ignored, n)
+
+
 class Targets(Measurement):
     """Copies of targets of batches, on their device until they are read.
 
