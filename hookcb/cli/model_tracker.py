@@ -85,7 +85,8 @@ class ModelTracker:
         ignored: codes of findings to leave out, as `fnmatch` patterns.
         live: server that shows each model while it is trained, None for none; needs `makes_pages`.
         config: habits of the project: findings to leave out, too, and the share of batches to inspect.
-        is_test: whether it watches a test: then it prints nothing, and does not expect whole trainings.
+        is_test: whether it watches a test: then it prints and logs nothing, runs no batch again, and does not
+            expect whole trainings.
 
     Attributes:
         limit: the limit of the script.
@@ -326,7 +327,9 @@ class ModelTracker:
         """A callback that watches a training."""
         on_sick: Any = "ignore" if self._is_test else self._say_sick
         budget: Any = {} if self._config.budget is None else {"budget": self._config.budget}
-        return Diagnose(on_sick, show=False, name=name, **budget)
+        observer = Diagnose(on_sick, show=False, name=name, **budget)
+        observer.logs = not self._is_test  # a test may look at what is logged
+        return observer
 
     def _observes(self, cb: Any) -> bool:
         """Whether a callback, or a class that makes one, watches a training as `_observer` does."""
@@ -446,6 +449,7 @@ class ModelTracker:
             live = self._reports(model.title)
             model.live = next((cb.page for cb in live), None)
             model.watch = ScriptWatch(root, opts, [self._observer(), *live], None)
+            model.watch.replays = not self._is_test
         except Exception as error:
             self.notes.append(f"{model.title} could not be watched: {error!r}")
             return model

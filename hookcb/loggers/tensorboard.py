@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hookcb.loggers.base import import_extra
-from hookcb.loggers.media import png_of
+from hookcb.loggers.trackers import png_of
 from hookcb.records.recording import Histogram
 
 PROTOS = "tensorboard.compat.proto"

@@ -26,6 +26,7 @@ class ExternalBatch:
     def __init__(self, loop: Any) -> None:
         self.model: nn.Module = loop.model
         self.way: Way = loop.way
+        self.replays: bool = loop.replays
         self.xb, self.yb, self.pred = loop.xb, (), loop.pred
         self.epoch, self.iter = loop.epoch, loop.iter
 
