@@ -14,7 +14,8 @@ from hookcb.records.recording import Histogram
 FILES: dict[str, Callable[[Path], "Logger"]] = {".jsonl": JSONLLogger, ".csv": CSVLogger}
 POSSIBLE = (
     "give a JSONLLogger, CSVLogger, TensorBoardLogger or MLflowLogger, a path that ends in .jsonl or .csv, "
-    "a run of wandb, trackio, SwanLab, Comet, ClearML, Neptune or Aim, or an object with a method log(values, step=…)"
+    "a run of wandb, trackio, SwanLab, Comet, ClearML, Neptune or Aim, or an object with a method "
+    "log(values, step=…)"
 )
 
 

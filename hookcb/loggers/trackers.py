@@ -1,15 +1,18 @@
-"""Runs of other libraries as loggers: what each calls a number, a histogram, a text and an image."""
+"""Runs of other libraries as loggers: how each is given numbers, texts, figures and histograms."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from html import escape
 from importlib import import_module
 from inspect import ismodule
 from io import BytesIO
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from hookcb.core.randomness import random_kept
 from hookcb.records.recording import Histogram
+
+Send = Callable[[Any, Any, Mapping[str, Any], int], object]  # takes module, run, things by name, step
 
 
 def png_of(figure: Any) -> bytes:
@@ -20,8 +23,8 @@ def png_of(figure: Any) -> bytes:
 
 
 def image_of(figure: Any) -> Any:
-    """A figure of matplotlib as an image of Pillow, which comes with matplotlib."""
-    return import_module("PIL.Image").open(BytesIO(png_of(figure)))
+    """A figure of matplotlib as an image of Pillow, which comes with matplotlib, without transparency."""
+    return import_module("PIL.Image").open(BytesIO(png_of(figure))).convert("RGB")
 
 
 def bins_of(hist: Histogram) -> tuple[list[float], list[float]]:
@@ -40,204 +43,166 @@ def chart_and_line(name: str) -> tuple[str, str]:
     return (f"{parts[0]}/{parts[-1]}", "/".join(parts[1:-1])) if len(parts) > 2 else (name, name)
 
 
-class Tracker:
-    """A run whose `log` takes numbers and objects of its library by name; also the module itself.
+def at_once(method: str, own: Callable[[Any, Any], Any] = lambda _, x: x) -> Send:
+    """Sends all in one call of a method of the run; `own` makes an object of the library of each."""
+    return lambda lib, run, things, step: getattr(run, method)(
+        {name: own(lib, x) for name, x in things.items()}, step=step
+    )
+
+
+def each(send: Callable[[Any, Any, str, Any, int], object]) -> Send:
+    """Sends one after the other."""
+
+    def send_each(lib: Any, run: Any, things: Mapping[str, Any], step: int) -> None:
+        for name, x in things.items():
+            send(lib, run, name, x, step)
+
+    return send_each
+
+
+def _wandb_text(wandb: Any, run: Any, name: str, text: str, step: int) -> None:
+    run.log({name: wandb.Html(f"<pre>{escape(text)}</pre>")}, step=step)
+    run = run if hasattr(run, "summary") else wandb.run
+    run.summary[name] = text.partition("\n")[0]
+
+
+def _comet_text(comet: Any, run: Any, name: str, text: str, step: int) -> None:
+    run.log_text(text, step=step, metadata={"name": name})
+    run.log_other(name, text.partition("\n")[0])
+
+
+def _comet_histogram(comet: Any, run: Any, name: str, hist: Histogram, step: int) -> None:
+    counts, edges = bins_of(hist)
+    own = comet.Histogram()
+    own.add([(a + b) / 2 for a, b in pairwise(edges)], counts)  # into bins of Comet
+    run.log_histogram_3d(own, name=name, step=step)
+
+
+def _clearml_number(clearml: Any, run: Any, name: str, x: float, step: int) -> None:
+    if math.isfinite(x):  # it stores 0 for others
+        run.report_scalar(*chart_and_line(name), x, step)
+
+
+def _clearml_histogram(clearml: Any, run: Any, name: str, hist: Histogram, step: int) -> None:
+    counts, edges = bins_of(hist)
+    run.report_histogram(name, name, counts, step, xlabels=[f"{x:.3g}" for x in edges[:-1]], xaxis="from")
+
+
+def _aim_number(aim: Any, run: Any, name: str, x: float, step: int) -> None:
+    chart, line = chart_and_line(name)
+    run.track(x, chart, step, context=None if line == name else {"layer": line})
+
+
+def _neptune_image(neptune: Any, run: Any, name: str, figure: Any, step: int) -> None:
+    run[name].append(neptune.types.File.as_image(image_of(figure)), step=step)
+
+
+def _scale_histogram(scale: Any, hist: Histogram) -> Any:
+    counts, edges = bins_of(hist)
+    return scale.types.Histogram(bin_edges=edges, counts=list(map(round, counts)))
+
+
+class Library(NamedTuple):
+    """What is called to send something to a run of a library.
 
     Args:
-        run: the run.
-        library: name of its module.
+        known_by: a method that runs have.
+        numbers, texts, figures, hists: functions that send these; by default histograms are left out.
+        target: returns the object that is sent to, of the one that users have.
     """
 
-    needs = "log"  # a method of the run, by which it is known
+    known_by: str
+    numbers: Send
+    texts: Send
+    figures: Send
+    hists: Send = lambda *_: None
+    target: Callable[[Any], Any] = lambda run: run
+
+
+NUMBERS = at_once("log")
+IMAGES = at_once("log", lambda lib, x: lib.Image(image_of(x)))
+HISTOGRAMS = at_once("log", lambda lib, x: lib.Histogram(np_histogram=bins_of(x)))
+LIBRARIES = {
+    "aim": Library(
+        "track",
+        each(_aim_number),
+        each(lambda lib, run, name, x, step: run.track(lib.Text(x), name, step)),
+        each(lambda lib, run, name, x, step: run.track(lib.Image(image_of(x)), name, step)),
+    ),
+    "clearml": Library(
+        "report_scalar",
+        each(_clearml_number),
+        each(lambda _, run, name, x, step: run.report_text(f"{name}, {step}:\n{x}", print_console=False)),
+        each(lambda _, run, name, x, step: run.report_image(name, name, step, image=image_of(x))),
+        each(_clearml_histogram),
+        target=lambda run: run.get_logger() if hasattr(run, "get_logger") else run,  # of a task
+    ),
+    "comet_ml": Library(
+        "log_metrics",
+        at_once("log_metrics"),
+        each(_comet_text),
+        each(lambda _, run, name, x, step: run.log_image(image_of(x), name=name, step=step)),
+        each(_comet_histogram),
+    ),
+    "neptune": Library(
+        "__getitem__",
+        each(lambda _, run, name, x, step: run[name].append(x, step=step)),
+        each(lambda _, run, name, x, step: run[name].assign(x)),
+        each(_neptune_image),
+    ),
+    "neptune_scale": Library(
+        "log_metrics",
+        at_once("log_metrics"),
+        at_once("log_string_series"),
+        at_once("log_files", lambda lib, x: lib.types.File(png_of(x), mime_type="image/png")),
+        at_once("log_histograms", _scale_histogram),
+    ),
+    "swanlab": Library("log", NUMBERS, at_once("log", lambda lib, x: lib.Text(x)), IMAGES),
+    "trackio": Library(
+        "log", NUMBERS, at_once("log", lambda lib, x: lib.Markdown(f"```\n{x}\n```")), IMAGES, HISTOGRAMS
+    ),
+    "wandb": Library("log", NUMBERS, each(_wandb_text), IMAGES, HISTOGRAMS),
+}
+
+
+class Tracker:
+    """A logger that sends all to a run of another library.
+
+    Args:
+        run: the run, or the module, if that can be logged to.
+        library: name of the module.
+    """
 
     def __init__(self, run: Any, library: str) -> None:
-        self.run, self._name = run, library
-
-    @property
-    def library(self) -> Any:
-        """The module."""
-        return import_module(self._name)
+        self.run, self.library = run, library
 
     def log(self, values: Mapping[str, float], /, step: int) -> None:
-        """Logs numbers."""
-        self.run.log(dict(values), step=step)
+        """Sends numbers."""
+        self._send("numbers", values, step)
+
+    def log_histograms(self, hists: Mapping[str, Histogram], /, step: int) -> None:
+        """Sends histograms, if the library has any."""
+        self._send("hists", hists, step)
 
     def log_text(self, name: str, text: str, /, step: int) -> None:
-        """Logs a text."""
-        self.run.log({name: self.library.Text(text)}, step=step)
+        """Sends a text."""
+        self._send("texts", {name: text}, step)
 
     def log_figure(self, name: str, figure: Any, /, step: int) -> None:
-        """Logs a figure as an image."""
-        self.run.log({name: self.library.Image(image_of(figure))}, step=step)
+        """Sends a figure of matplotlib as an image."""
+        self._send("figures", {name: figure}, step)
+
+    def _send(self, kind: str, things: Mapping[str, Any], step: int) -> None:
+        getattr(LIBRARIES[self.library], kind)(import_module(self.library), self.run, things, step)
 
     def __repr__(self) -> str:
         return repr(self.run)
 
 
-class Trackio(Tracker):
-    """A run of trackio."""
-
-    def log_text(self, name: str, text: str, /, step: int) -> None:
-        """Logs a text as Markdown."""
-        self.run.log({name: self.library.Markdown(f"```\n{text}\n```")}, step=step)
-
-    def log_histograms(self, hists: Mapping[str, Histogram], /, step: int) -> None:
-        """Logs histograms as they are."""
-        as_one = {name: self.library.Histogram(np_histogram=bins_of(hist)) for name, hist in hists.items()}
-        self.run.log(as_one, step=step)
-
-
-class Wandb(Trackio):
-    """A run of wandb, whose summary has the first line of a text too."""
-
-    def log_text(self, name: str, text: str, /, step: int) -> None:
-        """Logs a text as HTML."""
-        self.run.log({name: self.library.Html(f"<pre>{escape(text)}</pre>")}, step=step)
-        run = self.run if hasattr(self.run, "summary") else self.library.run
-        run.summary[name] = text.partition("\n")[0]
-
-
-class Comet(Tracker):
-    """An experiment of Comet, whose others have the first line of a text too."""
-
-    needs = "log_metrics"
-
-    def log(self, values: Mapping[str, float], /, step: int) -> None:
-        """Logs metrics."""
-        self.run.log_metrics(dict(values), step=step)
-
-    def log_histograms(self, hists: Mapping[str, Histogram], /, step: int) -> None:
-        """Logs histograms in the bins of Comet."""
-        for name, hist in hists.items():
-            counts, edges = bins_of(hist)
-            own = self.library.Histogram()
-            own.add([(a + b) / 2 for a, b in zip(edges, edges[1:], strict=False)], counts)
-            self.run.log_histogram_3d(own, name=name, step=step)
-
-    def log_text(self, name: str, text: str, /, step: int) -> None:
-        """Logs a text."""
-        self.run.log_text(text, step=step, metadata={"name": name})
-        self.run.log_other(name, text.partition("\n")[0])
-
-    def log_figure(self, name: str, figure: Any, /, step: int) -> None:
-        """Logs a figure as an image."""
-        self.run.log_image(image_of(figure), name=name, step=step)
-
-
-class ClearML(Tracker):
-    """A task of ClearML, or its logger; a statistic has one chart with a line for each layer."""
-
-    needs = "report_scalar"
-
-    def __init__(self, run: Any, library: str) -> None:
-        super().__init__(run.get_logger() if hasattr(run, "get_logger") else run, library)
-
-    def log(self, values: Mapping[str, float], /, step: int) -> None:
-        """Reports scalars, but those that are not finite, as ClearML has 0 for these."""
-        for name, x in values.items():
-            if math.isfinite(x):
-                self.run.report_scalar(*chart_and_line(name), x, step)
-
-    def log_histograms(self, hists: Mapping[str, Histogram], /, step: int) -> None:
-        """Reports histograms."""
-        for name, hist in hists.items():
-            counts, edges = bins_of(hist)
-            labels = [f"{edge:.3g}" for edge in edges[:-1]]
-            self.run.report_histogram(name, name, counts, step, xlabels=labels, xaxis="from")
-
-    def log_text(self, name: str, text: str, /, step: int) -> None:
-        """Reports a text, which is among those of the console."""
-        self.run.report_text(f"{name}, step {step}:\n{text}", print_console=False)
-
-    def log_figure(self, name: str, figure: Any, /, step: int) -> None:
-        """Reports a figure as an image."""
-        self.run.report_image(name, name, step, image=image_of(figure).convert("RGB"))
-
-
-class Neptune(Tracker):
-    """A run of neptune, or a namespace of it."""
-
-    needs = "__getitem__"
-
-    def log(self, values: Mapping[str, float], /, step: int) -> None:
-        """Appends to a series for each name."""
-        for name, x in values.items():
-            self.run[name].append(x, step=step)
-
-    def log_text(self, name: str, text: str, /, step: int) -> None:
-        """Sets a string."""
-        self.run[name].assign(text)
-
-    def log_figure(self, name: str, figure: Any, /, step: int) -> None:
-        """Appends an image."""
-        image = self.library.types.File.as_image(image_of(figure).convert("RGB"))
-        self.run[name].append(image, step=step)
-
-
-class NeptuneScale(Tracker):
-    """A run of neptune_scale."""
-
-    needs = "log_metrics"
-
-    def log(self, values: Mapping[str, float], /, step: int) -> None:
-        """Logs metrics."""
-        self.run.log_metrics(dict(values), step=step)
-
-    def log_histograms(self, hists: Mapping[str, Histogram], /, step: int) -> None:
-        """Logs histograms as they are."""
-        own = {}
-        for name, hist in hists.items():
-            counts, edges = bins_of(hist)
-            own[name] = self.library.types.Histogram(bin_edges=edges, counts=[round(n) for n in counts])
-        self.run.log_histograms(own, step=step)
-
-    def log_text(self, name: str, text: str, /, step: int) -> None:
-        """Logs a text."""
-        self.run.log_string_series({name: text}, step=step)
-
-    def log_figure(self, name: str, figure: Any, /, step: int) -> None:
-        """Logs a figure as a file."""
-        file = self.library.types.File(png_of(figure), mime_type="image/png")
-        self.run.log_files({name: file}, step=step)
-
-
-class Aim(Tracker):
-    """A run of Aim; a statistic has one chart with a line for each layer."""
-
-    needs = "track"
-
-    def log(self, values: Mapping[str, float], /, step: int) -> None:
-        """Tracks numbers, those of a layer in its context."""
-        for name, x in values.items():
-            chart, line = chart_and_line(name)
-            self.run.track(x, chart, step, context={"layer": line} if line != name else None)
-
-    def log_text(self, name: str, text: str, /, step: int) -> None:
-        """Tracks a text."""
-        self.run.track(self.library.Text(text), name, step)
-
-    def log_figure(self, name: str, figure: Any, /, step: int) -> None:
-        """Tracks a figure as an image."""
-        self.run.track(self.library.Image(image_of(figure)), name, step)
-
-
-TRACKERS: dict[str, type[Tracker]] = {
-    "aim": Aim,
-    "clearml": ClearML,
-    "comet_ml": Comet,
-    "neptune": Neptune,
-    "neptune_scale": NeptuneScale,
-    "swanlab": Tracker,
-    "trackio": Trackio,
-    "wandb": Wandb,
-}
-
-
 def tracker_of(thing: Any) -> Tracker | None:
-    """The logger for a run of another library, or for the module; None if it is something else."""
-    module = thing.__name__ if ismodule(thing) else type(thing).__module__
-    library = module.partition(".")[0]
-    if library not in TRACKERS:
+    """A logger for a run of another library, or for the module; None if it is something else."""
+    name = (thing.__name__ if ismodule(thing) else type(thing).__module__).partition(".")[0]
+    if name not in LIBRARIES:
         return None
-    tracker = TRACKERS[library](thing, library)
-    return tracker if hasattr(tracker.run, tracker.needs) else None
+    run = LIBRARIES[name].target(thing)
+    return Tracker(run, name) if hasattr(run, LIBRARIES[name].known_by) else None

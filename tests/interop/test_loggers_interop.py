@@ -48,8 +48,13 @@ def equal(got, expected, **tolerance):
 
 def without_histograms(got, learn):
     """The numbers; histograms are those of all layers and records."""
-    hists, stats = {key: got.pop(key) for key in list(got) if isinstance(got[key], dict)}, learn.activation_stats
-    assert set(hists) == {(f"activations/{name}", step) for name in stats.names for step in (0, 2, 4, 6, 8, 9)}
+    hists, stats = (
+        {key: got.pop(key) for key in list(got) if isinstance(got[key], dict)},
+        learn.activation_stats,
+    )
+    assert set(hists) == {
+        (f"activations/{name}", step) for name in stats.names for step in (0, 2, 4, 6, 8, 9)
+    }
     for (name, step), hist in hists.items():
         recorded = stats.hist(name.removeprefix("activations/"))[:, step].expm1()
         assert sum(hist["values"]) == recorded.sum().round()

@@ -45,7 +45,11 @@ class Kept(KeptNumbers):
 def logged(run):
     """What a run, and an object beside it, have been given; also numbers with odd names and values."""
     kept, log = Kept(), Log(run, every=4)
-    cbs = [ActivationStats(with_hist=True, bins=6), Log([run, kept], every=4, name="both"), Diagnose(show=False)]
+    cbs = [
+        ActivationStats(with_hist=True, bins=6),
+        Log([run, kept], every=4, name="both"),
+        Diagnose(show=False),
+    ]
     fit(make_learner(8), 2, cbs=cbs)
     log.loggers[0].log(ODD, step=20)
     kept.log(ODD, step=20)
@@ -63,7 +67,9 @@ def finite(numbers):
 def test_comet_gets_everything(tmp_path):
     comet = pytest.importorskip("comet_ml")
     quiet = dict.fromkeys(("log_code", "log_graph", "auto_metric_logging", "log_env_details"), False)
-    run = comet.OfflineExperiment(project_name="hookcb", workspace="w", offline_directory=str(tmp_path), **quiet)
+    run = comet.OfflineExperiment(
+        project_name="hookcb", workspace="w", offline_directory=str(tmp_path), **quiet
+    )
     kept = logged(run)
     run.end()
     with zipfile.ZipFile(*tmp_path.glob("*.zip")) as archive:
@@ -94,7 +100,11 @@ def test_clearml_gets_everything_that_is_finite(tmp_path, monkeypatch):
     monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path))
     clearml = pytest.importorskip("clearml")
     clearml.Task.set_offline(True)
-    nothing = {"auto_connect_frameworks": False, "auto_connect_streams": False, "auto_connect_arg_parser": False}
+    nothing = {
+        "auto_connect_frameworks": False,
+        "auto_connect_streams": False,
+        "auto_connect_arg_parser": False,
+    }
     task = clearml.Task.init("hookcb", "first", auto_resource_monitoring=False, **nothing)
     kept, folder = logged(task), Path(task.get_offline_mode_folder())
     assert type(as_logger(task.get_logger())) is type(as_logger(task))
@@ -142,7 +152,7 @@ def operations(text):
 def test_neptune_scale_gets_everything(tmp_path):
     scale = pytest.importorskip("neptune_scale")
     options = {"enable_console_log_capture": False, "source_tracking_config": None}
-    run = scale.Run("first", project="a/b", mode="offline", log_directory=tmp_path, **options)
+    run = scale.Run(run_id="first", project="a/b", mode="offline", log_directory=tmp_path, **options)
     kept = logged(run)
     run.close()
     repository = pytest.importorskip("neptune_scale.sync.operations_repository").OperationsRepository
@@ -155,7 +165,7 @@ def test_neptune_scale_gets_everything(tmp_path):
             kind = value.WhichOneof("value")
             found[kind][name, op.operation.step.whole] = getattr(value, kind)
     equal(found["float64"], kept.values)
-    assert {key: list(x.bin_edges.values) for key, x in found["histogram"].items()} == {
+    assert {key: list(x.bin_edges) for key, x in found["histogram"].items()} == {
         key: bins_of(hist)[1] for key, hist in kept.hists.items()
     }
     assert [*found["string"].values()] == [kept.texts["verdict"]]
@@ -183,7 +193,10 @@ print(json.dumps([numbers, [x.data for x in text if x], names["images"]]))
 def test_aim_gets_numbers_text_and_images(tmp_path):
     aim = pytest.importorskip("aim")
     run = aim.Run(
-        repo=str(tmp_path), system_tracking_interval=None, log_system_params=False, capture_terminal_logs=False
+        repo=str(tmp_path),
+        system_tracking_interval=None,
+        log_system_params=False,
+        capture_terminal_logs=False,
     )
     kept, name = logged(run), run.hash
     run.close()

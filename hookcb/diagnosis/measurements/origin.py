@@ -151,7 +151,9 @@ def _without_replay(batch: ExternalBatch, noticed: str, step: int, loss_node: An
         how = "A batch of a test is not run again, which would find where it began"
         return Found(f"{noticed} at step {step}. {how}.", next_steps=(ADVICE["NaN"][way],))
     report = NanReport("", "", "not repeated", batch.epoch, batch.iter, noticed, op)
-    return _from_report(report, "has no NaN" if kinds(batch.pred).minus_inf else "is finite", noticed, step, way)
+    return _from_report(
+        report, "has no NaN" if kinds(batch.pred).minus_inf else "is finite", noticed, step, way
+    )
 
 
 def _from_report(report: NanReport, output: str, noticed: str, step: int, way: Way) -> Found:
