@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hookcb import ActivationStats, Diagnose
-from hookcb.loggers import Histogram, Log
+from hookcb.loggers import Log
 from hookcb.loggers.base import as_logger
 from hookcb.loggers.trackers import bins_of, chart_and_line
 from tests.interop.test_loggers_interop import Kept as KeptNumbers
@@ -230,10 +230,3 @@ def test_swanlab_gets_numbers_text_and_images(as_module, tmp_path):
     assert media == {("verdict", 15), *kept.figures}
     (text,) = path.parent.glob("media/text/*")
     assert text.read_text() == kept.texts["verdict"]
-
-
-def test_bins_reach_to_the_extremes_that_are_outside_of_the_edges():
-    hist = Histogram(0.0, 2.0, (3.0, 1.0), below=5.0, above=2.0, min=-4.0, max=8.0)
-    assert bins_of(hist) == ([5.0, 3.0, 1.0, 2.0], [-4.0, 0.0, 1.0, 2.0, 8.0])
-    empty = Histogram(0.0, 2.0, (0.0, 0.0), 0.0, 0.0, math.nan, math.nan)
-    assert bins_of(empty) == ([0.0, 0.0], [0.0, 1.0, 2.0])
