@@ -1,8 +1,8 @@
 """Runs of other libraries get everything, by methods that have the parameters of the real ones.
 
-The parameters are those that `inspect.signature` shows, as far as they are passed: of Aim 3.29.1, ClearML 2.1.12,
-Comet 3.58.8, Neptune 1.14, neptune_scale 0.30 and SwanLab 0.10.3. `tests/interop/test_trackers.py` reads what the
-real ones write.
+The parameters are those that `inspect.signature` shows, as far as they are passed, of Aim 3.29.1, ClearML
+2.1.12, Comet 3.58.8, Neptune 1.14, neptune_scale 0.30 and SwanLab 0.10.3. What the real ones write is read
+in `tests/interop/test_trackers.py`.
 """
 
 import math
