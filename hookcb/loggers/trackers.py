@@ -103,11 +103,11 @@ def _scale_histogram(scale: Any, hist: Histogram) -> Any:
 
 
 class Library(NamedTuple):
-    """What is called to send something to a run of a library.
+    """Functions that send something to a run of a library.
 
     Args:
         known_by: a method that runs have.
-        numbers, texts, figures, hists: functions that send these; by default histograms are left out.
+        numbers, texts, figures, hists: one for each kind; by default histograms are left out.
         target: returns the object that is sent to, of the one that users have.
     """
 
