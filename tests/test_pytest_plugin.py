@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from hookcb import pytest_plugin
 from tests.support import start
 
 BEGIN = """
@@ -109,6 +110,31 @@ def test_with_the_option_a_test_that_trains_a_sick_model_fails_with_the_verdict(
 
 def test_without_the_option_no_test_is_watched(tested):
     assert tested(TESTS, "-n0")[1] == {"test_fails_itself"}
+
+
+@pytest.mark.parametrize("given", ["hookcb", "hookcb.pytest_plugin"])
+def test_it_may_be_named_twice_as_entry_point_and_as_module(given):
+    (other,) = {"hookcb", "hookcb.pytest_plugin"} - {given}
+    manager = pytest.PytestPluginManager()
+    manager.register(pytest_plugin, given)
+    assert (manager.is_blocked(given), manager.is_blocked(other)) == (False, True)
+    manager.import_plugin(other)  # would raise
+    assert manager.get_plugin(given) is pytest_plugin
+
+
+TRACES = """
+@pytest.mark.filterwarnings("ignore")
+def test_traces():
+    net = nn.Sequential(nn.Linear(16, 3), nn.BatchNorm1d(3)).eval()
+    x = torch.randn(2, 16)
+    assert torch.equal(torch.jit.trace(net, x)(x), net(x))
+"""
+
+
+def test_nothing_of_a_watch_is_in_a_trace(tested):
+    said, failed = tested(TRACES, "--hookcb", "-n0")
+    assert failed == set(), said
+    assert "1 passed" in said
 
 
 SICK = "def test_sick():\n    train(10.0)\n\ndef test_healthy():\n    train()"

@@ -32,11 +32,12 @@ from hookcb.cli.ownership import (
 from hookcb.cli.ranks import Exit
 from hookcb.cli.tracked_model import ScriptWatch, TrackedModel, kind_of, say_sick
 from hookcb.cli.unseen import WITHOUT_GRAD, how_called, why_unseen
+from hookcb.core.batch import inputs_of
 from hookcb.core.call_hook import CallHook, Observer
 from hookcb.core.callback import Callback
 from hookcb.core.callback_list import listed
 from hookcb.core.restore import preserve_attribute
-from hookcb.core.torch_private import in_backward
+from hookcb.core.torch_private import in_backward, is_jit_tracing
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.heard import EARS, listen
@@ -192,8 +193,11 @@ class ModelTracker:
         ]
 
     def _observe_call(self, m: nn.Module, /, *args: Any, **kwargs: Any) -> Observer:
+        if is_jit_tracing():  # what a watch that begins would compute would be in the trace
+            yield
+            return
         self._guarded(self.limit.note_call, m)
-        owner = self._begin_call(m, args or kwargs)
+        owner = self._begin_call(m, inputs_of(args, kwargs))
         output = yield
         if owner is not None and owner.watch is not None:
             owner.watch.report_pred(output)
