@@ -11,7 +11,7 @@ CHROMIUM ?= /usr/bin/chromium
 
 NOTEBOOKS = $(patsubst nbs/%,build/notebooks/%,$(wildcard nbs/*.ipynb))
 
-.PHONY: demo test test-changed test-all test-matrix interop pages lint notebooks docs release bench gpu host planted real mutants clean $(NOTEBOOKS)
+.PHONY: demo test test-changed test-all test-matrix interop pages lint notebooks outputs docs release bench gpu host planted real mutants clean $(NOTEBOOKS)
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/hookcb demo
@@ -56,6 +56,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/mypy --strict hookcb
 
 notebooks: $(NOTEBOOKS)
+
+# puts their outputs into nbs, for readers on GitHub; of one: make outputs NOTEBOOKS=build/notebooks/01_loop.ipynb
+outputs: $(NOTEBOOKS)
+	$(BIN)/python docs/notebooks.py $^
 
 # with their outputs, for the site; the kernel runs in nbs
 $(NOTEBOOKS): build/notebooks/%: nbs/% $(VENV)/.installed-dev

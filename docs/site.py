@@ -40,6 +40,14 @@ ROOMS = {  # title of the page of each room with public names
     "fastai": "Names of fastai",
     "testing": "For your tests",
 }
+ADAPTERS = {  # members with a page, of each class: the trainer calls the rest
+    f"hookcb.adapters.{trainer}.{name}": members
+    for trainer in ("lightning", "transformers")
+    for name, members in (
+        ("HookcbCallback", "diagnose, report, close, coverage, stop_requested"),
+        ("DiagnoseCallback", ""),
+    )
+}
 # what a browser would fetch from elsewhere
 REMOTE = re.compile(
     r"<(?:script|img|iframe|source)\b[^>]*\ssrc=[\"']?(?:https?:)?//|<link\b[^>]*\shref=[\"']?(?:https?:)?//[^>]*stylesheet|@import\s+url\(\s*[\"']?https?:"
@@ -124,7 +132,16 @@ def _api() -> Iterator[tuple[str, str]]:
         f"| [{ROOMS[room]}]({room}.md) | {', '.join(f'`{name}`' for name in names)} |"
         for room, names in by_room.items()
     )
-    yield "api/index.md", f"# API\n\nAll of these are imported from `hookcb`.\n\n| | |\n|---|---|\n{rows}\n"
+    rows += f"\n| [Lightning and Hugging Face](adapters.md) | {', '.join(f'`{path}`' for path in ADAPTERS)} |"
+    says = "All of these are imported from `hookcb`; adapters have a path."
+    yield "api/index.md", f"# API\n\n{says}\n\n| | |\n|---|---|\n{rows}\n"
     for room, names in by_room.items():
         text = "\n\n".join(f"::: hookcb.{name}" for name in names)
         yield f"api/{room}.md", f"# {ROOMS[room]}\n\n{text}\n"
+    text = "\n".join(
+        f"::: {path}\n    options:\n      show_root_full_path: true\n"
+        f"      toc_label: {path.removeprefix('hookcb.adapters.')}\n"
+        f"      members: [{members}]\n      inherited_members: [{members}]\n"
+        for path, members in ADAPTERS.items()
+    )
+    yield "api/adapters.md", f"# Lightning and Hugging Face\n\n{text}"

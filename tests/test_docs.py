@@ -10,6 +10,7 @@ import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
+import nbformat
 import pytest
 from controls import CONTROLS
 from faults import FAULTS as CASES
@@ -21,6 +22,7 @@ from torch.distributed.run import get_args_parser
 import hookcb
 from docs.blocks import PAGES, SCRIPT, blocks, is_alike, printed
 from docs.gallery import train
+from docs.notebooks import digest
 from docs.picture import PAGE, PICTURE, caption, texts
 from hookcb.cli.config import Config, find_config
 from hookcb.cli.parser import make_parser
@@ -171,6 +173,19 @@ def test_a_text_is_compared_but_for_numbers_borders_and_what_is_left_out(shown, 
 
 
 FOLDER = re.compile(r"""Checkpoint\(["']([^"']+)["']""")
+
+
+def test_notebooks_have_the_outputs_of_their_code():
+    paths = sorted((ROOT / "nbs").glob("*.ipynb"))
+    for path in paths:
+        notebook = nbformat.read(path, as_version=4)
+        again = f"{path.name}: run make outputs"
+        assert notebook.metadata.get("hookcb") == {"digest": digest(notebook)}, again
+        outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+        assert outputs, again
+        assert all(output.output_type != "error" for output in outputs), again
+        assert path.stat().st_size < 500_000
+    assert sum(path.stat().st_size for path in paths) < 3_000_000
 
 
 def test_no_two_pages_write_checkpoints_to_the_same_folder():

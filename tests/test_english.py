@@ -55,6 +55,7 @@ def test_the_package_speaks_plain_english() -> None:
 
 def test_pages_speak_american_english() -> None:
     lines = [(path.name, line) for path in PAGES for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [(name, line) for name, line in lines if '"image/png": ' not in line]
     assert [(name, line) for name, line in lines if BRITISH.search(line) or PHRASES.search(line)] == []
 
 

@@ -1,5 +1,6 @@
 """Bins of histograms: where elements are counted, what a picture shows, and bins of older versions."""
 
+import itertools
 import math
 from itertools import pairwise
 
@@ -8,6 +9,7 @@ import torch
 
 from hookcb.activations.bins import Bins, from_levels, trimmed
 from tests.activations.support import INF, NAN, randn
+from tests.support import in_turn
 
 ALL = [Bins(60), Bins(41), Bins(7), Bins(2), Bins(1), Bins(40, (-3.0, 3.0)), Bins(7, (0.0, 1.0))]
 DTYPES = [torch.float32, torch.float64]
@@ -34,8 +36,7 @@ def test_bins_by_default_are_alike_on_both_sides_of_0_up_to_1024(n):
     assert (0 in edges) == (n % 2 == 0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bins", ALL, ids=str)
+@in_turn("dtype, bins", itertools.product(DTYPES, ALL))
 def test_elements_are_counted_between_the_edges(bins, dtype):
     rows = (randn(3, 999) ** 3).to(dtype)
     rows[1] *= 1e-3 if bins.ends is None else 1

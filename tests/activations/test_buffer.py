@@ -6,7 +6,7 @@ from torch import nn
 
 from hookcb import ActivationStats
 from tests.activations.support import INF, NAN, Around, numbered, printed, randn, watch
-from tests.support import covering, fit, make_learner
+from tests.support import covering, fit, in_turn, make_learner
 
 CENTRES = {"hist_range": (-0.5, 9.5), "bins": 10, "with_hist": True}  # whole numbers are far from all edges
 
@@ -34,7 +34,7 @@ def by_hand(x, lo, hi, bins):
     return found
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "make",
     {
         "whole_numbers": lambda: torch.arange(10.0).repeat(7),
@@ -180,7 +180,7 @@ def test_several_layers_give_several_histograms():
         stats.hist_edges(9)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "wrong",
     [
         {"bins": 0},

@@ -1,5 +1,6 @@
 """Pictures show the data they are given, all of it, and leave pyplot alone."""
 
+import itertools
 import math
 import pickle
 import sys
@@ -11,7 +12,7 @@ import torch
 from hookcb import ActivationStats
 from hookcb.activations.plots import Hist, color_dim, depth_lines, layer_chart, layer_lines
 from hookcb.records.plots import ALARM
-from tests.support import each, make_learner
+from tests.support import each, in_turn, make_learner
 
 pytest.importorskip("matplotlib")
 from matplotlib import rcParams
@@ -108,9 +109,11 @@ def test_every_bin_and_record_is_shown_in_rows_of_equal_height():
     assert [line.get_ydata()[0] for line in panel.lines] == [0.0, 6.0]
 
 
-@pytest.mark.parametrize(("low", "high"), [(-2.0, 3.0), (0.0, 5e-5), (-3e38, 3e38), (-1e-30, 0.0)])
-@pytest.mark.parametrize("bins", [2, 6, 60])
-def test_ticks_are_the_true_numbers_of_the_edges(low, high, bins):
+@in_turn(
+    "ends, bins", itertools.product([(-2.0, 3.0), (0.0, 5e-5), (-3e38, 3e38), (-1e-30, 0.0)], [2, 6, 60])
+)
+def test_ticks_are_the_true_numbers_of_the_edges(ends, bins):
+    low, high = ends
     values = counts(bins=bins)
     edges = edges_of(values, low, high)
     (panel,) = panels_of(dim({"fc": (values, edges)}))

@@ -25,7 +25,7 @@ from tests.activations.support import (
     tags,
     watch,
 )
-from tests.support import Net, fit, make_learner, spy
+from tests.support import Net, fit, in_turn, make_learner, spy
 
 
 def of_net(n_train=3, n_valid=2, n_epoch=1, **kwargs):
@@ -171,7 +171,7 @@ def oddly_named():
     return stats
 
 
-@pytest.mark.parametrize("name", ODD_NAMES)
+@in_turn("name", ODD_NAMES)
 def test_a_name_that_looks_like_a_glob_an_index_or_markup_is_a_name(name):
     stats = oddly_named()
     assert name in stats.names

@@ -1,5 +1,6 @@
 """Each statistic against its definition in float64: of tensors, and of what layers put out."""
 
+import itertools
 import math
 
 import pytest
@@ -35,7 +36,7 @@ from tests.activations.support import (
     watch_all,
 )
 from tests.hooks import support as zoo
-from tests.support import PACKED, covering, fit
+from tests.support import PACKED, covering, fit, in_turn
 
 
 def by_name(x, **options):
@@ -646,8 +647,10 @@ def test_a_view_that_is_changed_after_the_layer_was_measured_before():
         assert stats.stats[k]["odd"]["zeros"] == 0
 
 
-@pytest.mark.parametrize("n", [2, 1000, 70_000])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64], ids=str)
+@in_turn(
+    "n, dtype",
+    itertools.product([2, 1000, 70_000], [torch.float64, torch.float32, torch.bfloat16, torch.int64]),
+)
 def test_sums_that_are_merged_later_are_in_float64(n, dtype):
     x = (1e3 + 5 * randn(n)).to(dtype)
     for sample in ("auto", None, 1 << 30):

@@ -41,10 +41,18 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+LAST_GROUP = []
+
+
 @contextmanager
 def group_of_one(store=None):
-    """A process group of this process alone."""
+    """A process group of this process alone.
+
+    It is kept until the next one. A model in DistributedDataParallel that outlived it would end it while
+    Python waits, and gloo's threads may need Python to drop a tensor: a deadlock of torch 2.13.
+    """
     distributed.init_process_group("gloo", rank=0, world_size=1, store=store or distributed.HashStore())
+    LAST_GROUP[:] = [distributed.group.WORLD]
     try:
         yield
     finally:

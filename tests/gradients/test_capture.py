@@ -1,6 +1,7 @@
 """What GradientHealth records of each parameter and step, against plain loops in float64."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -27,6 +28,7 @@ from tests.gradients.support import (
     seeded,
     wide,
 )
+from tests.support import in_turn
 
 SIZES = {"small": 7, "large": 3000}
 
@@ -162,8 +164,7 @@ def recorded(grads, *cbs, lr=0.0, **options):
     return health
 
 
-@pytest.mark.parametrize("n", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("factor", [1e-30, 1e-22, 1e-10, 1.0, 1e15, 1e25, 1e30])
+@in_turn("n, factor", itertools.product(SIZES.values(), [1e-30, 1e-22, 1e-10, 1.0, 1e15, 1e25, 1e30]))
 def test_no_square_overflows_or_vanishes(n, factor):
     grad = torch.linspace(-1, 1, n).reshape(-1, 1) * factor
     true = norm_of(wide(grad))
@@ -204,8 +205,10 @@ def test_of_a_gradient_without_a_finite_element_all_are_counted(n):
 ROWS = {"matrix": (8, 3), "large": (900, 7), "kernel": (6, 3, 2, 2), "one row": (1, 5), "vector": (7,)}
 
 
-@pytest.mark.parametrize("shape", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@in_turn(
+    "shape, dtype",
+    itertools.product(ROWS.values(), [torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+)
 def test_rows_that_are_all_zero_are_told_as_a_share(shape, dtype):
     grad = torch.full(shape, 1e-6, dtype=dtype)
     grad[: shape[0] // 2] = 0

@@ -34,6 +34,7 @@ from hookcb import (
     count_hooks,
     watch,
 )
+from tests.core.support import group_of_one
 from tests.support import (
     CANCELS,
     EVENTS,
@@ -1326,10 +1327,8 @@ def test_watches_of_a_model_compiled_in_place_may_end_in_any_order(graphs):
 # ---- other processes and threads
 
 
-def test_distributed_data_parallel(tmp_path):
-    dist = torch.distributed
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
+def test_distributed_data_parallel():
+    with group_of_one():
         model = nn.parallel.DistributedDataParallel(make_model())
 
         def twice(state, bucket):  # what the ranks have come to: there only when DDP has finished
@@ -1347,8 +1346,6 @@ def test_distributed_data_parallel(tmp_path):
         assert "".join(log) == f"F(E(T({TRAINED})T)E)F"
         assert torch.equal(grads[0], whole)
         assert w.activation_stats.names == ["0", "2"]
-    finally:
-        dist.destroy_process_group()
 
 
 def in_thread(function):

@@ -308,7 +308,7 @@ def test_ranks_say_what_it_was_also_if_the_one_that_raised_hosted_the_store(tmp_
 
 def test_a_rank_that_raised_and_lingers_does_not_hold_the_others(tmp_path):
     other, _ = launched("cases_worker.py", tmp_path / "x", "raises_and_lingers", only=1)
-    assert other["exit"] == 1
+    assert other["exit"] == 1, other["log"]
     assert "hookcb: rank 1 raised ValueError in Raises.after_pred" in other["log"]
     assert "rank 0 was in the backward, epoch 0, batch 2, and ends" in other["log"]
 

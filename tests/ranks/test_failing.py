@@ -22,6 +22,6 @@ PLACES = {  # of rank 1; what its traceback says, or rank 0 if it has none
 def test_a_rank_that_fails_ends_all_with_an_exit_code(place, tmp_path):
     mode, text = PLACES[place]
     first, second = launched("failing_worker.py", tmp_path / "x", mode, place)
+    assert text in first["log"] + second["log"]
     assert first["exit"] == 1 or place == "after_fit"  # when its fit may be over
     assert second["exit"] == int(not place.startswith("exit"))  # it asks for 0
-    assert text in first["log"] + second["log"]

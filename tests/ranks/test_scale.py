@@ -45,6 +45,7 @@ def costs(tmp_path_factory, world):
 
     found = shared(tmp_path_factory, f"costs-{world}", make)
     assert "fsdp2" in found, found["log"][-2000:]
+    assert "error" not in found["fsdp2"]["none"], found["fsdp2"]["none"]["error"]
     return found
 
 

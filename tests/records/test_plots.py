@@ -3,15 +3,14 @@
 import math
 import sys
 
-import pytest
-
 from hookcb.records.plots import shortened_names, sparkline
+from tests.support import in_turn
 
 NAN, INF = math.nan, math.inf
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
+@in_turn(
+    "values, expected",
     [
         ([], ""),
         ([3.0], "▁"),

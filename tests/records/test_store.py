@@ -1,5 +1,6 @@
 """StatStore keeps what it is given in bounded memory, evenly over the run, and gives it back."""
 
+import itertools
 import math
 import pickle
 import random
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from hookcb.records.store import StatStore
-from tests.support import notice_waits
+from tests.support import in_turn, notice_waits
 
 
 def filled(keep, n, late=1):
@@ -24,9 +25,7 @@ def filled(keep, n, late=1):
     return store
 
 
-@pytest.mark.parametrize("late", [1, 3, 64])
-@pytest.mark.parametrize("keep", [2, 3, 7, 50, 1000])
-@pytest.mark.parametrize("n", [1, 2, 49, 50, 51, 537])
+@in_turn("late, keep, n", itertools.product([1, 3, 64], [2, 3, 7, 50, 1000], [1, 2, 49, 50, 51, 537]))
 def test_records_that_stay_are_evenly_spread_and_the_newest_is_there(keep, n, late):
     store = filled(keep, n, late)
     records = [info.record for info in store.infos]
@@ -122,8 +121,7 @@ def test_what_is_on_a_gpu_arrives_without_waiting_in_between():
     assert store.series("fc").flatten().tolist() == list(range(3_000))
 
 
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("keep", [7, 1_000])
+@in_turn("seed, keep", itertools.product(range(8), [7, 1_000]))
 def test_values_that_arrive_late_in_any_order_are_where_they_belong(seed, keep):
     draw = random.Random(seed)
     store, late, given = StatStore(("x",), keep), [], {}

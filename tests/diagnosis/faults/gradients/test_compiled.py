@@ -11,7 +11,7 @@ from hookcb import Diagnose, Learner, watch
 from hookcb.diagnosis.fault import FAULTS
 from hookcb.diagnosis.faults.gradients.compiled import CompiledGradients, _differences
 from hookcb.diagnosis.run import Run, Skipped
-from tests.support import first, fit
+from tests.support import first, fit, skip_unless_compiled_in_place
 
 CODE = "grad.compiled"
 OUR = "gradients that torch.compile changes"
@@ -86,6 +86,7 @@ def test_a_backend_that_drops_a_gradient_is_named(train):
 
 @pytest.mark.slow
 def test_a_model_that_is_compiled_in_place_is_compared_too():
+    skip_unless_compiled_in_place()
     model = net()
     model.compile(backend=losing)
     assert CODE in {x.code for x in watched(model, asked()).findings}

@@ -1,5 +1,7 @@
 """Outlier channels: their number against its definition, and what is told of them."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from hookcb.diagnosis.faults.model.outliers import N_POSITIONS, OutlierChannels,
 from hookcb.diagnosis.measurements.inputs import Inputs
 from hookcb.diagnosis.run import Layer, Passed, Run, Series, Skipped
 from tests.diagnosis.support import measured
-from tests.support import fit
+from tests.support import fit, in_turn
 
 FLOAT16, BFLOAT16 = 65_504.0, 3.4e38
 
@@ -19,8 +21,12 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(8, 64), (4, 16, 64), (2, 3, 5, 128)])
+@in_turn(
+    "dtype, shape",
+    itertools.product(
+        [torch.float32, torch.float64, torch.float16, torch.bfloat16], [(8, 64), (4, 16, 64), (2, 3, 5, 128)]
+    ),
+)
 def test_kurtosis_and_share_are_what_their_definition_gives(shape, dtype):
     x = (randn(*shape) * 100).to(dtype)
     x[..., 7] *= 9

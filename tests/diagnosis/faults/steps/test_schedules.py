@@ -73,6 +73,7 @@ def warm_cosine(n_warm, n):
     return make
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # of SequentialLR of torch 2.6 to itself
 @pytest.mark.parametrize(
     ("make", "per"),
     first(
@@ -91,6 +92,7 @@ def test_a_schedule_that_counts_batches_as_epochs_or_the_reverse_is_told(make, p
     assert watched(make, per) == ["warning"]
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # of SequentialLR of torch 2.6 to itself
 @pytest.mark.parametrize(
     ("make", "per"),
     first(
