@@ -9,7 +9,7 @@ from typing import Any
 
 from hookcb.core.arguments import hinted
 from hookcb.loggers.base import import_extra
-from hookcb.loggers.trackers import png_of
+from hookcb.loggers.media import png_of
 from hookcb.records.recording import Histogram
 
 PROTOS = "tensorboard.compat.proto"

@@ -5,36 +5,13 @@ from collections.abc import Callable, Mapping
 from html import escape
 from importlib import import_module
 from inspect import ismodule
-from io import BytesIO
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from hookcb.core.randomness import random_kept
+from hookcb.loggers.media import bins_of, image_of, png_of
 from hookcb.records.recording import Histogram
 
 Send = Callable[[Any, Any, Mapping[str, Any], int], object]  # takes module, run, things by name, step
-
-
-def png_of(figure: Any) -> bytes:
-    """A figure of matplotlib as a PNG file."""
-    with BytesIO() as file, random_kept():
-        figure.savefig(file, format="png")
-        return file.getvalue()
-
-
-def image_of(figure: Any) -> Any:
-    """A figure of matplotlib as an image of Pillow, which comes with matplotlib, without transparency."""
-    return import_module("PIL.Image").open(BytesIO(png_of(figure))).convert("RGB")
-
-
-def bins_of(hist: Histogram) -> tuple[list[float], list[float]]:
-    """Counts and edges of all finite values: with a bin for those below the edges, and above, if any are."""
-    counts, edges = list(hist.counts), list(hist.edges)
-    if hist.min < edges[0]:
-        counts, edges = [hist.below, *counts], [hist.min, *edges]
-    if hist.max > edges[-1]:
-        counts, edges = [*counts, hist.above], [*edges, hist.max]
-    return counts, edges
 
 
 def chart_and_line(name: str) -> tuple[str, str]:

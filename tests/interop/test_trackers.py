@@ -17,7 +17,8 @@ import pytest
 from hookcb import ActivationStats, Diagnose
 from hookcb.loggers import Log
 from hookcb.loggers.base import as_logger
-from hookcb.loggers.trackers import bins_of, chart_and_line
+from hookcb.loggers.media import bins_of
+from hookcb.loggers.trackers import chart_and_line
 from tests.interop.test_loggers_interop import Kept as KeptNumbers
 from tests.support import fit, make_learner
 

@@ -13,7 +13,7 @@ import pytest
 
 from hookcb import ActivationStats, Diagnose, GradientHealth, synth_learner
 from hookcb.loggers import Histogram, Log, as_logger
-from hookcb.loggers.trackers import bins_of
+from hookcb.loggers.media import bins_of
 
 VALUES = {"loss": 0.5, "activations/block/0/rms": 2.0, "odd": math.inf}
 HIST = Histogram(0.0, 2.0, (3.0, 1.0), below=5.0, above=2.0, min=-4.0, max=8.0)
@@ -213,3 +213,10 @@ def test_bins_reach_to_the_extremes_that_are_outside_of_the_edges():
     assert bins_of(HIST) == (COUNTS, EDGES)
     empty = Histogram(0.0, 2.0, (0.0, 0.0), 0.0, 0.0, math.nan, math.nan)
     assert bins_of(empty) == ([0.0, 0.0], [0.0, 1.0, 2.0])
+
+
+def test_of_more_bins_than_wandb_takes_neighbors_are_merged():
+    counts, edges = bins_of(Histogram(0.0, 1025.0, tuple(range(1025)), 0.0, 0.0, 1.0, 1024.0))
+    assert (len(counts), sum(counts)) == (342, sum(range(1025)))
+    assert (counts[:2], counts[-1]) == ([0 + 1 + 2, 3 + 4 + 5], 1023 + 1024)
+    assert (edges[:3], edges[-2:]) == ([0.0, 3.0, 6.0], [1023.0, 1025.0])
