@@ -40,7 +40,7 @@ def each(send: Callable[[Any, Any, str, Any, int], object]) -> Send:
 def _wandb_text(wandb: Any, run: Any, name: str, text: str, step: int) -> None:
     run.log({name: wandb.Html(f"<pre>{escape(text)}</pre>")}, step=step)
     run = run if hasattr(run, "summary") else wandb.run
-    run.summary[name] = text.partition("\n")[0]
+    run.summary[f"{name}/headline"] = text.partition("\n")[0]  # what is logged replaces `name` there
 
 
 def _comet_text(comet: Any, run: Any, name: str, text: str, step: int) -> None:

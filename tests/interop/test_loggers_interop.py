@@ -217,10 +217,17 @@ def test_a_run_of_wandb_gets_everything(wandb, tmp_path):
     with wandb.init(project="hookcb", dir=tmp_path) as run:
         expected, learn = trained(run)
         as_logger(run).log(NUMBERS, step=20)
+        as_logger(run).log_text("verdict", "SICK\n<why>", step=21)
         assert not run._is_finished  # whoever began it ends it
     expected |= {(name, 20): x for name, x in NUMBERS.items()}
     got = history(tmp_path)
     images = {key: got.pop(key) for key in list(got) if key[0].startswith("figures/")}
+    (text,) = tmp_path.glob(f"wandb/offline-run-*/files/{got.pop(('verdict', 21))['path']}")
+    assert "<pre>SICK\n&lt;why&gt;</pre>" in text.read_text()
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    updates = [x for record in records(path) for x in record.summary.update]
+    last = {x.key or "/".join(x.nested_key): x.value_json for x in updates}
+    assert last["verdict/headline"] == '"SICK"'
     equal(without_histograms(got, learn), expected)
     assert sorted(step for name, step in images if name == "figures/activation_stats/rms") == [4, 9]
     for image in images.values():
