@@ -3,6 +3,7 @@
 pytest imports it wherever hookcb is installed, so it imports nothing of hookcb until one of them is used.
 """
 
+import sys
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="let tests that pass but train a sick model fail with the verdict",
     )
+
+
+def pytest_plugin_registered(plugin: object, manager: pytest.PytestPluginManager) -> None:
+    """Blocks the other name of this plug-in, as pytest refuses to register it twice.
+
+    It is `hookcb` as the entry point, and `hookcb.pytest_plugin` with `-p`, or in a conftest.py.
+    """
+    if plugin is sys.modules[__name__]:
+        manager.set_blocked("hookcb" if manager.get_name(plugin) == __name__ else __name__)
 
 
 def pytest_configure(config: pytest.Config) -> None:

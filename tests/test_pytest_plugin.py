@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from hookcb import pytest_plugin
 from tests.support import start
 
 BEGIN = """
@@ -35,9 +36,11 @@ def test_healthy():
 def test_short():
     train(n=3)
 
-def test_sick(capsys):
-    train(10.0)
+def test_sick(capsys, caplog):
+    for _ in range(6):  # more models than are watched at a time
+        train(10.0)
     assert capsys.readouterr().err == ""
+    assert not caplog.records
 
 def test_calls_only():
     assert nn.Linear(2, 3)(torch.full((4, 2), torch.nan)).isnan().all()
@@ -109,6 +112,31 @@ def test_without_the_option_no_test_is_watched(tested):
     assert tested(TESTS, "-n0")[1] == {"test_fails_itself"}
 
 
+@pytest.mark.parametrize("given", ["hookcb", "hookcb.pytest_plugin"])
+def test_it_may_be_named_twice_as_entry_point_and_as_module(given):
+    (other,) = {"hookcb", "hookcb.pytest_plugin"} - {given}
+    manager = pytest.PytestPluginManager()
+    manager.register(pytest_plugin, given)
+    assert (manager.is_blocked(given), manager.is_blocked(other)) == (False, True)
+    manager.import_plugin(other)  # would raise
+    assert manager.get_plugin(given) is pytest_plugin
+
+
+TRACES = """
+@pytest.mark.filterwarnings("ignore")
+def test_traces():
+    net = nn.Sequential(nn.Linear(16, 3), nn.BatchNorm1d(3)).eval()
+    x = torch.randn(2, 16)
+    assert torch.equal(torch.jit.trace(net, x)(x), net(x))
+"""
+
+
+def test_nothing_of_a_watch_is_in_a_trace(tested):
+    said, failed = tested(TRACES, "--hookcb", "-n0")
+    assert failed == set(), said
+    assert "1 passed" in said
+
+
 SICK = "def test_sick():\n    train(10.0)\n\ndef test_healthy():\n    train()"
 
 
@@ -133,6 +161,30 @@ def test_the_project_says_what_is_ignored_and_how_strict_to_be(tested, tmp_path)
     file.write_text("[tool.hookcb]\nbudgte = 1")
     assert "has the unknown key 'budgte'; did you mean budget?" in tested(SICK, "--hookcb", "-n0")[0]
     assert tested(SICK, "-n0")[1] == set()  # nobody has asked for it
+
+
+COUNTS = """
+def test_counts(seen=[]):
+    class Net(nn.Linear):
+        def forward(self, x):
+            seen.append(x)
+            return super().forward(x)
+
+    net = Net(16, 3)
+    opt = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(4):
+        net(torch.randn(8, 16)).log().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    assert len(seen) == 4
+"""
+
+
+def test_a_batch_with_a_nan_is_not_run_again_as_a_test_may_count_calls(tested):
+    said, failed = tested(COUNTS, "--hookcb", "-n0")
+    assert failed == {"test_counts"}
+    assert "len(seen)" not in said
+    assert "The model's output is finite; the first NaN or infinity" in said
 
 
 OF_FIXTURE = """

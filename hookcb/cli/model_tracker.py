@@ -32,11 +32,12 @@ from hookcb.cli.ownership import (
 from hookcb.cli.ranks import Exit
 from hookcb.cli.tracked_model import ScriptWatch, TrackedModel, kind_of, say_sick
 from hookcb.cli.unseen import WITHOUT_GRAD, how_called, why_unseen
+from hookcb.core.batch import inputs_of
 from hookcb.core.call_hook import CallHook, Observer
 from hookcb.core.callback import Callback
 from hookcb.core.callback_list import listed
 from hookcb.core.restore import preserve_attribute
-from hookcb.core.torch_private import in_backward
+from hookcb.core.torch_private import in_backward, is_jit_tracing
 from hookcb.diagnosis.callback import Diagnose
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.heard import EARS, listen
@@ -83,7 +84,8 @@ class ModelTracker:
         ignored: codes of findings to leave out, as `fnmatch` patterns.
         live: server that shows each model while it is trained, None for none; needs `makes_pages`.
         config: habits of the project: findings to leave out, too, and the share of batches to inspect.
-        is_test: whether it watches a test: then it prints nothing, and does not expect whole trainings.
+        is_test: whether it watches a test: then it prints and logs nothing, runs no batch again, and does not
+            expect whole trainings.
 
     Attributes:
         limit: the limit of the script.
@@ -191,8 +193,11 @@ class ModelTracker:
         ]
 
     def _observe_call(self, m: nn.Module, /, *args: Any, **kwargs: Any) -> Observer:
+        if is_jit_tracing():  # what a watch that begins would compute would be in the trace
+            yield
+            return
         self._guarded(self.limit.note_call, m)
-        owner = self._begin_call(m, args or kwargs)
+        owner = self._begin_call(m, inputs_of(args, kwargs))
         output = yield
         if owner is not None and owner.watch is not None:
             owner.watch.report_pred(output)
@@ -310,7 +315,9 @@ class ModelTracker:
         """A callback that watches a training."""
         on_sick: Any = "ignore" if self._is_test else self._say_sick
         budget: Any = {} if self._config.budget is None else {"budget": self._config.budget}
-        return Diagnose(on_sick, show=False, name=name, **budget)
+        observer = Diagnose(on_sick, show=False, name=name, **budget)
+        observer.logs = not self._is_test  # a test may look at what is logged
+        return observer
 
     def _observes(self, cb: Any) -> bool:
         """Whether a callback, or a class that makes one, watches a training as `_observer` does."""
@@ -430,6 +437,7 @@ class ModelTracker:
             live = self._reports(model.title)
             model.live = next((cb.page for cb in live), None)
             model.watch = ScriptWatch(root, opts, [self._observer(), *live], None)
+            model.watch.replays = not self._is_test
         except Exception as error:
             self.notes.append(f"{model.title} could not be watched: {error!r}")
             return model

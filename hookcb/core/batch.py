@@ -143,6 +143,19 @@ def split_batch(batch: Any, device: torch.device, n_inp: int | None = None) -> t
     return xb, yb
 
 
+def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Inputs of a call: a tuple, or a mapping by name, with positions among these: `{0: x, "mask": mask}`."""
+    return {**dict(enumerate(args)), **kwargs} if args and kwargs else args or kwargs
+
+
+def called(model: Callable[..., Any], inputs: Any) -> Any:
+    """Calls a model with inputs as `inputs_of` returns them."""
+    if isinstance(inputs, tuple):
+        return model(*inputs)
+    named = dict(inputs)
+    return model(*[named.pop(i) for i in range(len(inputs)) if i in named], **named)
+
+
 def parts(
     item: Any, path: str = "", depth: int = MAX_DEPTH, above: tuple[Any, ...] = ()
 ) -> Iterator[tuple[str, Any]]:

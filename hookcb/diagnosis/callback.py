@@ -105,6 +105,7 @@ class Diagnose(Callback):
     run_valid = False
     run_lr_find = False  # it tries rates that are too high on purpose
     is_wanted = False
+    logs = True  # the headline, as the logger "hookcb"
     _users_error: Exception | None = None  # while it is raised
 
     def __init__(
@@ -319,7 +320,7 @@ class Diagnose(Callback):
             if isinstance(cb, TakesVerdict):
                 attempt(partial(cb.take_verdict, verdict))
         if self._is_to_show(verdict):
-            if self.learn.ranks.is_main or verdict.of_rank:
+            if self.logs and (self.learn.ranks.is_main or verdict.of_rank):
                 log(LEVELS[verdict.status], verdict.headline)
             if self.show and not self._is_quiet():
                 show(verdict)

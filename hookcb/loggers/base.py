@@ -8,19 +8,22 @@ from typing import Any, Protocol, runtime_checkable
 
 from hookcb.core.randomness import random_kept
 from hookcb.loggers.files import CSVLogger, JSONLLogger
+from hookcb.loggers.trackers import tracker_of
 from hookcb.records.recording import Histogram
 
 FILES: dict[str, Callable[[Path], "Logger"]] = {".jsonl": JSONLLogger, ".csv": CSVLogger}
 POSSIBLE = (
     "give a JSONLLogger, CSVLogger, TensorBoardLogger or MLflowLogger, a path that ends in .jsonl or .csv, "
-    "or an object with a method log(values, step=…), as a run of wandb, trackio or swanlab has"
+    "a run of wandb, trackio, SwanLab, Comet, ClearML, Neptune or Aim, or an object with a method "
+    "log(values, step=…)"
 )
 
 
 class Logger(Protocol):
     """Logs named numbers; all that `Log` needs.
 
-    A run of wandb, trackio or swanlab and Accelerate's Accelerator are loggers too.
+    Accelerate's Accelerator is one too, and `as_logger` makes one of a run of wandb, trackio, SwanLab, Comet,
+    ClearML, Neptune or Aim.
 
     >>> from hookcb import Log, synth_learner
     >>> class Largest:
@@ -89,7 +92,9 @@ class DiffersByRank(Protocol):
 
 
 def as_logger(thing: Any) -> Logger:
-    """Returns a logger: for a path one that writes to it, otherwise the object itself.
+    """Returns a logger: for a path one that writes to it, for a run of another library one that tells it.
+
+    Any other logger is returned as it is.
 
     Raises:
         TypeError: If it is neither a path nor a logger.
@@ -104,6 +109,8 @@ def as_logger(thing: Any) -> Logger:
         if path.suffix not in FILES:
             raise ValueError(f"{str(thing)!r} does not end in {' or '.join(FILES)}; {POSSIBLE}")
         return FILES[path.suffix](path)
+    if (tracker := tracker_of(thing)) is not None:
+        return tracker
     if isinstance(thing, type) or not _takes_values(getattr(thing, "log", None)):
         hint = "an instance, not the class" if isinstance(thing, type) else _hint(thing)
         raise TypeError(f"nothing can be logged to {thing!r:.80}; {hint or POSSIBLE}")
@@ -123,6 +130,8 @@ def _takes_values(log: Any) -> bool:
 def _hint(thing: Any) -> str:
     if hasattr(thing, "add_scalar"):
         return "instead of a SummaryWriter, give TensorBoardLogger(folder)"
+    if hasattr(type(thing), "log_hyperparams"):
+        return "instead of a logger of Lightning, give its attribute experiment, or MLflowLogger(run)"
     return "for MLflow, give MLflowLogger(run)" if hasattr(thing, "log_metric") else ""
 
 

@@ -24,7 +24,7 @@ PREFIXES = {"activation_stats": "activations", "gradient_health": "gradients", "
 
 
 class Log(Callback):
-    """Logs loss, learning rate and statistics to a file, TensorBoard, MLflow, wandb or trackio.
+    """Logs loss, learning rate and statistics to a file, TensorBoard, MLflow, or a run of another library.
 
     Every `every` training batches it logs `loss` and `lr` of the batch, and the newest record of each
     recorder under the step of that record: `activations/<layer>/<stat>` of `ActivationStats`, with its
@@ -35,12 +35,12 @@ class Log(Callback):
 
     After epochs 1, 2, 4, 8 …, and at the end, heat maps show one statistic of all layers over the steps:
     `figures/<callback>/rms`, `kurtosis` and `near_zero` of outputs, and `norm` of gradients. They need
-    matplotlib, and go to TensorBoard, MLflow, wandb and trackio; `maps=False` leaves them out. In TensorBoard
-    the tab Custom Scalars has one chart for each statistic, with a line for each layer.
+    matplotlib, and go to TensorBoard, MLflow and runs; `maps=False` leaves them out. ClearML, Aim and the tab
+    Custom Scalars of TensorBoard have one chart for each statistic, with a line for each layer.
 
     If there is a `Diagnose`, its verdict is logged at the end of the fit as a text, `verdict`, and what was
-    recorded as figures, `figures/<name>`, if matplotlib is installed: to TensorBoard, MLflow, wandb and
-    trackio; JSONL gets the text.
+    recorded as figures, `figures/<name>`, if matplotlib is installed: to TensorBoard, MLflow and runs; JSONL
+    gets the text.
 
     Reading the loss and the records waits for the device; between these batches nothing is read. Steps count
     the training batches of the fit from 0; a resumed fit continues the count, and logs the steps since its
@@ -50,8 +50,9 @@ class Log(Callback):
     The row of an epoch is that of all ranks; loss and statistics are those of its own batches.
 
     Args:
-        logger: a path that ends in .jsonl or .csv, a logger of `hookcb.loggers`, or an object with a method
-            `log(values, step=…)`, such as a run of wandb; or a list of these.
+        logger: a path that ends in .jsonl or .csv, a logger of `hookcb.loggers`, a run of wandb, trackio,
+            SwanLab, Comet, ClearML, Neptune or Aim, an object with a method `log(values, step=…)`, or a list
+            of these.
         every: log training batches 0, every, 2·every …
         on_epoch: log after each epoch too.
         maps: log heat maps too.

@@ -7,7 +7,6 @@ from typing import Any, TypeGuard
 from hookcb.core.console import warn
 from hookcb.core.randomness import random_state, set_random_state
 from hookcb.loggers.base import Logger, Opens, TakesFigures, TakesHistograms, TakesText
-from hookcb.loggers.media import with_media
 from hookcb.records.recording import Histogram
 
 
@@ -50,7 +49,7 @@ class LoggerGroup:
             logger.log_figure(name, made[name], step=step)
 
         acts: list[tuple[int, Callable[[], object]]] = []
-        for i, logger in enumerate(map(with_media, self.loggers)):
+        for i, logger in enumerate(self.loggers):
             if isinstance(logger, TakesText):
                 acts += [(i, partial(logger.log_text, name, text, step=step)) for name, text in texts.items()]
             if isinstance(logger, TakesFigures):

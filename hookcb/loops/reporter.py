@@ -71,6 +71,7 @@ class LoopReporter(NamedLoop):
 
     honors_stop = False  # whether the code that reports reads `stop_requested`
     way: Way = "watch"  # for advice that fits
+    replays = True  # whether a batch may be run again for the origin of a NaN: a test may count the calls
 
     _ended_opt: Callable[[], Any] | None = None
 

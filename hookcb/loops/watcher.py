@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from hookcb.core import graph
-from hookcb.core.batch import parts
+from hookcb.core.batch import inputs_of, parts
 from hookcb.core.callback import Callback
 from hookcb.core.torch_private import (
     CALL_NAME,
@@ -140,7 +140,7 @@ class Watch(LoopReporter):
             self._is_paused, self.training = self.training, False
         elif self._outermost is not Call.RECOMPUTE:
             self.facts.n_calls += 1
-            self._begin_or_continue(m, args or kwargs, self._outermost)
+            self._begin_or_continue(m, inputs_of(args, kwargs), self._outermost)
 
     def _classify(self, m: nn.Module) -> Call:
         if not self._has_stepped and (opt := stepping_optimizer()) is not None:
@@ -216,7 +216,7 @@ class Watch(LoopReporter):
             return
         if m.training and (call := self._classify(m)) in (Call.TRAIN, Call.CONTINUE):
             self.facts.n_part_calls += 1
-            self._begin_or_continue(m, args or kwargs, call)
+            self._begin_or_continue(m, inputs_of(args, kwargs), call)
 
     def _part_returns(self, m: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._n_calls or not self.in_loop_thread:

@@ -46,6 +46,19 @@ def equal(got, expected, **tolerance):
     assert got == pytest.approx(expected, nan_ok=True, **({"rel": 0, "abs": 0} | tolerance))
 
 
+def without_histograms(got, learn):
+    """The numbers; histograms are those of all layers and records."""
+    stats = learn.activation_stats
+    hists = {key: got.pop(key) for key in list(got) if isinstance(got[key], dict)}
+    steps = (0, 2, 4, 6, 8, 9)
+    assert set(hists) == {(f"activations/{name}", step) for name in stats.names for step in steps}
+    for (name, step), hist in hists.items():
+        recorded = stats.hist(name.removeprefix("activations/"))[:, step].expm1()
+        assert sum(hist["values"]) == recorded.sum().round()
+        assert len(hist["bins"]) == len(hist["values"]) + 1
+    return got
+
+
 def is_png(path):
     return path.read_bytes().startswith(b"\x89PNG")
 
@@ -181,34 +194,44 @@ def records(path):
             part = b""
 
 
-def history(folder, without=("_", "figures/")):
+def history(folder):
     """What an offline run that was finished has in its file, by name and step."""
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     began = time.monotonic()
     while not any(record.HasField("exit") for record in records(path)):
         assert time.monotonic() - began < 30, "the run is not finished"
         time.sleep(0.01)  # another process writes it
-    return {
-        (name, record.history.step.num): json.loads(item.value_json)
-        for record in records(path)
-        for item in record.history.item
-        if not (name := item.key or "/".join(item.nested_key)).startswith(without)
-    }
+    found = {}
+    for record in records(path):
+        for item in record.history.item:
+            name, *part = item.nested_key or [item.key]
+            key, value = (name, record.history.step.num), json.loads(item.value_json)
+            if part:
+                found.setdefault(key, {})[part[0]] = value
+            elif not name.startswith("_"):
+                found[key] = value
+    return found
 
 
 def test_a_run_of_wandb_gets_everything(wandb, tmp_path):
     with wandb.init(project="hookcb", dir=tmp_path) as run:
-        expected, _ = trained(run)
+        expected, learn = trained(run)
         as_logger(run).log(NUMBERS, step=20)
+        as_logger(run).log_text("verdict", "SICK\n<why>", step=21)
         assert not run._is_finished  # whoever began it ends it
     expected |= {(name, 20): x for name, x in NUMBERS.items()}
-    equal(history(tmp_path), expected)
-    paths = {
-        key: x for key, x in history(tmp_path, "_").items() if key[0] == "figures/activation_stats/rms/path"
-    }
-    assert sorted(step for _, step in paths) == [4, 9]
-    for path in paths.values():
-        assert is_png(*tmp_path.glob(f"wandb/offline-run-*/files/{path}"))
+    got = history(tmp_path)
+    images = {key: got.pop(key) for key in list(got) if key[0].startswith("figures/")}
+    (text,) = tmp_path.glob(f"wandb/offline-run-*/files/{got.pop(('verdict', 21))['path']}")
+    assert "<pre>SICK\n&lt;why&gt;</pre>" in text.read_text()
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    updates = [x for record in records(path) for x in record.summary.update]
+    last = {x.key or "/".join(x.nested_key): x.value_json for x in updates}
+    assert last["verdict/headline"] == '"SICK"'
+    equal(without_histograms(got, learn), expected)
+    assert sorted(step for name, step in images if name == "figures/activation_stats/rms") == [4, 9]
+    for image in images.values():
+        assert is_png(*tmp_path.glob(f"wandb/offline-run-*/files/{image['path']}"))
 
 
 def test_the_module_wandb_itself_can_be_given_before_a_run_begins(wandb, tmp_path):
@@ -236,7 +259,7 @@ def trackio(tmp_path, monkeypatch):
 def test_trackio_gets_everything(trackio, as_module, tmp_path):
     quiet = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
     run = trackio.init(project="hookcb", name="first", **quiet)
-    expected, _ = trained(trackio if as_module else run)
+    expected, learn = trained(trackio if as_module else run)
     run.log(NUMBERS, step=20)
     expected |= {(name, 20): x for name, x in NUMBERS.items()}
     trackio.finish()
@@ -244,7 +267,8 @@ def test_trackio_gets_everything(trackio, as_module, tmp_path):
     logs = importlib.import_module("trackio.sqlite_storage").SQLiteStorage.get_logs("hookcb", "first")
     got = {(name, row["step"]): x for row in logs for name, x in row.items()}
     images = {key: got.pop(key) for key in list(got) if key[0].startswith("figures/")}
-    equal({key: x for key, x in got.items() if key[0] not in ("step", "timestamp")}, expected)
+    got = {key: x for key, x in got.items() if key[0] not in ("step", "timestamp", "verdict")}
+    equal(without_histograms(got, learn), expected)
     assert sorted(step for name, step in images if name == "figures/activation_stats/rms") == [4, 9]
     for image in images.values():
         assert is_png(*tmp_path.rglob(image["file_path"].rpartition("/")[2]))

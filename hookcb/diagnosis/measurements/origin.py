@@ -139,15 +139,27 @@ def find_origin(
     if is_sharded(learn.model):
         how = "To find where it began, all ranks would have to run the batch again"
         return Found(f"{noticed} at step {step}. {how}.", next_steps=(advice,))
-    start = BatchStarts().note(learn)
-    start.autocasts = list(autocast or start.autocasts)
-    report = search(learn, start, noticed, gradient)
+    if replays := not is_external or learn.replays:
+        start = BatchStarts().note(learn)
+        start.autocasts = list(autocast or start.autocasts)
+        report = search(learn, start, noticed, gradient)
+    else:  # what is known without
+        where = BATCH if _n_bad(learn.xb) else ""
+        report = NanReport(where, "", "not repeated", learn.epoch, learn.iter, noticed)
     if report.where == BATCH:
-        return Found(n_inputs=sum(int(x.isfinite().logical_not().sum()) for _, x in tensors_in(learn.xb)))
+        return Found(n_inputs=_n_bad(learn.xb))
     if is_external and not (report.repeated and report.where != LOSS):
         report = replace(report, op=operation_in_loss(loss_node, graph.roots(learn.pred)))
+    if not replays and (kinds(learn.pred).bad or not report.op):
+        how = "A batch of a test is not run again, which would find where it began"
+        return Found(f"{noticed} at step {step}. {how}.", next_steps=(advice,))
     output = "has no NaN" if is_external and kinds(learn.pred).minus_inf else "is finite"
     return _from_report(report, output if is_external else "", noticed, step, way)
+
+
+def _n_bad(inputs: Any) -> int:
+    """Number of elements that are not finite."""
+    return sum(int(x.isfinite().logical_not().sum()) for _, x in tensors_in(inputs))
 
 
 def _from_report(report: NanReport, output: str, noticed: str, step: int, way: Way) -> Found:

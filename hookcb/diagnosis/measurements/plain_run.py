@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookcb.core.batch import parts
+from hookcb.core.batch import called, parts
 from hookcb.core.restore import preserve_modes
 from hookcb.diagnosis.measurements.loss_graph import LossGraph, head_of, read_loss
 from hookcb.diagnosis.reader import Way
@@ -26,11 +26,12 @@ class ExternalBatch:
     def __init__(self, loop: Any) -> None:
         self.model: nn.Module = loop.model
         self.way: Way = loop.way
+        self.replays: bool = loop.replays
         self.xb, self.yb, self.pred = loop.xb, (), loop.pred
         self.epoch, self.iter = loop.epoch, loop.iter
 
     def predict(self) -> Any:
-        return self.model(*self.xb) if isinstance(self.xb, tuple) else self.model(**self.xb)
+        return called(self.model, self.xb)
 
     def get_loss(self) -> Tensor:
         outputs = [x for _, x in parts(self.pred) if isinstance(x, Tensor) and x.is_floating_point()]

@@ -165,3 +165,19 @@ def test_what_is_known_is_not_advised_again():
 class Times(nn.Module):
     def forward(self, x):
         return torch.atanh(x.abs() + 2)
+
+
+class Shifted(nn.Linear):
+    def forward(self, x, shift=9.0):
+        return super().forward((x + shift).log())
+
+
+@pytest.mark.filterwarnings("ignore:ERROR  A number is NaN or infinite:UserWarning")
+def test_a_batch_that_is_run_again_has_its_keyword_arguments_beside_positional_ones():
+    model = Shifted(4, 1)
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    with watch(model, opt, Diagnose(show=False)) as w:
+        model(data()[0][0], shift=-9.0).square().mean().backward()
+        opt.step()
+    (finding,) = (x for x in w.diagnose().findings if x.code == "nonfinite.first")
+    assert "comes from log in" in finding.message

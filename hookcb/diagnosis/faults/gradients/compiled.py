@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from hookcb.core.batch import parts
+from hookcb.core.batch import called, parts
 from hookcb.core.randomness import set_random_state
 from hookcb.core.restore import (
     preserve_attribute,
@@ -164,7 +164,7 @@ def _gradients(
     model: torch.nn.Module, xb: Any, start: BatchStart, params: list[Tensor]
 ) -> tuple[list[Tensor], bool]:
     """Gradients for random ones of the outputs, and whether the forward drew random numbers."""
-    out = model(*xb) if isinstance(xb, tuple) else model(**xb)
+    out = called(model, xb)
     known = {"torch": [start.random["torch"]], "cuda": start.random.get("cuda", [])}
     now = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if known["cuda"] else [])]
     drew = not all(map(torch.equal, now, [*known["torch"], *known["cuda"]]))
