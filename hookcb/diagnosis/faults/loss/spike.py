@@ -7,6 +7,8 @@ from typing import Literal, NamedTuple
 
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.faults.steps.state_changed import is_foreign, what_changed
+from hookcb.diagnosis.measurements.moments import Moments
 from hookcb.diagnosis.measurements.spikes import CALM, MIN_BEFORE, N_AFTER, Spike, Spikes
 from hookcb.diagnosis.measurements.step_scales import LimitChange, OfSteps, Rescaled
 from hookcb.diagnosis.rules import median
@@ -24,7 +26,7 @@ N_NEAR, MAX_NORM = 8, 4.0  # steps before a spike, and ratio of a norm there to 
 OF_LAYERS = {"std": "standard deviation of the output", "abs_max": "largest output"}
 OF_PARAMS = {"rms": "RMS of the gradient", "weight_norm": "norm"}
 
-Kind = Literal["batch", "scaler", "rate", "clip", "state", "layer", "weights", "unknown"]
+Kind = Literal["batch", "scaler", "rate", "clip", "state", "reset", "layer", "weights", "unknown"]
 
 
 class Cause(NamedTuple):
@@ -78,7 +80,7 @@ class LossSpikes(Fault):
     """
 
     headline = "The loss spikes"
-    uses = (Spikes,)
+    uses = (Spikes, Moments)
     severity = "info"
 
     def findings(self, run: Run) -> Iterator[Result]:
@@ -131,7 +133,7 @@ def _by_cause(spikes: Sequence[Spike], run: Run) -> list[tuple[Cause, list[Spike
     first, cause, last = spikes[0], cause_of(spikes[0], run), spikes[0].step
     found: dict[Kind, list[tuple[Spike, Cause]]] = {cause.kind: [(first, cause)]}
     for spike in spikes[1:]:
-        own = _of_itself(spike)
+        own = _of_itself(spike, run)
         is_larger = spike.excess > first.excess or _rise(spike) > _rise(first)
         is_new = spike.step > last + N_AFTER or is_larger
         if is_new or (own is not None and own.since is not None and own.since > first.step):
@@ -152,6 +154,7 @@ CAUSES: dict[Kind, tuple[str, ...]] = {
     "rate": ("a learning rate that rises too fast or too far",),
     "clip": ("steps that are larger than before, as gradients are no longer cut",),
     "state": ("a state that was loaded, scaled or reset in part, or of another training",),
+    "reset": ("a state of the optimizer that was reset or loaded, so that its next steps have another size",),
     "layer": ("activations, gradients or weights of that layer that grow",),
     "weights": (
         "an update that was too large, as the optimizer's state lags",
@@ -163,14 +166,14 @@ CAUSES: dict[Kind, tuple[str, ...]] = {
 
 def cause_of(spike: Spike, run: Run) -> Cause:
     """Finds what came first at a spike, as far as it was seen."""
-    found = _of_itself(spike) or _of_layers(spike, run) or _of_weights(spike)
+    found = _of_itself(spike, run) or _of_layers(spike, run) or _of_weights(spike)
     return found or Cause("unknown", "the batch came first, or the step before it, which was not seen")
 
 
-def _of_itself(spike: Spike) -> Cause | None:
+def _of_itself(spike: Spike, run: Run) -> Cause | None:
     """The cause that is seen without the layers."""
     of_steps = _of_scaler(spike) or _of_rate(spike) or _of_clipping(spike)
-    return _of_state(spike) or _of_batch(spike) or of_steps
+    return _of_state(spike) or _of_new_state(spike, run) or _of_batch(spike) or of_steps
 
 
 def _of_batch(spike: Spike) -> Cause | None:
@@ -272,6 +275,16 @@ def _of_state(spike: Spike) -> Cause | None:
         "large as any gradients with their exp_avg_sq can make them",
         since=spike.step,
     )
+
+
+def _of_new_state(spike: Spike, run: Run) -> Cause | None:
+    """A state of Adam that a program has replaced in the steps before; for a loss that stays high, if any."""
+    for change in run.measured(Moments).changes:
+        is_near = spike.step - N_NEAR <= change.step < spike.step
+        if is_near and (is_foreign(change) or (spike.lasted != 1 and not change.has_moved)):
+            text = f"before step {change.step:,}, {what_changed(change)}"
+            return Cause("state" if is_foreign(change) else "reset", text, since=change.step)
+    return None
 
 
 def _of_layers(spike: Spike, run: Run) -> Cause | None:
@@ -397,6 +410,8 @@ def _next_steps(spike: Spike, cause: Cause, run: Run) -> tuple[str, ...]:
         return ("Change the scale of a GradScaler only after the step, by scaler.update()",)
     if cause.kind == "state":
         return "Look for code that writes to optimizer.state, or loads a part of it", run.advise("clip")
+    if cause.kind == "reset":
+        return "Warm the learning rate up again after the state of the optimizer is new", run.advise("clip")
     if cause.kind == "layer":
         place = as_layer(cause.at.name) if cause.at else "that layer"
         return f"Look at {place} from that step on", run.advise("clip")
