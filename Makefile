@@ -105,7 +105,7 @@ mutants: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/mutants record
 	$(BIN)/python benchmarks/mutants run
 
-# wheel and sdist in dist, checked and tried in an environment of their own; uploads nothing
+# wheel and sdist in dist, checked, and tried in environments of their own, two of which take gigabytes; uploads nothing
 release: $(VENV)/.installed-release
 	rm -rf dist
 	$(BIN)/python -m build --quiet

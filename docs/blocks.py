@@ -49,7 +49,7 @@ class Block(NamedTuple):
         nodes = [*ast.walk(ast.parse(self.text))] if self.language == "python" else []
         names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
         names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
-        return {name.partition(".")[0] for name in names} - HERE
+        return {name.removeprefix("hookcb.adapters.").partition(".")[0] for name in names} - HERE
 
     def commands(self) -> list[list[str]]:
         """Words of each command."""

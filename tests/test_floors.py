@@ -187,6 +187,11 @@ def test_no_room_has_more_lines_than_the_table_allows():
     assert list(wrong_numbers(page, PACKAGE)) == []
 
 
+def test_tests_grow_no_faster_than_the_package():
+    n_tests, n_package = n_lines(Path(__file__).parent), n_lines(PACKAGE)
+    assert n_tests <= 1.42 * n_package, "see docs/decisions/lines_of_tests.md"
+
+
 def test_a_room_that_has_grown_or_shrunk_is_told(tmp_path):
     (tmp_path / "core" / "deep").mkdir(parents=True)
     (tmp_path / "core" / "a.py").write_text("a\n" * 200)

@@ -6,7 +6,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hookcb.cli.config import Config
-from hookcb.cli.ignored import hits, without
+from hookcb.cli.ignored import Scope
 from hookcb.cli.limits import EndAtLimit, Limit, LimitReached
 from hookcb.cli.live import ScriptReport
 from hookcb.cli.optimizer_names import OptimizerNames, foreign_optimizers
@@ -56,7 +55,6 @@ from hookcb.report.live import LivePage, LiveServer, how_ended
 
 N_ANEW = 2  # batches after which a model that turns out to be in another module has a verdict of its own
 MAX_MODELS = 4  # watched at a time, as their memory is held until their verdict
-OF_WHOLE_RUNS = ("train.unfinished", "average.slow")  # what says nothing of a script that a limit has ended
 UNSEEN = "none of .* was seen in the first batch"  # a warning of callbacks
 
 
@@ -105,9 +103,8 @@ class ModelTracker:
         is_test: bool = False,
     ) -> None:
         self._makes_pages, self._live, self._is_test = makes_pages, live, is_test
-        self._config, self._left_out = config or Config(), set[str]()  # by patterns of the project
-        self._how_ended = ""
-        self.limit, self._ignored = limit or Limit(), tuple(ignored)
+        self._config, self.limit, self._how_ended = config or Config(), limit or Limit(), ""
+        self._scope = Scope(ignored, self._config, self.limit, is_test)
         self.exit = Exit()
         self.notes: list[str] = []
         self._all: list[TrackedModel] = []
@@ -270,32 +267,19 @@ class ModelTracker:
         if isinstance(diagnose, Diagnose) and diagnose.name != PREFLIGHT and diagnose.verdict is not None:
             names = self._optimizers.names_for(learn.model) or (type(learn.opt).__name__,)
             model = TrackedModel(kind_of(learn.model), "", None)
-            model.verdict, model.is_trained = self._final(diagnose.verdict), True
+            model.verdict, model.is_trained = self._scope.last(diagnose.verdict), True
             model.optimizers = model.steppers = names
             model.page = collect(learn, model.verdict) if self._makes_pages else None
             model.live = next(iter(live), None)
             self._add(model)
 
-    def _scoped(self, verdict: Verdict) -> Verdict:
-        """A verdict without what is ignored, which says so, and at which step the script was ended."""
-        reached = self.limit.reached
-        ignored = [*self._ignored, *self._hits(verdict)]
-        hidden = [*ignored, *(OF_WHOLE_RUNS if reached or self._is_test else ())]
-        remarks = [reached, f"ignored: {', '.join(ignored)}" if ignored else ""]
-        return replace(without(verdict, hidden), remarks=tuple(filter(None, remarks)))
-
-    def _hits(self, verdict: Verdict) -> list[str]:
-        """Patterns of the project by which a finding is left out that the user has not ignored anyway."""
-        return hits(without(verdict, self._ignored), self._config.ignore)
-
-    def _final(self, verdict: Verdict) -> Verdict:
-        """As `_scoped`, of the last verdict on a model."""
-        self._left_out.update(self._hits(verdict))
-        return self._scoped(verdict)
-
     def _reports(self, title: str) -> list[ScriptReport]:
         """A callback that shows a model on a live page; none without a server."""
-        return [] if self._live is None else [ScriptReport(self._live.page(title), self._scoped, self._note)]
+        return (
+            []
+            if self._live is None
+            else [ScriptReport(self._live.page(title), self._scope.shown, self._note)]
+        )
 
     def _note(self, text: str) -> None:
         self.notes += [text] * (text not in self.notes)
@@ -333,7 +317,7 @@ class ModelTracker:
         return isinstance(cb, Diagnose) or (isinstance(cb, type) and issubclass(cb, Diagnose))
 
     def _say_sick(self, verdict: Verdict) -> None:
-        say_sick(without(verdict, [*self._ignored, *self._config.ignore]))
+        say_sick(self._scope.told(verdict))
 
     # ---- models
 
@@ -474,7 +458,7 @@ class ModelTracker:
             model.steppers = tuple(name for name in model.optimizers if name in self._optimizers.stepped)
             if not model.optimizers:
                 model.optimizers = model.steppers = model.foreign or ()
-        self._guarded(model.close, error, self._final)
+        self._guarded(model.close, error, self._scope.last)
         self._guarded(self._show_end, model)
         if watch is not None and watch.failure is not None:
             self.notes.append(
@@ -501,8 +485,7 @@ class ModelTracker:
             model.is_trained |= bool(model.steppers) and model.is_trainable
         self._note_unmoved()
         self._note_optimizers()
-        left_out = [x for x in self._config.ignore if x in self._left_out]
-        self.notes += filter(None, [self.limit.note_of_end(), self._config.note_of(left_out)])
+        self.notes += filter(None, [self.limit.note_of_end(), self._scope.note()])
 
     # ---- losses
 

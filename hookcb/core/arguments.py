@@ -9,22 +9,11 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from hookcb.core.other_names import ALIKE, ELSEWHERE
+
 P = ParamSpec("P")
 R = TypeVar("R")
 NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-ALIKE = (  # names of hookcb, and those that Keras, Lightning, fastai and Hugging Face have for the same
-    {"n_epoch", "epochs", "epoch", "n_epochs", "max_epochs", "num_epochs", "nb_epochs", "num_train_epochs"},
-    {"cbs", "cb", "callbacks", "callback"},
-    {"lr", "lr_max", "learning_rate", "max_lr", "base_lr"},
-    {"wd", "weight_decay"},
-    {"opt_func", "optimizer", "opt", "optim", "optimizers"},
-    {"loss_func", "loss", "loss_fn", "criterion"},
-    {"dls", "dataloaders", "train_dataloaders", "train_loader", "dl", "dataloader", "loader", "batch"},
-    {"model", "net", "module"},
-    {"resume", "ckpt_path", "resume_from_checkpoint", "initial_epoch"},
-    {"steps", "n_steps", "num_steps", "max_steps"},
-    {"scaler", "grad_scaler"},
-)
 
 
 def hinted(function: Callable[P, R]) -> Callable[P, R]:
@@ -41,21 +30,34 @@ def hinted(function: Callable[P, R]) -> Callable[P, R]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         known = inspect.signature(function).parameters if kwargs else {}
         is_open = any(param.kind is inspect.Parameter.VAR_KEYWORD for param in known.values())
-        unknown = [] if is_open else [name for name in kwargs if name not in known]
+        names = [name for name, param in known.items() if param.kind in NAMED and name != "self"]
+        unknown = [name for name in kwargs if name not in known]
+        if is_open:  # they are options of a base or of torch, but for names of others
+            is_own = bool(args) and getattr(type(args[0]), "__init__", None) is checked
+            of_bases = _of_bases(type(args[0])) if is_own and unknown else set()
+            unknown = [name for name in unknown if is_own and _same(name, names) and name not in of_bases]
         if unknown:
-            names = [name for name, param in known.items() if param.kind in NAMED and name != "self"]
             raise unknown_argument(function.__qualname__.removesuffix(".__init__"), unknown[0], names)
         return function(*args, **kwargs)
 
     return checked
 
 
+def _of_bases(cls: type) -> set[str]:
+    """Arguments that the bases of a class take by name."""
+    return {
+        name
+        for base in cls.__mro__[1:]
+        for name in inspect.signature(vars(base).get("__init__", object)).parameters
+    }
+
+
 def unknown_argument(owner: str, name: str, known: Iterable[str], more: str = "") -> TypeError:
     """The error for a keyword that a function does not have; `more` is added to what it takes."""
     names = list(known)
-    return TypeError(
-        f"{owner} has no argument {name!r}; {did_you_mean(name, names)}it takes: {', '.join(names)}{more}"
-    )
+    is_elsewhere = name in ELSEWHERE and not _same(name, names)
+    hint = f"use {ELSEWHERE[name]}; " if is_elsewhere else did_you_mean(name, names)
+    return TypeError(f"{owner} has no argument {name!r}; {hint}it takes: {', '.join(names)}{more}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -65,9 +67,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     ("did you mean 'cbs'? ", "did you mean 'patience'? ")
     """
     names = list(known)
-    same = [other for alike in ALIKE if name in alike for other in names if other in alike]
-    close = same or difflib.get_close_matches(name, names, n=1)
+    close = _same(name, names) or difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]!r}? " if close else ""
+
+
+def _same(name: str, known: Iterable[str]) -> list[str]:
+    """The known names that another library's `name` stands for."""
+    return [other for alike in ALIKE if name in alike for other in known if other in alike]
 
 
 def check_count(name: str, value: Any, unit: str = "", least: int = 1, hint: str = "") -> int:

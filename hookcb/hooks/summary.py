@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 from torch import Tensor, nn
 
-from hookcb.core.arguments import check_count
+from hookcb.core.arguments import check_count, hinted
 from hookcb.core.console import as_text
 from hookcb.core.loop import Loop
 from hookcb.core.text import as_layer, format_bytes, join_names, name_of, short_number
@@ -118,6 +118,7 @@ class Summary:
         ]
 
 
+@hinted
 def module_summary(
     model: nn.Module | Loop,
     *xb: Any,

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
+from hookcb.core.arguments import hinted
 from hookcb.core.lines import LineFile
 from hookcb.core.whole import rank_file
 from hookcb.records.jsonl import START, encoded
@@ -65,6 +66,7 @@ class CSVLogger(LineLogger):
 
     start = header = HEADER
 
+    @hinted
     def __init__(self, path: str | Path = "history.csv") -> None:
         super().__init__(path)
 

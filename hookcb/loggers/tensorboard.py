@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hookcb.core.arguments import hinted
 from hookcb.loggers.base import import_extra
 from hookcb.loggers.media import png_of
 from hookcb.records.recording import Histogram
@@ -34,6 +35,7 @@ class TensorBoardLogger:
     >>> log = Log(TensorBoardLogger("runs/first"))  # doctest: +SKIP
     """
 
+    @hinted
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).absolute()
         self._writer: Any = None  # opened at the first log

@@ -350,6 +350,7 @@ class Learner(NamedLoop):
                 self.__dict__.pop(gather.name, None)  # the attribute would keep all predictions alive
             return gather.results(self.ranks, positions)
 
+    @hinted
     def one_batch(self, b: Any = None) -> Tensor:
         """Trains on one batch outside a fit, with all its events, for tests and experiments.
 
@@ -424,6 +425,7 @@ class Learner(NamedLoop):
 
     # ---- weights on disk
 
+    @hinted
     def save(self, file: str | Path, with_opt: bool = True) -> Path:
         """Writes the weights and the optimizer's state to `file`; never leaves a half-written file.
 
@@ -448,6 +450,7 @@ class Learner(NamedLoop):
             model, opt = gathered(with_plain_names(self.model, model)), gathered(opt)
         return {"model": model, "opt": opt}
 
+    @hinted
     def load(self, file: str | Path, with_opt: bool = True, strict: bool = True) -> None:
         """Reads a file of `save`, to the model's device.
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -230,16 +231,17 @@ def _device(device: torch.device) -> str:
 
 
 def _commit() -> str:
-    """Commit of the current folder, "" outside of a repository."""
+    """Commit of the current folder when it was first asked for, "" outside of a repository."""
     try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            capture_output=True,
-            timeout=2,
-            text=True,
-        )
+        return _described(Path.cwd())
     except (OSError, subprocess.SubprocessError):
         return ""
+
+
+@cache  # a page that follows a run is made again and again
+def _described(folder: Path) -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, timeout=2, text=True)
     return done.stdout.strip() if done.returncode == 0 else ""
 
 

@@ -223,6 +223,8 @@ def _revived(kind: Any, x: Any, numbers: bytes) -> Any:
         return _unpacked(numbers, x)
     if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
+        if kind is HistogramOverTime and "edges" not in x:
+            x = x | {"edges": _even_edges(x["low"], x["high"], len(x["bins"]) - 1)}
         known = [own.name for own in fields(kind) if own.name in x]  # a page of an older version lacks some
         return kind(**{name: _revived(hints[name], x[name], numbers) for name in known})
     if x is not None and (inner := [own for own in get_args(kind) if own is not type(None)]):
@@ -232,6 +234,11 @@ def _revived(kind: Any, x: Any, numbers: bytes) -> Any:
             return [_revived(inner[0], value, numbers) for value in x]
         return _revived(inner[0], x, numbers)  # `… | None`
     return math.nan if x is None and kind is float else x
+
+
+def _even_edges(low: float, high: float, n: int) -> list[float]:
+    """Edges of bins of equal width, as histograms of version 0.2 have them."""
+    return [low + (high - low) * i / (n - 1) for i in range(n)]
 
 
 def _unpacked(numbers: bytes, at: list[int]) -> Series:

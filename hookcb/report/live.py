@@ -161,9 +161,9 @@ class LiveServer:
         with self._answered:
             now = time.monotonic()
             self._asked = {key: own for key, own in self._asked.items() if now - own[0] < LATELY}
-            had = self._asked.get((page, client), (now, ""))[1]
+            asked, had = self._asked.get((page, client), (now, ""))
             self._asked.pop((page, ""), None)
-            self._asked[page, client] = now, had if tag is None else tag
+            self._asked[page, client] = (now, had) if tag is None else (asked, tag)
             self._answered.notify_all()
 
     def is_open(self, page: LivePage) -> bool:

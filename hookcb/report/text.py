@@ -62,15 +62,19 @@ def _markup(*parts: Any) -> str:
 
 def title_of(data: PageData) -> str:
     """Title of the window: the name of the run, and how it is: "run: sick"."""
-    word, gap, _ = data.headline.partition("  ")
-    return ": ".join(filter(None, (data.title, word.lower() if gap and word.isupper() else "hookcb")))
+    word, _ = _word_and_rest(data.headline)
+    return ": ".join(filter(None, (data.title, word.lower() or "hookcb")))
+
+
+def _word_and_rest(headline: str) -> tuple[str, str]:
+    """The status in capitals that a headline begins with, "" if it has none, and what follows."""
+    word, gap, rest = headline.partition("  ")
+    return (word, rest) if gap and word.isupper() else ("", headline)
 
 
 def _headline(text: str) -> list[Any]:
     """The word, the sentence, in small print the code and the number of checks, and what limits it."""
-    word, gap, rest = text.partition("  ")
-    if not gap or not word.isupper():
-        word, rest = "", text
+    word, rest = _word_and_rest(text)
     sentence, small, limits = rest, "", ""
     if found := re.fullmatch(SMALL_PRINT, rest, re.DOTALL):
         sentence, small, limits = found.groups()

@@ -1,6 +1,7 @@
 """Wrong arguments: the message says which one was meant, and what is possible."""
 
 import inspect
+import re
 
 import numpy as np
 import pytest
@@ -9,7 +10,23 @@ import torch.nn.functional as F
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from hookcb import EarlyStopping, Learner, Schedule, diagnose, module_summary, watch
+import hookcb
+from hookcb import (
+    SWA,
+    ActivationStats,
+    Checkpoint,
+    CSVLogger,
+    EarlyStopping,
+    GradientAccumulation,
+    GradientClip,
+    Learner,
+    MixedPrecision,
+    Schedule,
+    diagnose,
+    module_summary,
+    watch,
+)
+from hookcb.core.other_names import ELSEWHERE
 from tests.support import in_turn, make_batches, make_learner, make_model
 
 BATCH = make_batches(1)[0]
@@ -33,7 +50,17 @@ OTHERS = [  # the call, the name that another library has for an argument, and t
     (diagnose, "criterion", "loss_func"),
     (diagnose, "optimizer", "opt"),
     (EarlyStopping, "restore_best_weights", "restore_best"),
+    (Checkpoint, "dirpath", "folder"),
+    (Checkpoint, "every_n_train_steps", "every"),
+    (CSVLogger, "filename", "path"),
+    (GradientClip, "gradient_clip_val", "max_norm"),
+    (GradientAccumulation, "accumulate_grad_batches", "n"),
+    (SWA, "swa_lrs", "lr"),
+    (module_summary, "input_shape", "input_size"),
 ]
+KERAS = """x y batch_size epochs verbose callbacks validation_split validation_data shuffle class_weight
+    sample_weight initial_epoch steps_per_epoch validation_steps validation_batch_size validation_freq
+    optimizer loss loss_weights metrics weighted_metrics jit_compile"""  # of Model.fit and compile
 
 
 @in_turn(("call", "name", "meant"), OTHERS, ids=lambda x: getattr(x, "__name__", x))
@@ -47,6 +74,37 @@ def test_an_argument_by_the_name_of_another_library_is_named_as_here(call, name,
     known = inspect.signature(call).parameters  # as help and IDEs show it
     assert meant in known
     assert all(param.kind is not param.VAR_KEYWORD for param in known.values())
+
+
+def test_an_argument_that_stands_elsewhere_is_answered_by_what_to_use():
+    learn = make_learner()
+    for name in KERAS.split():
+        with pytest.raises(
+            TypeError, match=rf"^Learner\.fit has no argument '{name}'; (use .+|did you mean .+)it takes: "
+        ):
+            learn.fit(1, **{name: 1})
+    with pytest.raises(
+        TypeError, match=r"^Learner has no argument 'gradient_clip_val'; use GradientClip\(max_norm\)"
+    ):
+        Learner([BATCH], make_model(), gradient_clip_val=1.0)
+
+
+def test_what_to_use_is_there():
+    named = {name: place for place in ELSEWHERE.values() for name in re.findall(r"(?<![.\w])[A-Z]\w+", place)}
+    of_torch = {"AdamW", "DataLoader", "StepLR", "True", "False"}
+    assert [
+        place for name, place in named.items() if name not in of_torch and not hasattr(hookcb, name)
+    ] == []
+    methods = {name for place in ELSEWHERE.values() for name in re.findall(r"learn\.(\w+)", place)}
+    assert [name for name in methods if not hasattr(Learner, name)] == []
+
+
+def test_options_that_a_callback_passes_on_may_have_any_name_but_that_of_another_library():
+    with pytest.raises(TypeError, match=r"^MixedPrecision has no argument 'precision'; did you mean 'dtype'"):
+        MixedPrecision(precision="bf16")
+    with pytest.raises(TypeError, match=r"^ActivationStats has no argument 'layers'; did you mean 'modules'"):
+        ActivationStats(layers="x")
+    assert MixedPrecision("fp16", init_scale=2.0).dtype is torch.float16
 
 
 def test_a_call_with_its_own_arguments_works_as_before():

@@ -1,5 +1,6 @@
 """Lightning's Trainer with our callback: what is its own, beside the table."""
 
+import inspect
 import json
 import os
 import pickle
@@ -18,6 +19,7 @@ from hookcb import (
     Diagnose,
     GradientClip,
     GradientHealth,
+    Learner,
     NanTrace,
     Recorder,
     assert_no_hooks,
@@ -35,6 +37,7 @@ from tests.interop.trainers import (
 )
 
 with quiet():
+    from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import Callback as LightningCallback
 
     from hookcb.adapters.lightning import HookcbCallback
@@ -311,3 +314,12 @@ def test_a_watch_counts_each_batch_of_a_fit_that_accumulates():
         lightning_trainer(None, accumulate_grad_batches=2).fit(module, *loaders())
         assert w.diagnose().coverage[0].startswith(f"{EPOCHS * N_TRAIN} batches")
     assert w.facts.n_losses_found == EPOCHS * N_TRAIN
+
+
+def test_an_argument_of_lightnings_trainer_is_answered_by_what_a_learner_has():
+    of_the_framework = {"inference_mode", "barebones", "plugins", "enable_autolog_hparams", "model_registry"}
+    unanswered = {"limit_test_batches", "limit_predict_batches", "reload_dataloaders_every_n_epochs"}
+    given = {*inspect.signature(Trainer).parameters} - of_the_framework - unanswered
+    for name in given:
+        with pytest.raises(TypeError, match=rf"^Learner has no argument '{name}'; (use|did you mean) "):
+            Learner(**{name: 1})

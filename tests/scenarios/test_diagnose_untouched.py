@@ -7,10 +7,12 @@ import random
 import threading
 import warnings
 import weakref
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # which replaces torch.manual_seed when it is first imported, as by a fit
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -51,6 +53,7 @@ from tests.training.support import Unsized, Wide, momentum
 # many of these trainings are sick, on purpose or as tiny models with large steps are
 pytestmark = pytest.mark.filterwarnings("ignore:ERROR  :UserWarning")
 REACHED = (torch, F, torch.Tensor, nn.Module, torch.optim.Optimizer, torch.optim.SGD, torch.autograd)
+torch.optim.SGD([torch.zeros(1)])  # the first one replaces `SGD.step`, for torch's profiler
 ENDS = {"an error": SaysSo(1, 2), "Ctrl-C": KeyboardInterrupt(), "exit": SystemExit(3)}
 ENDS["a cancel"] = CANCELS["fit"]()
 STATUSES = ("healthy", "suspect", "sick", "unknown")
@@ -65,7 +68,9 @@ def of_process():
         "autocast and grad": (torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()),
         "hooks of saved tensors": top_saved_hooks(),
         "anomaly mode": torch.is_anomaly_enabled(),
-        "functions": [dict(vars(place)) for place in REACHED],
+        "functions": [
+            {name: x for name, x in vars(place).items() if not isinstance(x, ModuleType)} for place in REACHED
+        ],
         "threads": set(threading.enumerate()),
         "collector": (gc.isenabled(), gc.get_threshold(), list(gc.callbacks), gc.get_debug()),
         "default type": torch.get_default_dtype(),

@@ -117,6 +117,6 @@ class CountedPadding(Fault):
             at=first.layer,
             value=share,
             causes=("a loss without ignore_index",),
-            next_steps=(f"Pass ignore_index={first.padding} to the loss",),
+            next_steps=(f"Pass ignore_index={first.padding} to the loss, or make them -100, its default",),
         )
         return self.told(run, [finding])

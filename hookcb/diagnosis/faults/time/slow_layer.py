@@ -48,6 +48,8 @@ class SlowLayer(Fault):
         ]
         parts = {name: _part(name, seconds[name], whole) for name in large}
         not_judged = [f"{parts[name]}, but {unknown[name]}" for name in large if name in unknown]
+        alone = [name for name in large if name in work and seconds[name] >= of_known]
+        not_judged += [f"{parts[name]}, but no other was timed whose work is known" for name in alone]
         if not whole_work:
             not_judged = not_judged or ["the forwards of layers were not timed, or their work is unknown"]
         yield from map(Skipped, not_judged)
@@ -57,7 +59,7 @@ class SlowLayer(Fault):
                 (of_known - seconds[name]) / max(1.0, whole_work - work[name]),
             )
             for name in large
-            if name in work
+            if name in work and name not in alone
         }
         slow = {name: x for name, x in excess.items() if x > MAX_EXCESS}
         if not slow and not not_judged:

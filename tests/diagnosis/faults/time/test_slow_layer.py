@@ -65,3 +65,9 @@ def test_a_layer_of_unknown_work_is_not_ruled_out():
     run.measured(LayerTimes).seconds["c"] = 0.04  # it is slow beside the first one
     assert places(SlowLayer, run) == ["c"]
     assert isinstance(only(SlowLayer, layers({"a": 1e-5}, {"a": math.inf})), Skipped)
+
+
+def test_a_layer_is_not_compared_with_none():
+    assert only(SlowLayer, layers({"a": 0.02}, {"a": 1e6})) == Skipped(
+        "Layer a takes 100% of the forward, 20.0 of 20.0 ms, but no other was timed whose work is known"
+    )
