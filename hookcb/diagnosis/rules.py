@@ -146,7 +146,7 @@ def spread(values: Iterable[float]) -> tuple[float, float]:
 
 
 class Rise(NamedTuple):
-    """Rise of the loss at a step: its median before, its mean after, and whether half of it is gone in the end."""
+    """Rise of the loss at a step: median before, mean after, and whether half of it is gone in the end."""
 
     before: float
     after: float

@@ -4,13 +4,14 @@ import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookcb.core.torch_private import version_of
 from hookcb.diagnosis.fault import EVERY, Measurement
+from hookcb.diagnosis.rules import format_factor
 from hookcb.diagnosis.run import Run
 from hookcb.gradients.samples import is_native, on_cpu, sketch_copies
 from hookcb.hooks.params import named_params
@@ -31,7 +32,8 @@ class StateChange:
         param: name of the parameter whose state was compared.
         before, after: its number of steps in the state, 0 without one.
         ratio: RMS of the new root of `exp_avg_sq` over sampled elements relative to that of the last noted
-            step before, at most 8 steps earlier; 0 if all of it is zero now, NaN if unknown.
+            step before, at most 8 steps earlier; 0 if all of it is zero now, infinite if all of it was,
+            NaN if unknown.
         is_gone: whether there is no state at all.
         has_moved: whether the parameter was written to as well, as by a checkpoint that is loaded.
     """
@@ -45,13 +47,39 @@ class StateChange:
     is_gone: bool
     has_moved: bool
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether a state cannot be that of these weights, or contradicts itself."""
+        is_empty = self.ratio == 0 and self.after > 1
+        is_far = not 1 / FAR < self.ratio < FAR and 0 < self.after < self.before
+        return not self.has_moved and (is_empty or (is_far and math.isfinite(self.ratio)))
+
+    @property
+    def text(self) -> str:
+        """A clause on what is new in a state."""
+        kind, where = self.kind, f" of {self.param}" if self.param else ""
+        if self.is_gone:
+            return f"the state of {kind} was reset after {self.before:,.0f} steps"
+        said = []
+        if self.after != self.before:
+            way = "falls" if self.after < self.before else "jumps"
+            said.append(f"the step count of {kind} {way} from {self.before:,.0f} to {self.after:,.0f}")
+        if self.ratio == 0:
+            kept = f", while it counts {self.after:,.0f} steps" if not said else ""
+            said.append(f"exp_avg_sq{where} became all zero{kept}")
+        elif not 1 / FAR < self.ratio < FAR and math.isfinite(self.ratio):
+            factor = self.ratio**2
+            size = f"{format_factor(factor)} times as large" if factor > 1 else f"{factor:.2g} of its size"
+            said.append(f"exp_avg_sq{where} is {size}")
+        return " and ".join(said)
+
 
 class _Known(NamedTuple):
     """State of a parameter after a step: what tells of a change, none of which is kept alive."""
 
     moment: ReferenceType[Tensor]
     version: int
-    count: Number  # of its steps, at the last noted step if it is counted on a device
+    n_steps: Number  # at the last noted step, if they are counted on a device
     n_since: int  # steps since then
     of_param: int  # version of the parameter itself
 
@@ -65,6 +93,18 @@ class _Change(NamedTuple):
     has_moved: bool
 
 
+class _Followed:
+    """What is known of one optimizer."""
+
+    def __init__(self) -> None:
+        self.params: list[ReferenceType[nn.Parameter]] = []
+        self.known: dict[int, _Known] = {}  # by id of the parameter
+        self.samples: dict[int, Tensor] = {}  # after the last noted step, likewise
+        self.changes = deque[_Change](maxlen=N_CHANGES)
+        self.n_noted = 0  # changes, and steps without a second moment
+        self.last = -math.inf  # step of the last change
+
+
 class Moments(Measurement):
     """Follows the second moment of two parameters of each optimizer like Adam, the first and the last.
 
@@ -74,94 +114,107 @@ class Moments(Measurement):
     is compared by samples of up to 1,024 elements, and read at the end.
 
     Attributes:
-        changes: at most eight of each optimizer, in their order.
+        changes: the last eight of each optimizer, in their order.
         has_seen: whether there is an optimizer with a second moment and a number of steps.
     """
 
     cadence = EVERY
 
     def __init__(self) -> None:
-        self._params: dict[int, tuple[ReferenceType[Optimizer], list[ReferenceType[nn.Parameter]]]] = {}
-        self._known: dict[int, dict[int, _Known]] = {}  # by ids of optimizer and parameter
-        self._samples: dict[tuple[int, int], Tensor] = {}
-        self._changes: dict[int, deque[_Change]] = {}
-        self._n_noted: dict[int, int] = {}
+        self._followed: WeakKeyDictionary[Optimizer, _Followed] = WeakKeyDictionary()
+        self._changes: list[deque[_Change]] = []  # of optimizers that have some, also of dead ones
         self.has_seen = False
         self.changes: list[StateChange] = []
 
     def on_step(self, run: Run) -> None:
         opt = run.loop.opt
-        if not (known := self._known.get(id(opt))) or not self._is_same(opt):
+        if not isinstance(opt, Optimizer) or (followed := self._followed.get(opt)) is None:
             return
-        for known_p in self._params[id(opt)][1]:
-            if (p := known_p()) is not None and id(p) in known and _has_changed(known[id(p)], opt.state.get(p, {})):
-                self._note(run, opt, p, known[id(p)])
+        for known_p in followed.params:
+            p = known_p()
+            if p is None or (known := followed.known.get(id(p))) is None:
+                continue
+            if p.grad is None:  # so this step does not use its state, which may be made anew
+                del followed.known[id(p)]
+            elif _has_changed(known, opt.state.get(p, {})):
+                self._note(run, followed, p, known)
                 break
 
     def on_between(self, run: Run) -> None:
         opt = run.loop.opt
         if not isinstance(opt, Optimizer):
             return
-        if not self._is_same(opt):
-            self._params[id(opt)], self._known[id(opt)] = (ref(opt), []), {}
-        params, known = self._params[id(opt)][1], self._known[id(opt)]
-        if not params and (n := self._n_noted.get(id(opt), 0)) < MAX_NOTED:
-            params += _watched(opt)
-            self._n_noted[id(opt)] = n + (not params)
-        for known_p in params:
+        if (followed := self._followed.get(opt)) is None:
+            followed = self._followed[opt] = _Followed()
+        if not followed.params and followed.n_noted < MAX_NOTED:
+            followed.params += _watched(opt)
+            followed.n_noted += not followed.params
+        # after a change of its tensor, more may come, and samples then are of the step before
+        has_samples = run.noting or run.step <= followed.last + MAX_NOTED
+        for known_p in followed.params:
             p = known_p()
             state = {} if p is None else opt.state.get(p, {})
             if p is None or (moment := moment_of(state)) is None:
                 continue
-            self.has_seen, last = True, known.get(id(p))
+            self.has_seen, last = True, followed.known.get(id(p))
             count, n_since = _count(state), 0
             if isinstance(count, Tensor):
                 if run.noting or last is None:
                     count = count.detach().clone()
                 else:
-                    count, n_since = last.count, last.n_since + 1
-            known[id(p)] = _Known(ref(moment), version_of(moment), count, n_since, version_of(p))
-            if run.noting and is_native(moment):
-                self._samples[id(opt), id(p)] = sketch_copies([moment])[0]
+                    count, n_since = last.n_steps, last.n_since + 1
+            followed.known[id(p)] = _Known(ref(moment), version_of(moment), count, n_since, version_of(p))
+            if has_samples and is_native(moment):
+                followed.samples[id(p)] = sketch_copies([moment])[0]
 
-    def _is_same(self, opt: Any) -> bool:
-        return id(opt) in self._params and self._params[id(opt)][0]() is opt
-
-    def _note(self, run: Run, opt: Optimizer, p: nn.Parameter, known: _Known) -> None:
+    def _note(self, run: Run, followed: _Followed, p: nn.Parameter, known: _Known) -> None:
         """Keeps a change of the state before the step, unless it is of steps that were not followed."""
+        opt = run.loop.opt
         state = opt.state.get(p, {})
         moment, count = moment_of(state), _count(state)
         if isinstance(count, Tensor):
             count = count.detach().clone()
-        elif not isinstance(known.count, Tensor) and moment is not None and moment is known.moment():
-            if count > known.count and version_of(moment) != known.version:
-                return
-        self._n_noted[id(opt)] = self._n_noted.get(id(opt), 0) + 1
-        if self._n_noted[id(opt)] >= MAX_NOTED:  # as of a state that is on another device between the steps
-            self._params[id(opt)][1].clear()
+        elif moment is not None and _has_stepped(known, moment, count):
+            return
+        followed.n_noted, followed.last = followed.n_noted + 1, run.step
+        if followed.n_noted >= MAX_NOTED:  # as of a state that is on another device between the steps
+            followed.params.clear()
+        if not followed.changes:
+            self._changes.append(followed.changes)
         sample = sketch_copies([moment])[0] if moment is not None and is_native(moment) else None
         names = {id(x): name for name, x in named_params(run.loop.model).items()}
-        self._changes.setdefault(id(opt), deque(maxlen=N_CHANGES)).append(
+        followed.changes.append(
             _Change(
                 run.step,
                 type(opt).__name__,
                 names.get(id(p), ""),
-                (known.count, known.n_since, count),
-                (self._samples.get((id(opt), id(p))), sample),
+                (known.n_steps, known.n_since, count),
+                (followed.samples.get(id(p)), sample),
                 version_of(p) != known.of_param,
             )
         )
 
     def tell(self, run: Run) -> None:
-        kept = (_read(x) for changes in self._changes.values() for x in changes)
+        kept = [_read(x) for changes in self._changes for x in changes]
         self.changes = sorted(filter(_is_other, kept), key=lambda x: x.step)
 
     def freeze(self) -> None:
-        self._params, self._known, self._samples, self._changes = {}, {}, {}, {}
+        self._followed, self._changes = WeakKeyDictionary(), []
+
+
+def _has_stepped(known: _Known, moment: Tensor, count: float) -> bool:
+    """Whether a moment is as steps leave it that were not followed: the same tensor, with a higher count."""
+    is_written = moment is known.moment() and version_of(moment) != known.version
+    return is_written and not isinstance(known.n_steps, Tensor) and count > known.n_steps
 
 
 def _is_other(change: StateChange) -> bool:
-    """Whether a state has other contents than before; it may have been moved to another device and back."""
+    """Whether a state has other contents than before.
+
+    It may have been moved to another device and back, or be loaded after a step that has only made it.
+    """
+    if change.before <= 1 and math.isinf(change.ratio):
+        return False
     is_far = math.isfinite(change.ratio) and not 1 / FAR < change.ratio < FAR
     return change.is_gone or change.after != change.before or is_far
 
@@ -175,7 +228,7 @@ def _read(change: _Change) -> StateChange:
     ratio = math.nan
     if old is not None and new is not None:
         old_rms, new_rms = (math.sqrt(x.double().mean()) for x in on_cpu([old, new]))
-        ratio = new_rms / old_rms if old_rms > 0 else math.nan
+        ratio = new_rms / old_rms if old_rms else math.inf if new_rms > 0 else math.nan
     return StateChange(
         change.step,
         change.kind,
@@ -213,4 +266,4 @@ def _has_changed(known: _Known, state: dict[str, Any]) -> bool:
     if moment is None or moment is not known.moment() or version_of(moment) != known.version:
         return True
     count = _count(state)
-    return not (isinstance(count, Tensor) or isinstance(known.count, Tensor)) and count != known.count
+    return not (isinstance(count, Tensor) or isinstance(known.n_steps, Tensor)) and count != known.n_steps

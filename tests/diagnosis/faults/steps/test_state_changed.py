@@ -17,16 +17,21 @@ N_STEP, AT = 60, 40
 
 
 def train(change, kind=torch.optim.Adam, n=N_STEP, scale=1.0, **options):
-    """Train, with a change of the model or the optimizer before step 40; its findings, and what is left."""
+    """Train, with changes of the model or the optimizer before steps, or one before step 40.
+
+    Returns the findings, the verdict and the optimizer.
+    """
+    changes = change if isinstance(change, dict) else {AT: change}
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
     opt = kind(model.parameters(), lr=0.01, **options)
     with watch(model, opt, Diagnose(show=False)) as w:
         for step in range(n):
-            if step == AT:
-                change(model, opt)
+            if step in changes:
+                changes[step](model, opt)
             opt.zero_grad()
-            (scale * F.cross_entropy(model(torch.randn(16, 4)), torch.randint(3, (16,)))).backward()
+            factor = scale(step) if callable(scale) else scale
+            (factor * F.cross_entropy(model(torch.randn(16, 4)), torch.randint(3, (16,)))).backward()
             opt.step()
     verdict = w.diagnose()
     return [x for x in verdict.findings if x.code == "adam.state"], verdict, opt
@@ -111,3 +116,44 @@ def test_a_count_on_a_device_is_not_read_in_a_hook():
     assert _read(change).before == _read(change).after == 35  # two of seven steps were skipped
     change = change._replace(counts=(torch.tensor(30.0), 7, torch.tensor(12.0)))
     assert (_read(change).before, _read(change).after) == (30, 12)
+
+
+def test_a_state_that_is_made_anew_after_its_parameter_was_frozen_is_not_told():
+    def thaw(model, opt):
+        model[2].requires_grad_(True)
+
+    def freeze(model, opt):
+        model[2].requires_grad_(False)
+        for p in model[2].parameters():
+            p.grad = None
+            opt.state.pop(p)
+
+    found, _, opt = train({20: freeze, AT: thaw})
+    assert not found
+    assert opt.state_dict()["state"][3]["step"] == N_STEP - AT
+
+
+def test_a_checkpoint_that_is_loaded_after_a_step_that_has_only_made_the_state_is_not_told():
+    _, _, other = train({}, n=20)
+
+    def load(model, opt):
+        opt.load_state_dict(other.state_dict())
+
+    assert not train({1: load}, scale=lambda step: 0.0 if step == 0 else 1.0)[0]
+    assert train({2: load})[0]
+
+
+def test_a_state_that_is_elsewhere_between_the_steps_is_none_of_another_size_after_a_large_gradient():
+    def move(model, opt):
+        for state in opt.state.values():
+            state |= {key: x.clone() for key, x in state.items()}
+
+    spikes = dict.fromkeys(range(1, N_STEP), move)
+    assert not train(spikes, scale=lambda step: 1e5 if step in (30, 45) else 1.0)[0]
+
+
+def test_of_many_resets_the_last_are_told():
+    (found,), *_ = train(dict.fromkeys(range(4, N_STEP, 4), lambda model, opt: opt.state.clear()))
+    assert (found.severity, found.step) == ("info", 28)
+    assert "was reset after 4 steps" in found.message
+    assert "So it does at least 7 more times." in found.message
