@@ -8,6 +8,7 @@ from hookcb.core.text import as_layer
 from hookcb.diagnosis.measurements.moments import Moments
 from hookcb.diagnosis.measurements.spikes import N_AFTER, Spike
 from hookcb.diagnosis.measurements.step_scales import LimitChange, Rescaled
+from hookcb.diagnosis.rules import format_factor
 from hookcb.diagnosis.run import Layer, Param, Run, Series
 
 N_NEAR = 8  # steps before a spike in which a change counts
@@ -41,12 +42,12 @@ def cause_of(spike: Spike, run: Run) -> Cause:
 def own_cause(spike: Spike, run: Run) -> Cause | None:
     """The cause that is seen without the layers."""
     of_steps = _of_scaler(spike) or _of_rate(spike) or _of_clipping(spike)
-    return _of_state(spike) or _of_new_state(spike, run) or _of_batch(spike) or of_steps
+    return _of_state(spike, run) or _of_batch(spike) or of_steps
 
 
 def is_wrong(spike: Spike) -> bool:
     """Whether the state of Adam, or the scale of a GradScaler, was wrong before it."""
-    return _of_state(spike) is not None or _of_scaler(spike) is not None
+    return spike.ratio > 1 or _of_scaler(spike) is not None
 
 
 def _of_batch(spike: Spike) -> Cause | None:
@@ -112,26 +113,27 @@ def text_of_limit(change: LimitChange) -> str:
     return f"from step {change.step:,} on {new}, {before}"
 
 
-def _of_state(spike: Spike) -> Cause | None:
-    """The state of Adam, if no gradients can have made it."""
-    if not spike.ratio > 1:
+def _of_state(spike: Spike, run: Run) -> Cause | None:
+    """The state of Adam, if no gradients can have made it, or a program has replaced it in the steps before.
+
+    A state that may be meant comes first only for a loss that stays high.
+    """
+    changes = (x for x in run.measured(Moments).changes if not x.has_moved)
+    change = next((x for x in changes if 0 < spike.step - x.step <= N_NEAR), None)
+    said = f"before step {change.step:,}, {change.text}" if change else ""
+    if spike.ratio > 1:
+        said += ", and " * bool(said) + impossible(spike)
+        since = spike.step if change is None else change.step
+        return Cause("state", f"the state of the optimizer is wrong, as {said}", since=since)
+    if change is None or (spike.lasted == 1 and not change.is_foreign):
         return None
-    return Cause(
-        "state",
-        f"the state of the optimizer is wrong, as some elements of exp_avg are {spike.ratio:.2g} times as "
-        "large as any gradients with their exp_avg_sq can make them",
-        since=spike.step,
-    )
+    return Cause("state" if change.is_foreign else "reset", said, since=change.step)
 
 
-def _of_new_state(spike: Spike, run: Run) -> Cause | None:
-    """A state of Adam that a program has replaced in the steps before; for a loss that stays high, if any."""
-    for change in run.measured(Moments).changes:
-        is_near = spike.step - N_NEAR <= change.step < spike.step
-        if is_near and (change.is_foreign or (spike.lasted != 1 and not change.has_moved)):
-            text = f"before step {change.step:,}, {change.text}"
-            return Cause("state" if change.is_foreign else "reset", text, since=change.step)
-    return None
+def impossible(spike: Spike) -> str:
+    """A clause on moments of Adam that contradict each other."""
+    many = f"{format_factor(spike.ratio)} times as large as any gradients with their exp_avg_sq can make them"
+    return f"some elements of exp_avg are {many}"
 
 
 def _of_layers(spike: Spike, run: Run) -> Cause | None:

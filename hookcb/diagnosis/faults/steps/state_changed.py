@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 
+from hookcb.diagnosis.causes import N_NEAR, impossible
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.moments import N_CHANGES, Moments, StateChange
+from hookcb.diagnosis.measurements.spikes import Spike, Spikes
 from hookcb.diagnosis.rules import Rise, rise_of_loss
 from hookcb.diagnosis.run import Absent, Run
 from hookcb.diagnosis.verdict import Finding
@@ -24,7 +26,8 @@ class StateChanged(Fault):
     last parameter is another tensor or was written to in place, and its number of steps has fallen or
     jumped, or all sampled elements are 0, or their root mean square is a tenth or ten times that of its root
     at the last noted step, at most 8 steps before. A note, as a program may mean it. A warning if the second
-    moment is 0 after more than one step, or has another size and a smaller number of steps. Not told if that
+    moment is 0 after more than one step, or has another size and a smaller number of steps, or the moments
+    contradict each other in a spike of the loss within eight steps, see `loss.spike`. Not told if that
     parameter was written to as well, as by a checkpoint that is loaded with its weights, or has no gradient
     in that step, as while it is frozen. A new optimizer is another one, and no finding.
 
@@ -34,25 +37,28 @@ class StateChanged(Fault):
 
     headline = "Adam's state is replaced while it trains"
     severity = "warning"
-    uses = (Moments,)
+    uses = (Moments, Spikes)
     passed = "a state of Adam that changes between its steps"
 
     def findings(self, run: Run) -> Iterator[Result]:
         moments = run.measured(Moments)
         changes = [x for x in moments.changes if not x.has_moved]
         if changes:
-            yield self._found(run, next((x for x in changes if x.is_foreign), changes[0]), len(changes))
+            wrong = {x.step: spike for x in changes if (spike := _shown_by(run, x)) is not None}
+            worst = max(changes, key=lambda x: (x.is_foreign, x.step in wrong))
+            yield self._found(run, worst, wrong.get(worst.step), len(changes))
         else:
             unless = Absent("no optimizer has a second moment and counts its steps")
             yield from self.told(run, [], "" if moments.has_seen else unless)
 
-    def _found(self, run: Run, change: StateChange, n: int) -> Finding:
+    def _found(self, run: Run, change: StateChange, spike: Spike | None, n: int) -> Finding:
         rise = rise_of_loss(run, change.step)
+        wrong = f" In step {spike.step:,}, {impossible(spike)}." if spike else ""
         at_least = "at least " * (n >= N_CHANGES)
         again = f" So it does {at_least}{n - 1} more time{'s' * (n > 2)}." if n > 1 else ""
         return self.finding(
-            f"Before step {change.step:,}, {change.text}; no step has done that.{_harm(rise)}{again}",
-            "warning" if change.is_foreign else "info",
+            f"Before step {change.step:,}, {change.text}; no step has done that.{wrong}{_harm(rise)}{again}",
+            "warning" if change.is_foreign or spike else "info",
             param=change.param,
             at=change.param.rpartition(".")[0],
             when=(change.step, None),
@@ -67,6 +73,12 @@ class StateChanged(Fault):
                 "To reset Adam, create it anew, so that its steps are counted from 0",
             ),
         )
+
+
+def _shown_by(run: Run, change: StateChange) -> Spike | None:
+    """A spike of the loss soon after a change, in which the moments contradict each other."""
+    spikes = run.measured(Spikes).found
+    return next((x for x in spikes if x.ratio > 1 and 0 < x.step - change.step <= N_NEAR), None)
 
 
 def _harm(rise: Rise | None) -> str:

@@ -157,3 +157,17 @@ def test_of_many_resets_the_last_are_told():
     assert (found.severity, found.step) == ("info", 28)
     assert "was reset after 4 steps" in found.message
     assert "So it does at least 7 more times." in found.message
+
+
+def test_a_state_that_was_scaled_and_makes_the_loss_spike_is_a_warning_and_comes_first():
+    def scale(model, opt):
+        for state in opt.state.values():
+            state["exp_avg_sq"].mul_(1e-8)
+
+    (found,), verdict, _ = train(scale)
+    assert (found.severity, found.step) == ("warning", AT)
+    assert "exp_avg_sq of 0.weight is 1e-08 of its size" in found.message
+    assert f"In step {AT + 1}, some elements of exp_avg are" in found.message
+    (spike,) = [x for x in verdict.findings if x.code == "loss.spike"]
+    assert spike.consequence_of == "adam.state"
+    assert f"the state of the optimizer is wrong, as before step {AT}, exp_avg_sq" in spike.message
