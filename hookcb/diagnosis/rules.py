@@ -154,7 +154,7 @@ class Rise(NamedTuple):
 
 
 def rise_of_loss(run: Run, step: int, n: int = N_AFTER) -> Rise | None:
-    """Rise of the loss after a step, if it is no noise; None if it has not risen, or too little is known.
+    """Rise of the loss after a step that is more than noise; None if there is none, or too little is known.
 
     The mean of the next `n` losses is above the median of the 64 up to it by six standard errors.
     """

@@ -94,7 +94,7 @@ class _Change(NamedTuple):
 
 
 class _Followed:
-    """What is known of one optimizer."""
+    """State of one optimizer after its last step."""
 
     def __init__(self) -> None:
         self.params: list[ReferenceType[nn.Parameter]] = []
