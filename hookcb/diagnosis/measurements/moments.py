@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -121,7 +122,7 @@ class Moments(Measurement):
     cadence = EVERY
 
     def __init__(self) -> None:
-        self._followed: WeakKeyDictionary[Optimizer, _Followed] = WeakKeyDictionary()
+        self._followed: MutableMapping[Optimizer, _Followed] = WeakKeyDictionary()
         self._changes: list[deque[_Change]] = []  # of optimizers that have some, also of dead ones
         self.has_seen = False
         self.changes: list[StateChange] = []
@@ -199,7 +200,7 @@ class Moments(Measurement):
         self.changes = sorted(filter(_is_other, kept), key=lambda x: x.step)
 
     def freeze(self) -> None:
-        self._followed, self._changes = WeakKeyDictionary(), []
+        self._followed, self._changes = {}, []
 
 
 def _has_stepped(known: _Known, moment: Tensor, count: float) -> bool:
