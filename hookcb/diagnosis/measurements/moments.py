@@ -147,7 +147,7 @@ class Moments(Measurement):
             return
         if (followed := self._followed.get(opt)) is None:
             followed = self._followed[opt] = _Followed()
-        if not followed.params and followed.n_noted < MAX_NOTED:
+        if run.noting and not followed.params and followed.n_noted < MAX_NOTED:
             followed.params += _watched(opt)
             followed.n_noted += not followed.params
         # after a change of its tensor, more may come, and samples then are of the step before
