@@ -244,9 +244,11 @@ def _read(change: _Change) -> StateChange:
 
 def _watched(opt: Optimizer) -> list[ReferenceType[nn.Parameter]]:
     """The first and the last parameter that have a second moment and a number of steps."""
-    params = [p for group in opt.param_groups for p in group["params"]]
-    known = [ref(p) for p in params if moment_of(opt.state.get(p, {})) is not None]
-    return known[:1] + known[1:][-1:]
+    params = [
+        p for group in opt.param_groups for p in group["params"] if "exp_avg_sq" in opt.state.get(p, ())
+    ]
+    ends = params[:1] + params[1:][-1:]
+    return [ref(p) for p in ends if moment_of(opt.state[p]) is not None]
 
 
 def moment_of(state: dict[str, Any]) -> Tensor | None:
