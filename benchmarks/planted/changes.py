@@ -7,7 +7,8 @@ from case import Callbacks, Case, Run, control, fault, follow
 from language import LanguageModel, adamw, character_batches
 from nets import token_loss
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR
 
 CHANGES: list[Case] = []
 CHANGE_CONTROLS: list[Case] = []
@@ -91,3 +92,53 @@ def offloaded(seed: int, cbs: Callbacks) -> Run:
             state |= {key: x.clone() for key, x in state.items() if isinstance(x, torch.Tensor)}
 
     return changed(seed, cbs, move)
+
+
+# ---- rates of single groups
+
+
+def in_groups(model: LanguageModel, lr: float, factor: float) -> AdamW:
+    """AdamW with a group for the head, at so many times the rate."""
+    head = [*model.head.parameters()]
+    of_head = {id(p) for p in head}
+    body = [p for p in model.parameters() if id(p) not in of_head]
+    return AdamW([{"params": body, "lr": lr}, {"params": head, "lr": factor * lr}], weight_decay=0.0)
+
+
+def by_groups(seed: int, cbs: Callbacks, factor: float, later=None, lr: float = 2e-3) -> Run:
+    """Train with a head that has its own rate, times `later(step)`."""
+    model = LanguageModel(tied=False)
+    opt = in_groups(model, lr, factor)
+    schedule = LambdaLR(opt, [lambda step: 1.0, later or (lambda step: 1.0)])
+    batches = character_batches(seed, N_STEP)
+    return follow(model, token_loss, opt, batches, cbs, seed, clip=1.0, schedule=schedule)
+
+
+@fault(
+    CHANGES,
+    "LM: the rate of the head's group rises to 300 times as much",
+    codes=["loss.spike", "loss.diverging", "update.spike"],
+    planted_at=AT,
+    note_suffices=True,
+)
+def head_speeds_up(seed: int, cbs: Callbacks) -> Run:
+    return by_groups(seed, cbs, factor=1.0, later=lambda step: 300.0 if step >= AT else 1.0)
+
+
+@control(CHANGE_CONTROLS, "LM: the head's group has 10 times the rate", target=2.7)
+def fast_enough_head(seed: int, cbs: Callbacks) -> Run:
+    return by_groups(seed, cbs, factor=10.0)
+
+
+@control(CHANGE_CONTROLS, "LM: the head's group begins at a hundredth and follows", target=2.7)
+def thawed_head(seed: int, cbs: Callbacks) -> Run:
+    return by_groups(seed, cbs, factor=1.0, later=lambda step: 0.01 if step < 40 else 1.0)
+
+
+@control(CHANGE_CONTROLS, "LM: two warm restarts, each to the full rate", target=2.8)
+def warm_restarts(seed: int, cbs: Callbacks) -> Run:
+    model = LanguageModel()
+    opt = adamw(model, lr=3e-3)
+    schedule = CosineAnnealingWarmRestarts(opt, 80, eta_min=1e-5)
+    batches = character_batches(seed, 240)
+    return follow(model, token_loss, opt, batches, cbs, seed, clip=1.0, schedule=schedule)

@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from hookcb.core.text import as_layer
+from hookcb.diagnosis.measurements.group_rates import JUMP, RISE, Jump
 from hookcb.diagnosis.measurements.moments import Moments
 from hookcb.diagnosis.measurements.spikes import N_AFTER, Spike
 from hookcb.diagnosis.measurements.step_scales import LimitChange, Rescaled
@@ -12,7 +13,6 @@ from hookcb.diagnosis.rules import format_factor
 from hookcb.diagnosis.run import Layer, Param, Run, Series
 
 N_NEAR = 8  # steps before a spike in which a change counts
-JUMP, RISE = 1.5, 2.0  # ratio of the rates of two steps in a row, and of the last of 64 steps to the first
 FALLS = 1 / 3  # part of the excess that the next batches keep at most, if it was the batch's
 N_BAND, N_RECENT, N_BEFORE = 8, 5, 2  # looks before a jump, those it is compared with, and those after it
 RATIO = 2.0  # of a jump to the number before, and to the largest change between the looks it is compared with
@@ -66,6 +66,9 @@ def _of_batch(spike: Spike) -> Cause | None:
 
 
 def _of_rate(spike: Spike) -> Cause | None:
+    if spike.jump:  # of one group
+        jump = Jump(*spike.jump)
+        return Cause("rate", jump.text, since=jump.step if jump.since is None else None)
     for (_, before), (step, rate) in pairwise(spike.rates):
         if 0 < JUMP * before <= rate:
             rise = f"the learning rate had risen from {before:.3g} to {rate:.3g} at step {step:,}"

@@ -55,14 +55,14 @@ class LossSpikes(Fault):
     the next losses keep less than a third of the excess, or if its inputs are four times as large as those of
     all inspected batches. A GradScaler, if its scale had fallen by a third or more between the backward and
     the step of one of the 64 batches before. The learning rate, if it has risen by half or more from one step
-    to the next within the 64 steps before, or to twice as much over these. Clipping by torch, if within these
-    it has ended, or its limit has risen by half or more, after 32 steps or more with one limit, which had cut
-    half of the last 8 to 32 gradients. A layer or parameter whose standard deviation, largest magnitude or
-    norm has jumped in the last two looks before the spike, at most 128 batches before: above the five looks
-    before by a factor of two, and by twice their largest change in logarithms, after eight looks or more. The
-    weights, if later losses are higher or keep half of the excess. What is not known is said. For what came
-    first besides a batch, it is told if in the eight steps before the scale of a GradScaler has changed, or a
-    norm was four times the median norm before.
+    to the next within the 64 steps before, or to twice as much over these, in one parameter group or all.
+    Clipping by torch, if within these it has ended, or its limit has risen by half or more, after 32 steps or
+    more with one limit, which had cut half of the last 8 to 32 gradients. A layer or parameter whose standard
+    deviation, largest magnitude or norm has jumped in the last two looks before the spike, at most 128
+    batches before: above the five looks before by a factor of two, and by twice their largest change in
+    logarithms, after eight looks or more. The weights, if later losses are higher or keep half of the excess.
+    What is not known is said. For what came first besides a batch, it is told if in the eight steps before
+    the scale of a GradScaler has changed, or a norm was four times the median norm before.
 
     Source: J. von Neumann et al., "The mean square successive difference", 1941, and P. J. Huber, "Robust
     Statistics", 1981, for the noise. The batch or the state of the weights: A. Chowdhery et al., "PaLM",
