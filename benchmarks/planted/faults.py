@@ -1,6 +1,7 @@
 """Training runs with one planted fault each."""
 
 from case import Case
+from changes import CHANGES
 from facts_data import FACTS_DATA_FAULTS
 from facts_flags import FACTS_FLAGS_FAULTS
 from facts_grads import FACTS_GRADS_FAULTS
@@ -30,6 +31,7 @@ FAULTS: list[Case] = [
     *LARGE_FAULTS,
     *TIME_FAULTS,
     *SPIKES,
+    *CHANGES,
     *RARE_FAULTS,
     *FACTS_NAN_FAULTS,
     *FACTS_GRADS_FAULTS,

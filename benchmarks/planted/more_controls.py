@@ -1,6 +1,7 @@
 """Further kinds of healthy training runs, some of which a diagnosis might misread."""
 
 from case import Case
+from changes import CHANGE_CONTROLS
 from facts_data import FACTS_DATA_CONTROLS
 from facts_flags import FACTS_FLAGS_CONTROLS
 from facts_grads import FACTS_GRADS_CONTROLS
@@ -30,6 +31,7 @@ MORE_CONTROLS: list[Case] = [
     *LARGE_CONTROLS,
     *TIME_CONTROLS,
     *SPIKE_CONTROLS,
+    *CHANGE_CONTROLS,
     *FACTS_GRADS_CONTROLS,
     *FACTS_LEFT_CONTROLS,
     *FACTS_VALID_CONTROLS,

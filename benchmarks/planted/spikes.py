@@ -14,7 +14,7 @@ from hookcb import GradientClip, watch
 SPIKES: list[Case] = []
 SPIKE_CONTROLS: list[Case] = []
 AT, N_STEP = 120, 260  # step of the cause, and of the end
-CODES = ["loss.spike", "loss.diverging", "update.too_large", "update.spike", "loss.trivial"]
+CODES = ["adam.state", "loss.spike", "loss.diverging", "update.too_large", "update.spike", "loss.trivial"]
 SAYS: dict[str, str] = {}  # what the finding on the spike must say, by case
 
 

@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +27,8 @@ MIN_BATCHES = 50  # to tell a flat or rising loss
 MIN_BATCHES_OF_TOKENS = 200  # for a language model, which learns the shares of tokens first, and waits there
 FLAT, NEAR_GUESS = 0.95, 0.8  # shares of the first loss and of the loss of guessing
 CONFIDENCE = 3.0  # standard deviations
+# losses before and after a step, and standard errors by which the later ones are higher
+N_BEFORE, MIN_BEFORE, N_AFTER, SIGMAS = 64, 32, 16, 6.0
 
 MAX_FIRST_UPDATE, N_FIRST = 0.2, 10  # in the first records; Adam with lr 1e-2 begins with 0.1 to 0.2
 MAX_UPDATE, N_LARGE, N_WINDOW = 0.05, 5, 8  # later, in 5 of 8 records
@@ -140,6 +143,34 @@ def spread(values: Iterable[float]) -> tuple[float, float]:
     numbers = finite(values)
     middle = median(numbers)
     return middle, SIGMA * median(abs(x - middle) for x in numbers)
+
+
+class Rise(NamedTuple):
+    """Rise of the loss at a step: median before, mean after, and whether half of it is gone in the end."""
+
+    before: float
+    after: float
+    has_healed: bool
+
+
+def rise_of_loss(run: Run, step: int, n: int = N_AFTER) -> Rise | None:
+    """Rise of the loss after a step that is more than noise; None if there is none, or too little is known.
+
+    The mean of the next `n` losses is above the median of the 64 up to it by six standard errors.
+    """
+    losses = [(at, x) for at, x in run.loss if math.isfinite(x)]
+    before = [x for at, x in losses if step - N_BEFORE <= at < step]
+    later = [x for at, x in losses if at > step]
+    after = later[:n]
+    if len(before) < MIN_BEFORE or len(after) < n // 2:
+        return None
+    middle, sigma = spread(before)
+    error = max(sigma, 1e-3 * abs(middle)) * math.sqrt(1 / len(before) + 1 / len(after))
+    if (now := statistics.fmean(after)) <= (limit := middle + SIGMAS * error):
+        return None
+    high = max(limit, (middle + now) / 2)
+    has_healed = len(later) >= 2 * n and statistics.fmean(later[-n:]) <= high
+    return Rise(middle, now, has_healed)
 
 
 def place(param: Param) -> tuple[float, int]:

@@ -17,6 +17,7 @@ from hookcb.core import graph
 from hookcb.core.batch import batch_size, parts
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.group_rates import GroupRates
 from hookcb.diagnosis.measurements.loss import first_float, n_classes_of
 from hookcb.diagnosis.measurements.loss_terms import Term, main_term, read_terms
 from hookcb.diagnosis.measurements.samples import flat, spread
@@ -52,6 +53,7 @@ class Spike:
         after: losses of the batches after it, as long as it lasts, at most 128.
         lasted: number of batches until three in a row are usual again; None if that was not seen.
         rates: steps before it and their learning rates, the newest last.
+        jump: see `GroupRates.before`, of the 64 steps before it; () if there was none.
         worst: indices and losses of the samples of its first batch with the largest losses; () if unknown.
         n_samples, typical: number of these samples, and the median of their losses.
         ratio: largest ratio of Adam's |m| to what its v allows, over sampled elements of all parameters,
@@ -74,6 +76,7 @@ class Spike:
     after: list[float] = field(default_factory=list)
     lasted: int | None = None
     rates: tuple[tuple[int, float], ...] = ()
+    jump: tuple[Any, ...] = ()
     worst: tuple[tuple[int, float], ...] = ()
     n_samples: int = 0
     typical: float = math.nan
@@ -187,7 +190,7 @@ class Spikes(Measurement):
     """
 
     cadence = EVERY
-    uses = (Curves, StepScales, Targets)
+    uses = (Curves, GroupRates, StepScales, Targets)
 
     def __init__(self) -> None:
         self._finder = SpikeFinder()
@@ -249,6 +252,7 @@ class Spikes(Measurement):
         if (spike := self._finder.add(value, *place)) is None:
             return
         spike.rates = tuple(x for x in self._rates if x[0] < spike.step)[-N_RATES:]
+        spike.jump = tuple(run.measured(GroupRates).before(spike.step, N_RATES) or ())
         _add_scales(spike, run.measured(StepScales))
         if is_here:
             self._new = spike

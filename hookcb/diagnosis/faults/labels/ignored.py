@@ -12,8 +12,8 @@ class AllIgnored(Fault):
     """Targets of all inspected batches are the index that the loss ignores, so that nothing is learned.
 
     Exact: each target is `ignore_index` in each of three inspected batches or more, as torch's cross-entropy
-    or negative log-likelihood has saved them; its mean is 0/0, a sum is 0. Of a single batch `nonfinite.first`
-    tells it, where that made the loss NaN.
+    or negative log-likelihood has saved them. Where the backward has freed them: a mean over targets of the
+    model's finite output is NaN. Of a single batch whose loss is NaN, `nonfinite.first` tells it.
 
     Source: torch.nn.CrossEntropyLoss: `ignore_index` targets do not contribute to the gradient.
     """
@@ -44,9 +44,7 @@ class AllIgnored(Fault):
                     "were cut before the answer began",
                     f"labels that were never set, or an ignore_index that is a class, here {index}",
                 ),
-                next_steps=(
-                    f"Print (labels != {index}).sum() of a batch, and follow how its labels are made",
-                ),
+                next_steps=(f"Print (labels != {index}).sum() of a batch, and look where labels are made",),
             )
 
     def freeze(self) -> None:

@@ -1,7 +1,6 @@
 """update.spike: steps of Adam that are far too large, as its second moment is not up to date."""
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from hookcb.diagnosis.fault import NOTES, Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.loss import Loss
-from hookcb.diagnosis.rules import need_not_fall, spread
+from hookcb.diagnosis.rules import need_not_fall, rise_of_loss
 from hookcb.diagnosis.run import SPARSE_KINDS, Absent, Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
 from hookcb.gradients.samples import is_native, on_cpu, sketch_copies
@@ -24,8 +23,6 @@ MAX_RMS, N_HIGH = 2.3, 2  # of g / sqrt(v), in so many measured steps in a row
 MIN_APART, MAX_APART = 4, 32  # steps between the first and the last of these
 N_PARAMS, N_KEPT = 4, 1_024  # matrices that are sampled, and steps that are kept
 MIN_RECORDS, FROM_STEP = 8, 64  # before which the moment is young, and each batch is noted
-N_BEFORE, MIN_BEFORE, N_AFTER, SIGMAS = 64, 32, 16, 6.0  # losses, and standard errors of their means
-
 FIXED = ("cross-entropy",)  # losses with fixed targets; errors against values may have targets that move
 
 
@@ -196,18 +193,7 @@ def _persistent(rms: list[tuple[int, float]]) -> float:
 
 def _jumps(run: Run, name: str, rms: list[tuple[int, float]]) -> Iterator[_Jump]:
     """Times at which the RMS is too large and the loss rises."""
-    losses = [(step, x) for step, x in run.loss if math.isfinite(x)]
     for (first, a), (last, b) in pairwise(rms):
-        if min(a, b) <= MAX_RMS or not MIN_APART <= last - first <= MAX_APART:
-            continue
-        before = [x for step, x in losses if first - N_BEFORE <= step < first]
-        later = [x for step, x in losses if step > first]
-        after = later[:N_AFTER]
-        if len(before) < MIN_BEFORE or len(after) < N_AFTER // 2:
-            continue
-        middle, sigma = spread(before)
-        error = max(sigma, 1e-3 * abs(middle)) * math.sqrt(1 / len(before) + 1 / len(after))
-        if (now := statistics.fmean(after)) > (limit := middle + SIGMAS * error):
-            high = max(limit, (middle + now) / 2)
-            has_healed = len(later) >= 2 * N_AFTER and statistics.fmean(later[-N_AFTER:]) <= high
-            yield _Jump(name, first, last, max(a, b), middle, now, has_healed)
+        is_high = min(a, b) > MAX_RMS and MIN_APART <= last - first <= MAX_APART
+        if is_high and (rise := rise_of_loss(run, first)) is not None:
+            yield _Jump(name, first, last, max(a, b), *rise)

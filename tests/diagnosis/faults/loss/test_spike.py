@@ -356,6 +356,25 @@ def test_a_rate_that_has_crept_up_comes_first():
     assert "learning rate has risen" not in flat.message
 
 
+def test_a_rate_that_rose_in_one_group_is_told_with_its_group():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    opt = torch.optim.SGD([{"params": [*layer.parameters()]} for layer in model], lr=1e-3)
+    x = torch.randn(200, 16, 4, generator=torch.Generator().manual_seed(0))
+    with watch(model, opt, Diagnose(show=False)) as w:
+        for step in range(200):
+            if step == 120:
+                opt.param_groups[1]["lr"] = 3.0
+            if step == 122:
+                opt.param_groups[1]["lr"] = 1e-3
+            opt.zero_grad()
+            F.mse_loss(model(x[step]), x[step].sum(1, keepdim=True)).backward()
+            opt.step()
+    (found,) = [x for x in w.diagnose().findings if x.code == "loss.spike"]
+    group = "parameter group 1 (1.weight, 1.bias)"
+    assert f"the learning rate of {group} had risen from 0.001 to 3 at step 120" in found.message
+    assert found.step == 120
+
+
 def test_the_largest_jump_is_told_and_smaller_ones_without_a_cause_beside_it():
     run = spiky(level(), {80: 2.2, 81: 2.0, 82: 1.9, 240: 3.0})
     first, last = run.measured(Spikes).found

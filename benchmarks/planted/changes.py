@@ -1,0 +1,144 @@
+"""Small language models in which a program changes something in mid-run: a state, a rate, a clipping."""
+
+import copy
+
+import torch
+from case import Callbacks, Case, Run, control, fault, follow
+from language import LanguageModel, adamw, character_batches
+from nets import token_loss
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR
+
+CHANGES: list[Case] = []
+CHANGE_CONTROLS: list[Case] = []
+AT, N_STEP = 120, 260  # step of the change, and of the end
+
+
+def changed(seed: int, cbs: Callbacks, change, lr: float = 3e-3) -> Run:
+    """Train, and call `change(model, opt, step)` after each step."""
+    model = LanguageModel()
+    opt = adamw(model, lr=lr)
+    batches = character_batches(seed, N_STEP)
+    return follow(
+        model, token_loss, opt, batches, cbs, seed, clip=1.0, after_step=lambda step: change(model, opt, step)
+    )
+
+
+# ---- the state of Adam
+
+
+@fault(CHANGES, "LM: Adam's state is that of a run with a summed loss", codes=["adam.state"], planted_at=AT)
+def foreign_state(seed: int, cbs: Callbacks) -> Run:
+    """Its gradients were 768 times as large, so that almost nothing is learned afterwards."""
+    other = LanguageModel()
+    opt_of_other = adamw(other, lr=3e-3)
+
+    def summed(pred: Tensor, y: Tensor) -> Tensor:
+        return token_loss(pred, y) * y.numel()
+
+    follow(other, summed, opt_of_other, character_batches(seed + 1, 60), (), seed)
+
+    def load(model: nn.Module, opt: Optimizer, step: int) -> None:
+        if step == AT - 1:
+            opt.load_state_dict(opt_of_other.state_dict())
+
+    return changed(seed, cbs, load)
+
+
+@fault(CHANGES, "LM: Adam's moments are set to zero, its count is not", codes=["adam.state"], planted_at=AT)
+def moments_of_zero(seed: int, cbs: Callbacks) -> Run:
+    def clear(model: nn.Module, opt: Optimizer, step: int) -> None:
+        if step == AT - 1:
+            for state in opt.state.values():
+                state["exp_avg"].zero_()
+                state["exp_avg_sq"].zero_()
+
+    return changed(seed, cbs, clear)
+
+
+@control(CHANGE_CONTROLS, "LM: goes back to its own checkpoint in mid-run", target=2.7)
+def back_to_checkpoint(seed: int, cbs: Callbacks) -> Run:
+    """Weights and the state of the optimizer of forty steps before, as after a loss that is NaN."""
+    kept: list[dict] = []
+
+    def load(model: nn.Module, opt: Optimizer, step: int) -> None:
+        if step == AT - 41:
+            kept[:] = copy.deepcopy([model.state_dict(), opt.state_dict()])
+        if step == AT - 1:
+            model.load_state_dict(kept[0])
+            opt.load_state_dict(kept[1])
+
+    return changed(seed, cbs, load)
+
+
+@control(CHANGE_CONTROLS, "LM: Adam's state is reset, with its count", target=2.7)
+def reset_whole(seed: int, cbs: Callbacks) -> Run:
+    """As in phases of a training, or against a loss of plasticity; a note at most."""
+
+    def reset(model: nn.Module, opt: Optimizer, step: int) -> None:
+        if step == AT - 1:
+            opt.state.clear()
+
+    return changed(seed, cbs, reset)
+
+
+@control(CHANGE_CONTROLS, "LM: Adam's state is elsewhere between steps", target=2.7)
+def offloaded(seed: int, cbs: Callbacks) -> Run:
+    """New tensors with the same numbers after each step, as if they had been on another device."""
+
+    def move(model: nn.Module, opt: Optimizer, step: int) -> None:
+        for state in opt.state.values():
+            state |= {key: x.clone() for key, x in state.items() if isinstance(x, torch.Tensor)}
+
+    return changed(seed, cbs, move)
+
+
+# ---- rates of single groups
+
+
+def in_groups(model: LanguageModel, lr: float, factor: float) -> AdamW:
+    """AdamW with a group for the head, at so many times the rate."""
+    head = [*model.head.parameters()]
+    of_head = {id(p) for p in head}
+    body = [p for p in model.parameters() if id(p) not in of_head]
+    return AdamW([{"params": body, "lr": lr}, {"params": head, "lr": factor * lr}], weight_decay=0.0)
+
+
+def by_groups(seed: int, cbs: Callbacks, factor: float, later=None, lr: float = 2e-3) -> Run:
+    """Train with a head that has its own rate, times `later(step)`."""
+    model = LanguageModel(tied=False)
+    opt = in_groups(model, lr, factor)
+    schedule = LambdaLR(opt, [lambda step: 1.0, later or (lambda step: 1.0)])
+    batches = character_batches(seed, N_STEP)
+    return follow(model, token_loss, opt, batches, cbs, seed, clip=1.0, schedule=schedule)
+
+
+@fault(
+    CHANGES,
+    "LM: the rate of the head's group rises to 300 times as much",
+    codes=["loss.spike", "loss.diverging", "update.spike"],
+    planted_at=AT,
+    note_suffices=True,
+)
+def head_speeds_up(seed: int, cbs: Callbacks) -> Run:
+    return by_groups(seed, cbs, factor=1.0, later=lambda step: 300.0 if step >= AT else 1.0)
+
+
+@control(CHANGE_CONTROLS, "LM: the head's group has 10 times the rate", target=2.7)
+def fast_enough_head(seed: int, cbs: Callbacks) -> Run:
+    return by_groups(seed, cbs, factor=10.0)
+
+
+@control(CHANGE_CONTROLS, "LM: the head's group begins at a hundredth and follows", target=2.7)
+def thawed_head(seed: int, cbs: Callbacks) -> Run:
+    return by_groups(seed, cbs, factor=1.0, later=lambda step: 0.01 if step < 40 else 1.0)
+
+
+@control(CHANGE_CONTROLS, "LM: two warm restarts, each to the full rate", target=2.8)
+def warm_restarts(seed: int, cbs: Callbacks) -> Run:
+    model = LanguageModel()
+    opt = adamw(model, lr=3e-3)
+    schedule = CosineAnnealingWarmRestarts(opt, 80, eta_min=1e-5)
+    batches = character_batches(seed, 240)
+    return follow(model, token_loss, opt, batches, cbs, seed, clip=1.0, schedule=schedule)

@@ -1,0 +1,196 @@
+"""Causes of a spike of the loss: what came first, from what was kept around it."""
+
+import math
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from hookcb.core.text import as_layer
+from hookcb.diagnosis.measurements.group_rates import JUMP, RISE, Jump
+from hookcb.diagnosis.measurements.moments import Moments
+from hookcb.diagnosis.measurements.spikes import N_AFTER, Spike
+from hookcb.diagnosis.measurements.step_scales import LimitChange, Rescaled
+from hookcb.diagnosis.rules import format_factor
+from hookcb.diagnosis.run import Layer, Param, Run, Series
+
+N_NEAR = 8  # steps before a spike in which a change counts
+FALLS = 1 / 3  # part of the excess that the next batches keep at most, if it was the batch's
+N_BAND, N_RECENT, N_BEFORE = 8, 5, 2  # looks before a jump, those it is compared with, and those after it
+RATIO = 2.0  # of a jump to the number before, and to the largest change between the looks it is compared with
+MAX_INPUT = 4.0  # ratio of the largest input to that of all inspected batches
+MIN_NORMS, CUT = 8, 1 / 2  # known norms before a limit of clipping ended, and the share that it cut
+OF_LAYERS = {"std": "standard deviation of the output", "abs_max": "largest output"}
+OF_PARAMS = {"rms": "RMS of the gradient", "weight_norm": "norm"}
+
+Kind = Literal["batch", "scaler", "rate", "clip", "state", "reset", "layer", "weights", "unknown"]
+
+
+class Cause(NamedTuple):
+    """Cause of a spike: its kind, the end of a sentence on it, and the layer or parameter it is about."""
+
+    kind: Kind
+    text: str
+    at: Layer | Param | None = None
+    since: int | None = None  # step of what is a fact
+
+
+def cause_of(spike: Spike, run: Run) -> Cause:
+    """Finds what came first at a spike, as far as it was seen."""
+    found = own_cause(spike, run) or _of_layers(spike, run) or _of_weights(spike)
+    return found or Cause("unknown", "the batch came first, or the step before it, which was not seen")
+
+
+def own_cause(spike: Spike, run: Run) -> Cause | None:
+    """The cause that is seen without the layers."""
+    of_steps = _of_scaler(spike) or _of_rate(spike) or _of_clipping(spike)
+    return _of_state(spike, run) or _of_batch(spike) or of_steps
+
+
+def is_wrong(spike: Spike) -> bool:
+    """Whether the state of Adam, or the scale of a GradScaler, was wrong before it."""
+    return spike.ratio > 1 or _of_scaler(spike) is not None
+
+
+def _of_batch(spike: Spike) -> Cause | None:
+    """The batch, if the weights are seen to be good before it, or after its step."""
+    samples = samples_of(spike)
+    if spike.inputs > MAX_INPUT:
+        scale = f"its inputs are {spike.inputs:.3g} times as large as those of all inspected batches"
+        why = f"this batch came first, as {scale}"
+    elif spike.lasted == 1:
+        why = "it is this batch alone, as the next ones are usual"
+    elif samples and spike.typical <= spike.limit and _rest(spike) < FALLS:
+        why = "this batch came first, as most of its samples are usual"
+    else:
+        return None
+    return Cause("batch", f"{why}; {samples}" if samples else why)
+
+
+def _of_rate(spike: Spike) -> Cause | None:
+    if spike.jump:  # of one group
+        jump = Jump(*spike.jump)
+        return Cause("rate", jump.text, since=jump.step if jump.since is None else None)
+    for (_, before), (step, rate) in pairwise(spike.rates):
+        if 0 < JUMP * before <= rate:
+            rise = f"the learning rate had risen from {before:.3g} to {rate:.3g} at step {step:,}"
+            return Cause("rate", rise, since=step)
+    if spike.rates and 0 < RISE * spike.rates[0][1] <= spike.rates[-1][1]:
+        (first, before), (_, rate) = spike.rates[0], spike.rates[-1]
+        return Cause("rate", f"the learning rate has risen from {before:.3g} at step {first:,} to {rate:.3g}")
+    return None
+
+
+def _of_scaler(spike: Spike) -> Cause | None:
+    """The GradScaler, if gradients were divided by another scale than they were multiplied by."""
+    if not spike.rescaled:
+        return None
+    step, before, after = Rescaled(*spike.rescaled)
+    if not 0 < JUMP * after <= before:
+        return None
+    return Cause(
+        "scaler",
+        f"the scale of the GradScaler had changed from {before:,.6g} to {after:,.6g} between the backward "
+        f"and the step of batch {step:,}, so that its gradients were {before / after:,.3g} times too large",
+        since=step,
+    )
+
+
+def _of_clipping(spike: Spike) -> Cause | None:
+    """Clipping that has ended, or whose limit has risen, if it did cut most gradients."""
+    if not spike.limit_change:
+        return None
+    change = LimitChange(*spike.limit_change)
+    norms = [x for step, x in spike.norms if step < change.step and math.isfinite(x)]
+    n_cut = sum(x > change.before for x in norms)
+    if len(norms) < MIN_NORMS or n_cut < CUT * len(norms):
+        return None
+    had_cut = f"it had cut {n_cut} of the last {len(norms)} gradients"
+    return Cause("clip", f"{text_of_limit(change)}; {had_cut}", since=change.step)
+
+
+def text_of_limit(change: LimitChange) -> str:
+    """Change in the calls of torch's clipping; other ways to clip are not seen."""
+    new = f"the limit of clip_grad_norm_ was {change.after:g}"
+    if change.after == math.inf:
+        new = "clip_grad_norm_ was not called"
+    before = f"after {change.n_before:,} steps with a limit of {change.before:g}"
+    return f"from step {change.step:,} on {new}, {before}"
+
+
+def _of_state(spike: Spike, run: Run) -> Cause | None:
+    """The state of Adam, if no gradients can have made it, or a program has replaced it in the steps before.
+
+    A state that may be meant comes first only for a loss that stays high.
+    """
+    changes = (x for x in run.measured(Moments).changes if not x.has_moved)
+    change = next((x for x in changes if 0 < spike.step - x.step <= N_NEAR), None)
+    said = f"before step {change.step:,}, {change.text}" if change else ""
+    if spike.ratio > 1:
+        said += ", and " * bool(said) + impossible(spike)
+        since = spike.step if change is None else change.step
+        return Cause("state", f"the state of the optimizer is wrong, as {said}", since=since)
+    if change is None or (spike.lasted == 1 and not change.is_foreign):
+        return None
+    return Cause("state" if change.is_foreign else "reset", said, since=change.step)
+
+
+def impossible(spike: Spike) -> str:
+    """A clause on moments of Adam that contradict each other."""
+    many = f"{format_factor(spike.ratio)} times as large as any gradients with their exp_avg_sq can make them"
+    return f"some elements of exp_avg are {many}"
+
+
+def _of_layers(spike: Spike, run: Run) -> Cause | None:
+    """The layer or parameter that left its band first, before the loss did."""
+    places: list[tuple[Layer | Param, dict[str, str]]] = [(x, OF_LAYERS) for x in run.layers.values()]
+    places += [(p, OF_PARAMS) for p in run.params.values()]
+    found = [
+        (*left, words, place)
+        for place, stats in places
+        for stat, words in stats.items()
+        if (left := _left_band(place.series(stat), spike.step)) is not None
+    ]
+    if not found:
+        return None
+    step, ratio, what, at = min(found, key=lambda x: (x[0], -x[1]))
+    words = f"the {what} of {as_layer(at.name)} was {ratio:.3g} times its usual value from step {step:,} on"
+    return Cause("layer", f"{words}, before the loss", at)
+
+
+def _left_band(series: Series, until: int) -> tuple[int, float] | None:
+    """Step and ratio at which a number has jumped, and not come back before a step."""
+    pairs = [(step, math.log(x)) for step, x in series if step < until and 0 < x < math.inf]
+    usual, last = [x for _, x in pairs[:-N_BEFORE]], pairs[-N_BEFORE:]
+    if len(usual) < N_BAND or last[0][0] < until - N_AFTER:
+        return None
+    change = max(abs(y - x) for x, y in pairwise(usual[-N_RECENT:]))  # of a training that goes on
+    jump = min(x for _, x in last) - max(usual[-N_RECENT:])
+    return (last[0][0], math.exp(jump)) if jump > max(RATIO * change, math.log(RATIO)) else None
+
+
+def _of_weights(spike: Spike) -> Cause | None:
+    near = spike.after[:16]
+    if near and (highest := max(near)) > spike.value:
+        n = near.index(highest) + 1
+        climb = f"it is {highest:.3g} {n} batch{'es' * (n > 1)} later"
+        return Cause("weights", f"{climb}, so the weights have moved, by this step or one before it")
+    if near and _rest(spike) >= 1 / 2:
+        return Cause(
+            "weights",
+            "the next batches have such losses too, so the weights have moved, by this step or before",
+        )
+    return None
+
+
+def _rest(spike: Spike) -> float:
+    """Part of the excess that the median of the next three losses keeps; NaN if there are fewer."""
+    near = sorted(spike.after[:3])
+    return (near[1] - spike.middle) / (spike.value - spike.middle) if len(near) == 3 else math.nan
+
+
+def samples_of(spike: Spike) -> str:
+    """The samples of the batch that stand out; "" if none is known to."""
+    worst = [f"{i} ({x:.3g})" for i, x in spike.worst if x > spike.limit]
+    if not worst:
+        return ""
+    of = f"of its {spike.n_samples:,} samples, counted from 0, the worst are"
+    return f"{of} {', '.join(worst)}, where the median is {spike.typical:.3g}"
