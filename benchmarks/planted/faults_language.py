@@ -23,6 +23,8 @@ from language import (
     TorchEncoder,
     accumulate,
     adamw,
+    answer_loss,
+    answers_only,
     character_batches,
     future,
     sentence_batches,
@@ -59,6 +61,21 @@ def outlier_channel(seed: int, cbs: Callbacks) -> Run:
 
 
 # ---- masks
+
+
+@fault(LANGUAGE_FAULTS, "LM: prompts that mask all targets", codes=["label.ignored"])
+def no_answers(seed: int, cbs: Callbacks) -> Run:
+    model = LanguageModel()
+    opt = adamw(model)
+    batches = answers_only(character_batches(seed, n_step=80), lambda i: 1_000)
+    return follow(model, answer_loss, opt, batches, cbs, seed, clip=1.0, schedule=warm_up(opt))
+
+
+@fault(LANGUAGE_FAULTS, "LM: the mean of a batch without a target", codes=["nonfinite.first"])
+def one_without_answers(seed: int, cbs: Callbacks) -> Run:
+    model = LanguageModel()
+    batches = answers_only(character_batches(seed, n_step=80), lambda i: 1_000 if i == 40 else 8)
+    return fit(model, token_loss, adamw(model), batches, [*cbs, GradientClip(1.0)], seed)
 
 
 @fault(LANGUAGE_FAULTS, "LM: no mask", codes=["mask.future"])

@@ -7,7 +7,7 @@ written in the ways that people write it.
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import pairwise
 from pydoc_data.topics import topics
@@ -280,3 +280,18 @@ def accumulate(model: nn.Module, opt: Optimizer, cbs: Callbacks, seed: int, divi
                 opt.step()
                 opt.zero_grad()
     return run
+
+
+def answers_only(
+    batches: Iterable[tuple[Tensor, Tensor]], n_prompt: Callable[[int], int]
+) -> list[tuple[Tensor, Tensor]]:
+    """Batches whose targets within the prompt are masked; batch i has one of `n_prompt(i)` tokens."""
+    return [
+        (x, y.masked_fill(torch.arange(y.shape[1]) < n_prompt(i), -100)) for i, (x, y) in enumerate(batches)
+    ]
+
+
+def answer_loss(scores: Tensor, y: Tensor) -> Tensor:
+    """Mean cross-entropy of the targets that are not masked, 0 if there are none."""
+    total = F.cross_entropy(scores.flatten(0, 1), y.flatten(), reduction="sum")
+    return total / (y != -100).sum().clamp(min=1)

@@ -16,6 +16,8 @@ from language import (
     accumulate,
     adamw,
     added,
+    answer_loss,
+    answers_only,
     character_batches,
     characters,
     excerpts,
@@ -99,6 +101,15 @@ def masked_characters(seed: int, cbs: Callbacks) -> Run:
     model = Bert()
     opt = AdamW(model.parameters(), lr=5e-3)
     return follow(model, token_loss, opt, batches, cbs, seed, clip=1.0, schedule=warm_up(opt, n_step=200))
+
+
+@control(LANGUAGE_CONTROLS, "LM: answers only, and none in every fifth batch", target=3.0)
+def answers(seed: int, cbs: Callbacks) -> Run:
+    """Supervised fine-tuning: targets of the prompt are masked, in some batches all of them."""
+    model = LanguageModel()
+    opt = adamw(model)
+    batches = answers_only(character_batches(seed), lambda i: 1_000 if i % 5 == 4 else 8)
+    return follow(model, answer_loss, opt, batches, cbs, seed, clip=1.0, schedule=warm_up(opt))
 
 
 @control(LANGUAGE_CONTROLS, "LM: words of which a seventh is replaced", target=2.0)
