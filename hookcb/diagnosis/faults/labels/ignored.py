@@ -34,10 +34,10 @@ class AllIgnored(Fault):
         self.unless = "" if n >= MIN_BATCHES else run.why_not("class indices of a cross-entropy")
         if n >= MIN_BATCHES and all(bool(batch.are_all) for batch in self._batches):
             index, n_targets = self._batches[0].index, sum(batch.n for batch in self._batches)
-            of = f", {n_targets:,}," if all(batch.n for batch in self._batches) else ""
+            number = f"{n_targets:,} " if all(batch.n for batch in self._batches) else ""
             self.see(
-                f"All targets of the {n} inspected batches{of} are {index}, the index that the loss ignores: "
-                "nothing is learned from them.",
+                f"All {number}targets of the {n} inspected batches are {index}, the index that the loss "
+                "ignores: nothing is learned from them.",
                 value=1.0,
                 causes=(
                     "labels that are masked wherever a prompt or padding is thought to be, in sequences that "
