@@ -71,6 +71,13 @@ def no_answers(seed: int, cbs: Callbacks) -> Run:
     return follow(model, answer_loss, opt, batches, cbs, seed, clip=1.0, schedule=warm_up(opt))
 
 
+@fault(LANGUAGE_FAULTS, "LM: labels that are shifted twice", codes=["label.shifted"], layers=["embed"])
+def shifted_twice(seed: int, cbs: Callbacks) -> Run:
+    model = LanguageModel()
+    batches = [(x[:, :-1], y[:, 1:]) for x, y in character_batches(seed, n_step=80)]
+    return fit(model, token_loss, adamw(model), batches, [*cbs, GradientClip(1.0)], seed)
+
+
 @fault(LANGUAGE_FAULTS, "LM: the mean of a batch without a target", codes=["nonfinite.first"])
 def one_without_answers(seed: int, cbs: Callbacks) -> Run:
     model = LanguageModel()

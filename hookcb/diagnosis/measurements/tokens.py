@@ -26,6 +26,7 @@ BY_POSITION = frozenset([*graph.SAME_ORDER, *graph.OF_LAYERS[:2], *graph.SCALING
 BY_POSITION |= {"T", "Mm", "Relu", "Gelu", "Tanh", "Sigmoid", "Silu", "NativeDropout", "NativeLayerNorm"}
 Place = tuple[int, tuple[int, ...], tuple[int, ...]]  # of indices: their address, shape and strides
 
+AHEAD = (0, 1, 2)  # positions
 UNKNOWN = -1  # index of a target that does not count
 
 
@@ -34,8 +35,8 @@ class Counts(NamedTuple):
 
     layer: str  # the embedding
     padding: int
-    # on the device: targets, those that are not the token at their own position, those that are not the next
-    # token, and those that are padding after padding
+    # on the device: targets, those that are padding after padding, and those that are not the token at their
+    # own position, or so many ahead, for each of `AHEAD`
     numbers: Tensor
     seeing: dict[str, Tensor]  # share of the positions with a target that attend to later ones, by layer
     has_others: bool = False  # whether the model embeds sequences of another length too, as of an encoder
@@ -45,7 +46,7 @@ class Counts(NamedTuple):
 class Relation(NamedTuple):
     """Embedded tokens that are also the targets."""
 
-    is_next: bool  # whether the target is the next token; else it is the token at the same position
+    ahead: int  # how many positions the target's token is ahead, one of `AHEAD`
     layer: str  # the embedding
     padding: int  # index of the padding, -1 if there is none
     n_targets: int
@@ -56,6 +57,11 @@ class Relation(NamedTuple):
     # whether a recurrent layer reads it from left to right, and each score is computed from that layer's
     # output at the same position
     is_read: bool = False
+
+    @property
+    def is_next(self) -> bool:
+        """Whether the target is the next token."""
+        return self.ahead == 1
 
 
 class Tokens(Measurement):
@@ -193,9 +199,11 @@ class Tokens(Measurement):
         is_target = y != UNKNOWN
         n, n_next = y.shape[dim], x.shape[dim] - 1
         own, has_next = x.narrow(dim, 0, n), is_target.narrow(dim, 0, n_next)
-        is_not_next = y.narrow(dim, 0, n_next) != x.narrow(dim, 1, n_next)
-        is_padding = is_target & (y == padding) & (own == padding)
-        kinds = (is_target, is_target & (y != own), has_next & is_not_next, is_padding)
+        kinds = [is_target, is_target & (y == padding) & (own == padding)]
+        for ahead in AHEAD:
+            k = min(n, x.shape[dim] - ahead)
+            is_other = y.narrow(dim, 0, k) != x.narrow(dim, ahead, k)
+            kinds.append(is_target.narrow(dim, 0, k) & is_other)
         numbers = torch.stack([kind.sum() for kind in kinds])
         seeing: dict[str, Tensor] = {}
         for name, length, places, sees in self._views:
@@ -226,15 +234,16 @@ class Tokens(Measurement):
 
 
 def _relation(counts: list[Counts]) -> Relation | None:
-    n, n_not_own, n_not_next, n_padding = torch.stack([x.numbers for x in counts]).sum(0).tolist()
-    if len(counts) < MIN_BATCHES or n < MIN_TARGETS or (n_not_own and n_not_next):
+    n, n_padding, *n_others = torch.stack([x.numbers for x in counts]).sum(0).tolist()
+    ahead = next((k for k in (1, 0, 2) if not n_others[k]), None)
+    if len(counts) < MIN_BATCHES or n < MIN_TARGETS or ahead is None:
         return None
     first, *others = counts
     layers = [name for name in first.seeing if all(name in x.seeing for x in others)]
     seeing = {name: min(float(x.seeing[name]) for x in counts) for name in layers}
-    is_next, has_others = not n_not_next, any(x.has_others for x in counts)
+    has_others = any(x.has_others for x in counts)
     is_read = all(x.is_read for x in counts)
-    return Relation(is_next, first.layer, first.padding, n, n_padding, seeing, has_others, is_read=is_read)
+    return Relation(ahead, first.layer, first.padding, n, n_padding, seeing, has_others, is_read=is_read)
 
 
 def _place(indices: Tensor) -> Place:

@@ -1,4 +1,4 @@
-"""label.copies_input and label.padding: targets of a language model that are its input, or its padding."""
+"""label.copies_input, .shifted and .padding: targets of a language model that are other tokens than meant."""
 
 from collections.abc import Iterator, Sequence
 
@@ -51,6 +51,7 @@ class CopiedInput(Fault):
 
     def findings(self, run: Run) -> Iterator[Result]:
         relations, graph = run.measured(Tokens).relations, run.measured(Loss).graph_of_one
+        relations = [x for x in relations if x.ahead < 2]
         copied = sorted((x for x in relations if not x.is_next), key=lambda x: not x.is_read)
         following = len(relations) > len(copied)
         if not copied or graph.sure_kind != "cross-entropy" or (following and not self._leaks(run, copied)):
@@ -87,6 +88,44 @@ class CopiedInput(Fault):
         if len(calls) > 1 or not (first.is_read or 0.0 in first.seeing.values()):
             return "info"
         return "error" if first.has_others or any(first.seeing.values()) else "warning"
+
+
+@fault(
+    "label.shifted",
+    Site.INPUT,
+    needs="batches graph",
+    leads_to="loss.* valid.*",
+    subject="tokens",
+    exact=True,
+)
+class ShiftedTwice(Fault):
+    """Targets that are the tokens two positions ahead of those that the model embeds.
+
+    Exact: all targets of a cross-entropy that have such a token, in three batches, at least 64, and no call of
+    an embedding has the tokens just before the targets, as that of a model that predicts several ahead has.
+
+    Source: transformers, `ForCausalLMLoss`: the loss of a causal model shifts its labels itself.
+    """
+
+    headline = "The labels are shifted twice"
+    uses = (Tokens, Loss)
+    severity = "warning"
+    passed = "labels that are shifted twice"
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        relations, graph = run.measured(Tokens).relations, run.measured(Loss).graph_of_one
+        far = [x for x in relations if x.ahead == 2]
+        if not far or len(far) < len(relations) or graph.sure_kind != "cross-entropy":
+            return self.told(run, (), "" if relations else run.why_not("tokens that are targets"))
+        finding = self.finding(
+            f"All {far[0].n_targets:,} targets of the inspected batches are the tokens two positions ahead of "
+            "those that the model embeds, so the next token is never learned.",
+            at=far[0].layer,
+            value=2.0,
+            causes=("labels that were shifted, for a model or a loss that shifts them itself",),
+            next_steps=("Give a model of transformers its labels unshifted, equal to input_ids; shift once",),
+        )
+        return self.told(run, [finding])
 
 
 @fault("label.padding", Site.INPUT, needs="batches graph", leads_to="loss.*", subject="tokens", exact=True)

@@ -82,7 +82,7 @@ def severity_of(code, verdict):
     return next((x.severity for x in verdict.findings if x.code == code), "")
 
 
-COPIES = "label.copies_input"
+COPIES, SHIFTED = "label.copies_input", "label.shifted"
 
 
 @pytest.mark.parametrize("return_scores", first([True, False]))
@@ -96,6 +96,33 @@ def test_a_model_that_returns_its_loss_need_not_return_its_scores(return_scores)
     assert verdict.status == "healthy"
     verdict = verdict_on(ReturnsLoss(lambda n: None), shifted, return_scores=return_scores)
     assert severity_of("mask.future", verdict) == "error"
+
+
+class TwoAhead(ReturnsLoss):
+    """It predicts the next token and, by a head of its own, the one after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = nn.Linear(D, V)
+
+    def forward(self, x, y, z):
+        h = self.layer(self.tokens(x) + self.places(torch.arange(x.shape[1])), src_mask=self.mask(x.shape[1]))
+        scores = self.head(h)
+        first, second = (
+            F.cross_entropy(s.view(-1, V), at.reshape(-1)) for s, at in ((scores, y), (self.second(h), z))
+        )
+        return scores, first + 0.5 * second
+
+
+def test_labels_that_are_shifted_twice_are_told_and_those_of_a_second_head_are_not():
+    twice = [(w[:, :-2], w[:, 2:]) for w in sentences(20)]
+    verdict = verdict_on(ReturnsLoss(), twice)
+    assert severity_of(SHIFTED, verdict) == "warning"
+    assert verdict.primary.code == SHIFTED
+    shifts_itself = [(w[:, :-1], torch.cat([w[:, 2:], w[:, :1] * 0 - 1], 1)) for w in sentences(20)]
+    assert verdict_on(ReturnsLoss(), shifts_itself).primary.code == SHIFTED
+    verdict = verdict_on(TwoAhead(), [(w[:, :-2], w[:, 1:-1], w[:, 2:]) for w in sentences(20)])
+    assert severity_of(SHIFTED, verdict) == ""
 
 
 @pytest.mark.slow
