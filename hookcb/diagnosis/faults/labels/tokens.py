@@ -101,8 +101,8 @@ class CopiedInput(Fault):
 class ShiftedTwice(Fault):
     """Targets that are the tokens two positions ahead of those that the model embeds.
 
-    Exact: all targets of a cross-entropy that have such a token, in three batches, at least 64, and no call of
-    an embedding has the tokens just before the targets, as that of a model that predicts several ahead has.
+    Exact: all targets of a cross-entropy that have such a token, in three batches, at least 64. No call of an
+    embedding has the tokens just before the targets, as one of a model that predicts several ahead has.
 
     Source: transformers, `ForCausalLMLoss`: the loss of a causal model shifts its labels itself.
     """
@@ -118,8 +118,8 @@ class ShiftedTwice(Fault):
         if not far or len(far) < len(relations) or graph.sure_kind != "cross-entropy":
             return self.told(run, (), "" if relations else run.why_not("tokens that are targets"))
         finding = self.finding(
-            f"All {far[0].n_targets:,} targets of the inspected batches are the tokens two positions ahead of "
-            "those that the model embeds, so the next token is never learned.",
+            f"All {far[0].n_targets:,} targets of the inspected batches are the tokens two positions ahead "
+            "of those that the model embeds, so the next token is never learned.",
             at=far[0].layer,
             value=2.0,
             causes=("labels that were shifted, for a model or a loss that shifts them itself",),
