@@ -44,7 +44,7 @@ class Ignored(NamedTuple):
 
 
 def ignored_targets(node: Any, loss: Any, pred: Any) -> Ignored | None:
-    """Which of its class indices the loss with this node ignores; None if that is unknown.
+    """Whether the loss with this node ignores all of its class indices; None if that is unknown.
 
     Once the backward has freed them, it is known of a mean over those of the model's output: of a finite
     output that is NaN only if none counts.
