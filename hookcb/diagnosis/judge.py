@@ -14,6 +14,7 @@ from hookcb.diagnosis.run import Absent, Partial, Passed, Run, Skipped
 from hookcb.diagnosis.schedule import Schedule
 from hookcb.diagnosis.verdict import UNFINISHED, Finding, Gap, Status, Verdict
 
+MIN_CHECKED = 0.2  # share of checks; with Diagnose, real trainings have half or more, two statistics a tenth
 RANK = {"error": 0, "warning": 1, "info": 2}
 ALONE = Together()
 OUTCOMES = ("loss.trivial", "valid.")  # of a training as a whole, which any exact cause explains
@@ -48,7 +49,11 @@ def judge(
         unsure = {finding.code for finding in found} | {code for gap in gaps for code in gap.codes}
         passed = [(check, result) for check, result in passed if check.code not in unsure]
     found = _with_past(found, ranks.told(told), evidence)
+    n_checked = len({*(finding.code for finding in found), *(check.code for check, _ in passed)})
+    n_checks = len({check.code for check, result in results if not isinstance(result, Absent)})
     reason = evidence.why_nothing_seen()
+    if not (reason or evidence.is_one_backward) and n_checked < MIN_CHECKED * n_checks:
+        reason = f"{n_checked} of {n_checks} checks could run; Diagnose() among the callbacks sees more"
     if reason:
         passed = []  # nothing is ruled out by a training that was not seen
     findings = _in_order_of_causes(_without_idle_advice(found, bool(reason)), evidence)
@@ -60,8 +65,8 @@ def judge(
         _in_order(passed, primary),
         _looked(evidence),
         reason if status == "unknown" else "",
-        n_checked=len({*(finding.code for finding in found), *(check.code for check, _ in passed)}),
-        n_checks=len({check.code for check, result in results if not isinstance(result, Absent)}),
+        n_checked=n_checked,
+        n_checks=n_checks,
         gaps=tuple(gaps),
         more=evidence.advise("coverage"),
         hang=evidence.hang,

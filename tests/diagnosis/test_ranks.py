@@ -193,7 +193,8 @@ def test_the_verdict_is_the_same_on_all_ranks_and_orders_causes_of_different_ran
     assert verdicts[0].to_dict()["primary"]["ranks"] == [1]
 
 
-def test_nothing_that_a_rank_has_found_is_ruled_out():
+def test_nothing_that_a_rank_has_found_is_ruled_out(monkeypatch):
+    monkeypatch.setattr("hookcb.diagnosis.judge.MIN_CHECKED", 0)
     faulty, clean = evidence(found=Found(n_inputs=1), step=5, is_sought=True), evidence()
     for run in (faulty, clean):
         run.measured(Inputs).nonfinite = Series([0], [0.0])

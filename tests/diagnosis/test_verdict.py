@@ -553,7 +553,8 @@ def test_a_slow_training_is_no_fault_of_the_model():
 
 
 @pytest.mark.parametrize("status", ["healthy", "suspect", "unknown"])
-def test_a_verdict_of_one_of_several_ranks_says_so_first(status):
+def test_a_verdict_of_one_of_several_ranks_says_so_first(status, monkeypatch):
+    monkeypatch.setattr("hookcb.diagnosis.judge.MIN_CHECKED", 0)
     given = Run(n_batches=0 if status == "unknown" else 9, sources={"loss"})
     given.loss = Series.of(range(9), [1.0] * 9)
     order = given.measured(FAULTS["label.out_of_range"])

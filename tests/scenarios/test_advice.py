@@ -353,7 +353,8 @@ def test_a_parameter_of_a_container_stands_where_its_first_layer_does():
     assert params["1.0.memory"].place_of_layer == params["1.0.out.weight"].place_of_layer == 1
 
 
-def test_no_alarm_is_left_of_a_training_that_only_begins_badly():
+def test_no_alarm_is_left_of_a_training_that_only_begins_badly(monkeypatch):
+    monkeypatch.setattr("hookcb.diagnosis.judge.MIN_CHECKED", 0)
     given = evidence(
         weight(), loss=[60.0] * 30 + [0.1] * 30, kind="mse", guess=8.0, constant=1.0, n_batches=N
     )

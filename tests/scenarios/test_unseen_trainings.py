@@ -181,6 +181,16 @@ def test_a_training_that_was_seen_is_never_unknown():
     assert learn.diagnose().status == "healthy"
 
 
+@in_turn("cbs", [[ActivationStats], [ActivationStats, GradientHealth]])
+def test_a_tenth_of_the_checks_makes_no_training_healthy(cbs):
+    model = net()
+    with watch(model, torch.optim.Adam(model.parameters()), *[cls() for cls in cbs]) as w:
+        train(model, w.opt)
+    verdict = w.diagnose()
+    assert verdict.headline.startswith("UNKNOWN  too little was seen: ")
+    assert "checks could run; Diagnose() among the callbacks sees more" in verdict.reason
+
+
 def test_a_verdict_is_true_only_if_it_is_healthy():
     assert judge(fit(synth_learner(), 2, cbs=Diagnose(show=False)).diagnosis.evidence())
     assert not judge(Run())
