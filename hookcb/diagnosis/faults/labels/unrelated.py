@@ -1,6 +1,7 @@
 """data.labels: labels that do not follow from the inputs, as overfitting a single batch tells."""
 
 import copy
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ LEARNED = 0.5  # share of the loss at the beginning
 N_ORDERS, N_STEPS, FASTER = 9, 20, 3.0  # permutations of labels, steps with each, standard deviations
 MIN_PAIRS = 32  # of samples of one class, and one for each sample at least
 MAX_PARAMS = 5_000_000  # a larger model would take too long
+BELOW = 0.95  # of the loss of the best constant, which a model reaches without looking at the inputs
 NOT_LEARNED = {"loss.flat", "loss.trivial", "loss.init"}
 
 
@@ -33,7 +35,8 @@ class UnrelatedLabels(Fault):
     Formula: a flat loss and no other finding, and 60 steps of a copy of the model on one batch bring its loss
     below half of its first value there, but no faster, by three standard deviations, than with the labels in
     nine shuffled orders; orders are compared only for classes that occur several times in a batch. A note; a
-    warning if the loss falls by less than 5 % and is near guessing, as it does if labels are memorized.
+    warning if the loss falls by less than 5 % and is near guessing, as it does if labels are memorized. It
+    is ruled out only if the loss falls 5 % below that of the best constant prediction.
 
     Source: A. Karpathy, "A Recipe for Training Neural Networks", 2019, "overfit one batch"; Arpit et al., "A
     Closer Look at Memorization in Deep Networks", 2017: real labels are fitted faster than random ones.
@@ -93,12 +96,22 @@ class UnrelatedLabels(Fault):
             if falls_slowly(run):
                 yield Skipped("the loss falls too little to tell learning from memorized labels")
             elif isinstance(result, Passed):
-                yield Passed(self.passed)  # a loss that falls has something to learn from
+                yield from self._passed(run)
             elif isinstance(result, Skipped):
                 yield result
             else:
                 why = "no copy of the model was trained on a single batch, or it could not overfit that"
                 yield Skipped(why)
+
+    def _passed(self, run: Run) -> Iterator[Result]:
+        """A loss that falls below that of a constant prediction has something to learn from in the inputs."""
+        constant, last = run.measured(Loss).constant, run.smooth_loss().values
+        if math.isnan(constant):
+            yield Skipped("it is not known what a prediction that is the same for all samples would give")
+        elif last and last[-1] < BELOW * constant:
+            yield Passed(self.passed)
+        else:
+            yield Skipped(f"a prediction that is the same for all samples gives a loss of {constant:.3g} too")
 
 
 def _can_copy(model: nn.Module) -> bool:
