@@ -98,7 +98,7 @@ class ActivationScale(Fault):
             value=most,
             limit=MAX_GROWTH,
             causes=(
-                *(("weights that are too large at initialization",) if chain else ()),
+                *(("weights that are too large from the first step on",) if chain else ()),
                 "no normalization between the layers",
             ),
             next_steps=(
