@@ -34,6 +34,12 @@ def is_of_user(file: str) -> bool:
     return not file.startswith((*INSTALLED, OURS, "<frozen"))
 
 
+def in_package(file: str) -> str:
+    """Path of an installed file from its package on, "transformers/trainer.py"; "" of any other file."""
+    starts = [start for start in INSTALLED if file.startswith(start)]
+    return file.removeprefix(max(starts, key=len)).replace(os.sep, "/") if starts else ""
+
+
 @contextmanager
 def garbage_kept() -> Iterator[None]:
     """Keeps garbage collections from starting, while frames of another thread are read.

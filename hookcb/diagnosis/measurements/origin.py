@@ -11,6 +11,7 @@ from hookcb.core import graph
 from hookcb.core.batch import parts
 from hookcb.core.optim import detached_scalar
 from hookcb.core.text import as_layer
+from hookcb.core.whose import in_package
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.plain_run import ExternalBatch
@@ -168,7 +169,8 @@ def _from_report(report: NanReport, output: str, noticed: str, step: int, way: W
     is_layer = report.where not in ("", MODEL, LOSS)
     layer = report.where.partition("#")[0].partition("[")[0] if is_layer else ""
     by = f"{report.op} in " if report.op else ""
-    line = f", at {report.line}: {report.code}" if report.line and report.code else ""
+    installed = in_package(report.line)  # which is not the reader's to change
+    line = f", at {installed or report.line}: {report.code}" if report.line and report.code else ""
     is_known = report.repeated and not (report.where == LOSS and output)
     if is_known:
         kind = f" ({report.type})" if report.type else ""
@@ -183,7 +185,7 @@ def _from_report(report: NanReport, output: str, noticed: str, step: int, way: W
     hint = report.hint.partition(": ")
     causes = (hint[0],) if hint[0] else ()
     if is_known:
-        advice = hint[2] or LOOK
+        advice = LOOK if installed else hint[2] or LOOK
     elif hint[2]:
         advice = f"{hint[2]}{also('line', way)}"
     return Found(f"{noticed} at step {step}. {how}.", layer, causes=causes, next_steps=(advice,))

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from hookcb import Callback, Diagnose, Learner, watch
+from hookcb.diagnosis.measurements.origin import LOOK
 from tests.support import first, fit
 
 
@@ -34,6 +35,23 @@ def test_the_layer_that_makes_it_is_named_with_its_operation():
     finding = found(net(Log()))
     assert (finding.code, finding.layer, finding.step) == ("nonfinite.first", "1", 0)
     assert "comes from log in the forward of layer 1 (Log)" in finding.message
+
+
+def test_of_a_package_the_line_is_named_from_its_folder_on_and_is_not_to_be_changed(tmp_path, monkeypatch):
+    (tmp_path / "package").mkdir()
+    file = tmp_path / "package" / "loss.py"
+    file.write_text("from torch import nn\n\nclass Net(nn.Linear):\n    def forward(self, x):\n")
+    with file.open("a") as lines:
+        lines.write("        return super().forward(x) / (x - x).sum()\n")
+    scope = {}
+    exec(compile(file.read_text(), str(file), "exec"), scope)
+    own = found(scope["Net"](4, 1))
+    monkeypatch.setattr("hookcb.core.whose.INSTALLED", (f"{tmp_path}/",))
+    installed = found(scope["Net"](4, 1))
+    assert f"at {file}:5: return super()" in own.message
+    assert own.next_steps == ("add a small number to the divisor",)
+    assert ", at package/loss.py:5: return super()" in installed.message
+    assert installed.next_steps == (LOOK,)
 
 
 def test_an_input_that_is_not_finite_is_told_as_that():
