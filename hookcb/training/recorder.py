@@ -141,17 +141,25 @@ class Recorder(Callback, Recording):
     def metric_names(self) -> list[str]:
         return list(self.rows[-1]) if self.rows else []
 
-    def plot(self, figsize: Size = None) -> "Figure":
+    def plot(self, figsize: Size = None, axs: "Sequence[Axes] | None" = None) -> "Figure":
         """A figure of losses, metrics and learning rate over the batches.
+
+        Args:
+            figsize: width and height in inches.
+            axs: axes to draw on, of the losses, of each metric, and of the rate; by default a new figure's.
 
         Raises:
             ModuleNotFoundError: Without matplotlib.
-            ValueError: If no batch was recorded.
+            ValueError: If no batch was recorded, or `axs` has another number of axes.
         """
         losses, lrs, rows = self.losses, self.lrs, self.rows
         check_any(losses, len(losses))
         names = dict.fromkeys(name for row in rows for name in row if name not in NO_METRICS)
-        panels = make_panels(n := 2 + len(names), min(n, 3), figsize)
+        n = 2 + len(names)
+        panels = make_panels(n, min(n, 3), figsize) if axs is None else list(axs)
+        if len(panels) != n:
+            shown = ", ".join(["the losses", *names, "the learning rate"])
+            raise ValueError(f"axs must have {n} axes, one for each of {shown}; it has {len(panels)}")
         _draw_losses(panels[0], losses, [row.get("valid_loss", math.nan) for row in rows], self.ends)
         for panel, name in zip(panels[1:], names, strict=False):
             values = [float(row.get(name, math.nan)) for row in rows]

@@ -15,7 +15,6 @@ def test_all_that_draws_on_one_axes_takes_it():
     }
     assert len(drawing) > 10
     without = {name for name, given in drawing.items() if not given.keys() & {"ax", "axs"}}
-    # a panel for each metric
-    assert without == {"Recorder.plot", "Recorder.plot_loss", "Recorder.plot_sched"}
+    assert not without
     given = [parameter for found in drawing.values() for parameter in found.values()]
     assert all(x.default is None for x in given if x.name in ("ax", "axs"))

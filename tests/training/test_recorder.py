@@ -168,6 +168,20 @@ def test_a_picture_shows_losses_metrics_and_rates_over_the_steps():
     assert list(copied.plot().axes[1].lines[0].get_xdata()) == [n, 2 * n, 3 * n]
 
 
+def test_a_picture_is_drawn_on_axes_of_the_users_own_one_for_each_panel():
+    figures = pytest.importorskip("matplotlib.figure")
+    learn = make_learner(metrics=F.l1_loss)
+    learn.fit(1)
+    own = figures.Figure()
+    axs = own.subplots(2, 3).flatten()
+    assert learn.recorder.plot(axs=axs[1:4]) is own
+    assert [ax.get_title() for ax in axs] == ["", "loss", "l1 loss", "learning rate", "", ""]
+    with pytest.raises(
+        ValueError, match="must have 3 axes, one for each of the losses, l1_loss, the learning rate; it has 2"
+    ):
+        learn.recorder.plot(axs=axs[:2])
+
+
 def test_a_picture_marks_losses_that_are_not_finite():
     pytest.importorskip("matplotlib")
     state = fit(make_learner(), 1).recorder.state_dict()
