@@ -102,7 +102,7 @@ class Origin(Measurement):
 
 def _of_nothing(loss: float, step: int, ignored: Ignored) -> Found:
     return Found(
-        f"The loss is {loss} at step {step}: all targets of its batch are {ignored.index}, the index that it "
+        f"The loss is {loss} at step {step}: all targets of its batch are {ignored.label}, the index that it "
         "ignores, so it is a mean of nothing, 0/0.",
         causes=("labels that are all masked, such as in sequences that were cut before the answer began",),
         next_steps=("Leave such samples out of the data, or skip a batch without a label",),

@@ -36,10 +36,10 @@ class Losses(NamedTuple):
 
 
 class Ignored(NamedTuple):
-    """Class indices that a loss of torch compares with, and the one that it ignores."""
+    """Labels that a loss of torch compares with, and the one that it ignores."""
 
     are_all: Tensor  # whether each is that one, on their device
-    index: int
+    label: int
     n: int  # of all, 0 if unknown
 
 

@@ -33,7 +33,7 @@ class AllIgnored(Fault):
         self.seen, n = [], len(self._batches)
         self.unless = "" if n >= MIN_BATCHES else run.why_not("class indices of a cross-entropy")
         if n >= MIN_BATCHES and all(bool(batch.are_all) for batch in self._batches):
-            index, n_targets = self._batches[0].index, sum(batch.n for batch in self._batches)
+            index, n_targets = self._batches[0].label, sum(batch.n for batch in self._batches)
             number = f"{n_targets:,} " if all(batch.n for batch in self._batches) else ""
             self.see(
                 f"All {number}targets of the {n} inspected batches are {index}, the index that the loss "
