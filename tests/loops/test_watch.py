@@ -1114,7 +1114,7 @@ def test_keyword_inputs():
 
 def test_a_watch_holds_no_graph_after_the_backward():
     model = make_model()
-    with watch(model) as w:
+    with watch(model, Callback()) as w:
         model(X).mean().backward()
         assert w.pred is None
         assert w.xb == ()
@@ -1804,3 +1804,20 @@ def test_a_watch_without_callbacks_says_what_a_diagnosis_needs():
     model = make_model()
     with watch(model) as w, pytest.raises(RuntimeError, match=r"give watch a Diagnose\(\)"):
         w.diagnose()
+
+
+def test_a_watch_without_callbacks_warns_once_when_training_begins(monkeypatch):
+    def train(w, model):
+        with w:
+            for _ in range(2):
+                model(X).mean().backward()
+            w.end_epoch()
+            model(X).mean().backward()
+
+    model = make_model()
+    with pytest.warns(UserWarning, match=r"records nothing; .*cbs=Diagnose\(\)\) gives a verdict") as told:
+        train(watch(model), model)
+    assert len(told) == 1
+    train(watch(model).add_cb(Callback()), model)  # warnings are errors here
+    monkeypatch.setenv("HOOKCB", "0")
+    train(watch(model), model)
