@@ -1744,6 +1744,22 @@ def test_what_is_no_module_is_refused(wrong):
     assert not _global_optimizer_pre_hooks
 
 
+def test_parameters_in_place_of_the_optimizer_and_a_trainer_in_place_of_the_model_are_told():
+    class Trainer:
+        """As those of Lightning and transformers are called."""
+
+    class Mine(Trainer):
+        pass
+
+    model = make_model()
+    for given in (model.parameters(), model.named_parameters()):
+        with pytest.raises(TypeError, match=r"; give the optimizer itself, not model\.parameters\(\)"):
+            watch(model, given)
+    with pytest.raises(TypeError, match=r"got the Mine; for a Trainer use HookcbCallback\(Diagnose\(\)\)"):
+        watch(Mine())
+    assert count_hooks(model) == 0
+
+
 def test_clipping_in_the_loop_is_seen_after_it():
     model = make_model()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
