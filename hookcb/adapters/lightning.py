@@ -114,8 +114,10 @@ class HookcbCallback(Attached, LightningCallback):
         """The fit has ended."""
         self.close()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException | None = None) -> None:
         """The fit has ended by an exception, or Ctrl-C."""
+        if exception is None:  # called on the class, as the trainer was given that
+            raise TypeError("HookcbCallback must be created: callbacks=[HookcbCallback(Diagnose())]")
         self.close(exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

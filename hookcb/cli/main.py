@@ -4,6 +4,7 @@ Each command imports what it needs, so that none waits for torch unless it train
 """
 
 import argparse
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,7 @@ def _diagnose(args: argparse.Namespace) -> int:
     except (LookupError, TypeError, ValueError) as error:
         _fail(args, error.args[0])
         return 2
+    from hookcb.cli.ranks import own_rank
     from hookcb.cli.script import ScriptRun, run_unwatched
 
     start = len(args.given) - len(args.args)
@@ -52,6 +54,13 @@ def _diagnose(args: argparse.Namespace) -> int:
             return run_unwatched(args.script, args.given[start:], args.is_module)
     except ValueError as error:
         make_parser().error(f"{error}")
+    if (misplaced := args.misplaced(args.given[start:])) and not own_rank():
+        names = ", ".join(arg.partition("=")[0] for arg in misplaced if arg.startswith("--"))
+        right = shlex.join([*misplaced, *["-m"][: args.is_module], args.script])
+        show_error(
+            f"note: {names} after the script was given to the script; hookcb's options stand before it: "
+            f"hookcb diagnose {right}"
+        )
     try:
         script = ScriptRun(args.script, args.given[start:], args, config)
     except OSError as error:

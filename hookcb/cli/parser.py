@@ -3,9 +3,10 @@
 import argparse
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib.metadata import version
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,7 +14,7 @@ from hookcb.cli.faults import find_fault
 from hookcb.core.arguments import check_page
 from hookcb.diagnosis.explain import check_codes, explain
 
-AddCommand = Callable[..., argparse.ArgumentParser]
+AddCommand = Callable[..., "Parser"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,6 +26,28 @@ class Parser(argparse.ArgumentParser):
             similar = get_close_matches(found[1], re.findall(r"[\w.-]+", found[2]), 1)
             message += f"; did you mean {similar[0]}?" if similar else ""
         super().error(f"{message}\nfor what is possible, type: {self.prog} --help")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuses what is not known here: else the parser above would, which has other options."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            wrong = unknown[0].partition("=")[0]
+            similar = get_close_matches(wrong, self._option_string_actions, 1)
+            hint = f"; did you mean {similar[0]}?" if similar else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found, unknown
+
+    def misplaced(self, given: Sequence[str]) -> list[str]:
+        """Long options of this parser, with their values, among arguments that belong to something else."""
+        found: list[str] = []
+        own = [*takewhile(lambda arg: arg != "--", given), "--"]
+        for arg, following in pairwise(own):
+            name, _, value = arg.partition("=")
+            action = self._option_string_actions.get(name)
+            if name.startswith("--") and name != "--help" and action is not None:
+                takes_next = action.nargs is None and not value and not following.startswith("--")
+                found += [arg, following] if takes_next else [arg]
+        return found
 
 
 def make_parser() -> Parser:
@@ -167,6 +190,7 @@ def _add_diagnose(add: AddCommand) -> None:
     )
     parser.add_argument("script", help="the script; it does not have to import hookcb")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.set_defaults(misplaced=parser.misplaced)
 
 
 def _add_summary(add: AddCommand) -> None:

@@ -61,7 +61,7 @@ class Finding:
     >>> print(Finding("loss.flat", "warning", step=0, last_step=99, message="The loss has not fallen."))
     WARNING  loss.flat  steps 0–99
       The loss has not fallen.
-      See docs/checks.md#loss.flat
+      More: hookcb explain loss.flat
     """
 
     code: str
@@ -161,7 +161,7 @@ class Finding:
         yield from _filled("  ".join(part for part in (likely, others) if part), width, 3)
         if self.next_steps:
             yield from _filled(f"Next: {self.next_steps[0]}.", width, 2)
-        yield from _filled(f"See {self.link}", width, 1)
+        yield from _filled(f"More: hookcb explain {self.code}", width, 1)
 
     def __str__(self) -> str:
         return printable("\n".join(self.lines()))

@@ -26,6 +26,8 @@ PREDICTIONS = "learn.get_preds(dl)"
 LOOP = "Learner(dls, model, loss_func), or HookcbCallback of hookcb.adapters.lightning in Lightning's own"
 
 PUBLIC: Mapping[str, str] = {  # names that people import, and what hookcb has in their place
+    "HookcbCallback": "one for each trainer, in hookcb.adapters.lightning and hookcb.adapters.transformers",
+    "GradNorm": "GradientHealth, which records the norm of each parameter's gradient",
     # fastai
     "TrackerCallback": "EarlyStopping and Checkpoint, which take monitor=, mode= and min_delta=",
     "ProgressCallback": "Progress, which every Learner has",

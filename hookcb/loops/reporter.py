@@ -427,6 +427,8 @@ class LoopReporter(NamedLoop):
         if self._phase == phase:
             return
         if self._phase is None:
+            if not (self.cbs or self.epoch):  # here, as add_cb may have attached one since it was created
+                self._warn_of_nothing()
             self.row = {}
             self.emit("before_epoch")
         else:
@@ -435,6 +437,12 @@ class LoopReporter(NamedLoop):
         self.set_phase(training=phase == "train", dl=None, n_iter=None)
         self._phase = phase
         self.emit(f"before_{phase}")
+
+    def _warn_of_nothing(self) -> None:
+        owner, call = "HookcbCallback", "HookcbCallback(Diagnose())"
+        if self.way == "watch":
+            owner, call = "watch", "watch(model, optimizer, cbs=Diagnose())"
+        warn(f"{owner} was given no callbacks and records nothing; {call} gives a verdict")
 
     def _end_phase(self) -> None:
         """Ends the batch, its phase and the epoch, if they are open."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -76,6 +76,7 @@ def watch(
     >>> len(w.activation_stats.stats), w.activation_stats.names
     (3, ['0', '2'])
     """
+    _refuse_trainer(model)
     check_model(model, "watch(model, optimizer)")
     given, callbacks = listed(optimizer), flat(*more, cbs)
     if given and all(map(_is_callback, given)):
@@ -101,6 +102,16 @@ def _is_callback(x: Any) -> bool:
     return isinstance(x, Callback) or (isinstance(x, type) and issubclass(x, Callback))
 
 
+def _refuse_trainer(model: Any) -> None:
+    """Refuses a trainer in place of a model, and says what a trainer takes."""
+    names = [kind.__name__ for kind in type(model).__mro__]
+    if "Trainer" in names and not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be an nn.Module, got {shown(model)}; for a Trainer use HookcbCallback(Diagnose()), "
+            "of hookcb.adapters.lightning or hookcb.adapters.transformers, among its callbacks"
+        )
+
+
 def _share_no_parameter(optimizers: list[Optimizer], model: nn.Module) -> bool:
     """Whether the optimizers and the model share no parameter; False if either has none."""
     params = {id(p) for p in model.parameters()}
@@ -112,6 +123,8 @@ def _checked_optimizers(given: list[Any]) -> list[Optimizer]:
     if wrong:
         is_scheduler = isinstance(wrong[0], LRScheduler)
         hint = "; give the optimizer that it schedules, scheduler.optimizer" if is_scheduler else ""
+        if isinstance(wrong[0], Tensor | tuple):
+            hint = "; give the optimizer itself, not model.parameters()"
         raise TypeError(
             f"optimizer must be a torch optimizer, several, or None to find them, got {shown(wrong[0])}{hint}"
         )

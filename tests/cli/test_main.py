@@ -196,6 +196,53 @@ def test_the_help_has_explain(capsys):
     assert "explain" in capsys.readouterr().out
 
 
+# ---- options
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["diagnose", "--jsn", "train.py"], "--jsn; did you mean --json?"),
+        (
+            ["compare", "a", "b", "--fial-if=x"],
+            "--fial-if=x; did you mean --fail-if?",
+        ),
+    ],
+)
+def test_a_misspelled_option_is_told_with_the_one_like_it(given, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(given)
+    assert ended.value.code == 2
+    assert (
+        f"unrecognized arguments: {told}\nfor what is possible, type: hookcb {given[0]} --help"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--steps", "20", "--foo"], ("--steps", "--steps 20")),
+        (["--html=a b.html", "x", "--json"], ("--html, --json", "'--html=a b.html' --json")),
+        (["--foo", "steps", "-n", "3", "--help"], None),
+        (["--", "--steps", "20"], None),
+    ],
+)
+def test_options_after_the_script_are_its_own_and_told_if_they_are_options_of_hookcb(
+    given, told, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("import sys; print(sys.argv[1:])")
+    main(["diagnose", "train.py", *given])
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{given}\n")
+    if told is None:
+        assert "note: " not in err
+        return
+    assert err.startswith(f"note: {told[0]} after the script was given to the script; ")
+    assert err.splitlines()[0].endswith(f" stand before it: hookcb diagnose {told[1]} train.py")
+
+
 # ---- start-up
 
 WITHOUT_TORCH = """

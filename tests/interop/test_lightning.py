@@ -87,6 +87,11 @@ def test_what_cannot_be_attached_is_refused():
         HookcbCallback(Callback(name="setup"))
 
 
+def test_a_trainer_that_is_given_the_class_says_that_it_must_be_created():
+    with pytest.raises(TypeError, match=r"must be created: callbacks=\[HookcbCallback\(Diagnose\(\)\)\]"):
+        lightning_trainer(HookcbCallback).fit(CallsItself(), *loaders())
+
+
 @pytest.mark.parametrize("error", [Planted, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize(
     "where", ["on_train_batch_start", "on_before_optimizer_step", "on_validation_batch_end", "on_train_end"]

@@ -340,3 +340,9 @@ def test_a_callback_that_takes_part_is_refused_with_what_the_trainer_does_instea
     trainer = hf_trainer(LossNet(), str(tmp_path), HookcbCallback(GradientClip()), eval_strategy="no")
     with pytest.raises(TypeError, match="max_grad_norm=…"):
         trainer.train()
+
+
+def test_a_trainer_that_is_given_the_class_warns_that_nothing_is_recorded(tmp_path):
+    trainer = hf_trainer(LossNet(), str(tmp_path), HookcbCallback)  # it makes an instance
+    with pytest.warns(UserWarning, match=r"records nothing; HookcbCallback\(Diagnose\(\)\) gives a verdict"):
+        trainer.train()

@@ -529,7 +529,7 @@ def test_the_loss_is_found_in_a_forked_process():
     def train():
         torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
         model = make_model()
-        with watch(model, torch.optim.SGD(model.parameters(), lr=0.1)) as w:
+        with watch(model, torch.optim.SGD(model.parameters(), lr=0.1), Callback()) as w:
             for x, y in BATCHES:
                 F.mse_loss(model(x), y).backward()
                 w.opt.step()

@@ -234,7 +234,7 @@ def test_the_table_of_transitions_has_no_contradictions_and_no_endless_repairs()
 def test_the_loss_and_the_epoch_are_data():
     model = net()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watch(model, opt) as w:
+    with watch(model, opt, Callback()) as w:
         assert (w.loss, w.epoch) == (None, 0)
         loss = loss_func(model(X), Y)
         w.report_loss(loss)

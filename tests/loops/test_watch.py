@@ -1114,7 +1114,7 @@ def test_keyword_inputs():
 
 def test_a_watch_holds_no_graph_after_the_backward():
     model = make_model()
-    with watch(model) as w:
+    with watch(model, Callback()) as w:
         model(X).mean().backward()
         assert w.pred is None
         assert w.xb == ()
@@ -1744,6 +1744,22 @@ def test_what_is_no_module_is_refused(wrong):
     assert not _global_optimizer_pre_hooks
 
 
+def test_parameters_in_place_of_the_optimizer_and_a_trainer_in_place_of_the_model_are_told():
+    class Trainer:
+        """As those of Lightning and transformers are called."""
+
+    class Mine(Trainer):
+        pass
+
+    model = make_model()
+    for given in (model.parameters(), model.named_parameters()):
+        with pytest.raises(TypeError, match=r"; give the optimizer itself, not model\.parameters\(\)"):
+            watch(model, given)
+    with pytest.raises(TypeError, match=r"got the Mine; for a Trainer use HookcbCallback\(Diagnose\(\)\)"):
+        watch(Mine())
+    assert count_hooks(model) == 0
+
+
 def test_clipping_in_the_loop_is_seen_after_it():
     model = make_model()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1804,3 +1820,20 @@ def test_a_watch_without_callbacks_says_what_a_diagnosis_needs():
     model = make_model()
     with watch(model) as w, pytest.raises(RuntimeError, match=r"give watch a Diagnose\(\)"):
         w.diagnose()
+
+
+def test_a_watch_without_callbacks_warns_once_when_training_begins(monkeypatch):
+    def train(w, model):
+        with w:
+            for _ in range(2):
+                model(X).mean().backward()
+            w.end_epoch()
+            model(X).mean().backward()
+
+    model = make_model()
+    with pytest.warns(UserWarning, match=r"records nothing; .*cbs=Diagnose\(\)\) gives a verdict") as told:
+        train(watch(model), model)
+    assert len(told) == 1
+    train(watch(model).add_cb(Callback()), model)  # warnings are errors here
+    monkeypatch.setenv("HOOKCB", "0")
+    train(watch(model), model)

@@ -73,7 +73,10 @@ def test_fits_in_another_thread_may_begin_and_end_in_the_middle_of_a_step():
     def one_more(cb):
         in_thread(lambda: fit(make_learner(), cbs=GradientHealth()))
 
-    with watch(model, opt, Callback(before_step=one_more, after_step=one_more)), watch(other, other_opt):
+    with (
+        watch(model, opt, Callback(before_step=one_more, after_step=one_more)),
+        watch(other, other_opt, Callback()),
+    ):
         step(model, opt)
         step(other, other_opt)
 
@@ -372,7 +375,7 @@ def test_layers_of_replicas_are_not_recorded_in_place_of_the_model_and_it_is_sai
 def test_a_watch_of_the_module_that_replicas_are_made_of_says_that_it_saw_no_call():
     parallel = TwoDevices(make_model())
     opt = torch.optim.SGD(parallel.parameters(), lr=0.1)
-    with watch(parallel.module, opt) as w:
+    with watch(parallel.module, opt, Callback()) as w:
         step(parallel, opt)
     assert "other threads" in w.coverage.missing["after_pred"]
     assert "2 calls or steps in other threads, ignored" in w.coverage.notes

@@ -427,7 +427,7 @@ MISSING = {
 @in_turn("name", MISSING)
 def test_each_event_is_seen_or_has_a_true_reason(name):
     model, opt = make_pair()
-    with watch(model, opt) as w:
+    with watch(model, opt, Callback()) as w:
         loop_of(name, model, opt, w)
         coverage = w.coverage
     expected = MISSING[name]
@@ -445,7 +445,7 @@ def test_each_event_is_seen_or_has_a_true_reason(name):
 
 def test_coverage_tells_of_epochs():
     model, opt = make_pair()
-    with watch(model, opt) as w:
+    with watch(model, opt, Callback()) as w:
         train(model, opt)
         assert any("call w.end_epoch()" in note for note in w.coverage.notes)
         w.end_epoch()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hookcb import ActivationStats, Diagnose, GradientHealth, Recorder, count_hooks, watch
+from hookcb import ActivationStats, Callback, Diagnose, GradientHealth, Recorder, count_hooks, watch
 from tests.support import make_batches
 
 
@@ -77,7 +77,7 @@ def test_a_verdict_rests_on_its_layers_and_its_loss():
 
 def test_hooks_on_parts_go_when_the_model_is_called_itself():
     model = make(Called)
-    with watch(model, torch.optim.SGD(model.parameters(), lr=0.1)) as w:
+    with watch(model, torch.optim.SGD(model.parameters(), lr=0.1), Callback()) as w:
         n = count_hooks(model)
         model(torch.zeros(4, 2))
         assert count_hooks(model) < n
