@@ -179,7 +179,7 @@ def eager(*args, **kwargs):
     """In the place of a compiled call, one that pickle finds by its name."""
 
 
-@pytest.mark.parametrize("cbs", [(), (MemoryStats,)])
+@pytest.mark.parametrize("cbs", [(Callback,), (MemoryStats,)])
 def test_what_stands_before_a_compiled_call_is_in_no_file(cbs):
     model = Whole(nn.Linear(2, 1))
     model._compiled_call_impl = eager

@@ -69,7 +69,7 @@ def by_watch(*cbs):
     torch.manual_seed(0)
     model = Net()
     opt = torch.optim.Adam(model.parameters(), lr=1e-3)
-    with watch(model, opt, *cbs) as w:
+    with watch(model, opt, *(cbs or [Callback()])) as w:
         for x, y in batches():
             F.cross_entropy(model(x), y).backward()
             opt.step()
