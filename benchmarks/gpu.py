@@ -38,7 +38,7 @@ from torch.profiler import ProfilerActivity, profile
 from watched import BOTH, CONTESTANTS, DIAGNOSE, PLAIN, STEPS, Attach, Loop, Row, figures, lines, wait
 from workloads import ON_GPU, SMALL, Workload
 
-from hookcb import ActivationStats, watch
+from hookcb import ActivationStats, Callback, watch
 
 WARM, TURNS = 3, 9  # steps before a block; blocks of each contestant, at most
 MARKS = 20, 100, 500  # steps of `Diagnose` after which its cost so far is noted
@@ -222,7 +222,7 @@ def kernels_of(model: nn.Module, x: torch.Tensor, cbs: Any) -> dict[str, list[fl
             model(x).view(-1)[0].backward()
         wait(x.device)
 
-    with watch(model, None, cbs):
+    with watch(model, None, cbs or Callback()):
         steps()
         with profile(activities=[ProfilerActivity.CUDA if x.is_cuda else ProfilerActivity.CPU]) as profiler:
             steps()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hookcb import Diagnose, watch
+from hookcb import Callback, Diagnose, watch
 from hookcb.diagnosis.faults.steps.stale_moments import FROM_STEP, StaleMoments, _on, _step_of
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.loss_graph import LossGraph
@@ -142,7 +142,7 @@ def test_weights_are_as_without_it_and_no_tensor_is_kept():
         torch.manual_seed(0)
         net = nn.Linear(4, 4)
         opt = torch.optim.Adam(net.parameters(), lr=0.1)
-        with watch(net, opt, *cbs) as w:
+        with watch(net, opt, *(cbs or [Callback()])) as w:
             for step in range(FROM_STEP + 20):
                 loss = w.report_loss(net(numbers(8, 4, seed=step)).square().mean())
                 loss.backward()
