@@ -1,10 +1,12 @@
 """label.ignored: targets that are all the index which the loss ignores."""
 
-from hookcb.diagnosis.fault import EVERYTHING, Fault, Site, fault
+import torch
+
+from hookcb.diagnosis.fault import EVERYTHING, Fault, Site, Unknown, fault
 from hookcb.diagnosis.measurements.targets import Ignored, ignored_targets
 from hookcb.diagnosis.run import Run
 
-MIN_BATCHES = 3  # inspected ones
+MIN_BATCHES, MAX_BATCHES = 3, 64  # inspected ones
 
 
 @fault("label.ignored", Site.INPUT, needs="batch", leads_to=f"{EVERYTHING} train.unfinished", exact=True)
@@ -20,19 +22,23 @@ class AllIgnored(Fault):
 
     headline = "The loss ignores all labels"
     passed = "labels that are all ignored"
+    unless: Unknown = "too little was seen of the labels of a cross-entropy"
 
     def __init__(self) -> None:
         super().__init__()
         self._batches: list[Ignored] = []
 
     def on_loss(self, run: Run) -> None:
+        self.done = len(self._batches) == MAX_BATCHES
         if (ignored := ignored_targets(run.loop.loss_node, run.loop.loss, run.loop.pred)) is not None:
             self._batches.append(ignored)
 
     def tell(self, run: Run) -> None:
         self.seen, n = [], len(self._batches)
-        self.unless = "" if n >= MIN_BATCHES else run.why_not("class indices of a cross-entropy")
-        if n >= MIN_BATCHES and all(bool(batch.are_all) for batch in self._batches):
+        if n < MIN_BATCHES:
+            return
+        self.unless = ""
+        if bool(torch.stack([batch.are_all for batch in self._batches]).all()):
             index, n_targets = self._batches[0].label, sum(batch.n for batch in self._batches)
             number = f"{n_targets:,} " if all(batch.n for batch in self._batches) else ""
             self.see(
