@@ -49,13 +49,13 @@ def judge(
         unsure = {finding.code for finding in found} | {code for gap in gaps for code in gap.codes}
         passed = [(check, result) for check, result in passed if check.code not in unsure]
     found = _with_past(found, ranks.told(told), evidence)
-    n_checked = len({*(finding.code for finding in found), *(check.code for check, _ in passed)})
-    n_checks = len({check.code for check, result in results if not isinstance(result, Absent)})
     reason = evidence.why_nothing_seen()
-    if not (reason or evidence.is_one_backward) and n_checked < MIN_CHECKED * n_checks:
-        reason = f"{n_checked} of {n_checks} checks could run; Diagnose() among the callbacks sees more"
     if reason:
         passed = []  # nothing is ruled out by a training that was not seen
+    n_checked = len({*(finding.code for finding in found), *(check.code for check, _ in passed)})
+    n_checks = len({check.code for check, result in results if not isinstance(result, Absent)})
+    if not (reason or evidence.is_one_backward) and n_checked < MIN_CHECKED * n_checks:
+        reason = f"{n_checked} of {n_checks} checks could run; Diagnose() among the callbacks sees more"
     findings = _in_order_of_causes(_without_idle_advice(found, bool(reason)), evidence)
     primary, status = primary_of(findings), status_of(findings, reason)
     verdict = Verdict(
