@@ -14,9 +14,7 @@ from hookcb.diagnosis.run import Absent, Partial, Passed, Run, Skipped
 from hookcb.diagnosis.schedule import Schedule
 from hookcb.diagnosis.verdict import UNFINISHED, Finding, Gap, Status, Verdict
 
-MIN_CHECKED = (
-    1 / 8
-)  # share of checks; with Diagnose, real trainings have half or more, activations alone a fiftieth
+MIN_CHECKED = 1 / 8  # share of checks: with Diagnose, real trainings have half; activations alone, 2 %
 RANK = {"error": 0, "warning": 1, "info": 2}
 ALONE = Together()
 OUTCOMES = ("loss.trivial", "valid.")  # of a training as a whole, which any exact cause explains
