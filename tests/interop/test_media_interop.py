@@ -58,7 +58,7 @@ def test_wandb_has_html_images_and_a_summary(tmp_path, monkeypatch):
     wandb = importlib.import_module("wandb")
     with wandb.init(project="hookcb", dir=tmp_path) as run:
         headline = train(run)
-        assert run.summary["verdict"] == headline
+        assert run.summary["verdict/headline"] == headline
         files = tmp_path.rglob("media/**/*.*")
         kinds = {file.suffix for file in files}
     assert {".html", ".png"} <= kinds
