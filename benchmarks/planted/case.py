@@ -173,7 +173,7 @@ def follow(
         after_step: called with the index of the step after each step.
     """
     torch.manual_seed(seed)
-    with watch(model, opt, *cbs) as w:
+    with watch(model, opt, *(cbs or [Callback()])) as w:
         run = Run(w, [], model=model)
         for step, (*xb, y) in enumerate(batches):
             loss = w.report_loss(loss_func(model(*xb), y))
