@@ -39,11 +39,7 @@ def judge(
     results = [(check, result) for check in FAULTS.values() for result in _run(check, evidence)]
     found = [result for _, result in results if isinstance(result, Finding)]
     passed = [(check, result) for check, result in results if isinstance(result, Passed)]
-    skipped: dict[str, list[str]] = {}  # codes by reason
-    for check, result in results:
-        if isinstance(result, Skipped):
-            skipped.setdefault(result.reason, []).append(check.code)
-    gaps = [Gap(tuple(dict.fromkeys(codes)), why) for why, codes in skipped.items()]
+    gaps = _gaps(results)
     if ranks.world > 1:
         found, gaps = findings_of_all(ranks.results([*found, *own], gaps), ranks.world)
         unsure = {finding.code for finding in found} | {code for gap in gaps for code in gap.codes}
@@ -72,6 +68,14 @@ def judge(
         hang=evidence.hang,
     )
     return ranks.verdict(verdict)
+
+
+def _gaps(results: Iterable[tuple[type[Fault], Result]]) -> list[Gap]:
+    skipped: dict[str, list[str]] = {}  # codes by reason
+    for check, result in results:
+        if isinstance(result, Skipped):
+            skipped.setdefault(result.reason, []).append(check.code)
+    return [Gap(tuple(dict.fromkeys(codes)), why) for why, codes in skipped.items()]
 
 
 def _with_past(found: Sequence[Finding], told: Sequence[Finding], evidence: Run) -> list[Finding]:

@@ -249,7 +249,7 @@ class Verdict(Printed):
         looked = f"{self.n_checked} of {self.n_checks} checks ran"
         of = f"of {self.of_rank} only: " if self.of_rank else ""
         if self.status == "unknown":
-            seen = "too little" if "checks could run" in self.reason else "nothing"
+            seen = "too little" if self.ruled_out else "nothing"
             what = "the training got no further" if self.hang else f"{seen} was seen"
             return f"UNKNOWN  {of}{what}: {self.reason}"
         if self.primary is not None:

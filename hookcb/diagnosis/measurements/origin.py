@@ -74,10 +74,6 @@ class Origin(Measurement):
         self._n_losses += 1
         number = detached_scalar(run.loop.loss)
         if isinstance(number, float) and not math.isfinite(number):
-            ignored = ignored_targets(run.loop.loss_node, run.loop.loss, run.loop.pred)
-            if ignored is not None and bool(ignored.are_all) and not self.is_sought:
-                self.step, self.is_sought, self.found = run.step, True, _of_nothing(number, run.step, ignored)
-                return True
             return self._seek(run, f"The loss is {number}", loss_node=run.loop.loss_node)
         return False
 
@@ -95,14 +91,18 @@ class Origin(Measurement):
         if self.is_sought:
             return False
         loop, self.step, self.is_sought = run.loop, run.step, True
+        ignored = None if loss_node is None else ignored_targets(loss_node, loop.loss, loop.pred)
+        if ignored is not None and bool(ignored.are_all):
+            self.found = _of_nothing(noticed, run.step, ignored)
+            return True
         batch, autocasts = ExternalBatch(loop) if loop.is_external else loop, run.measured(Loss).autocasts
         self.found = find_origin(batch, noticed, gradient, run.step, autocasts, loss_node)
         return True
 
 
-def _of_nothing(loss: float, step: int, ignored: Ignored) -> Found:
+def _of_nothing(noticed: str, step: int, ignored: Ignored) -> Found:
     return Found(
-        f"The loss is {loss} at step {step}: all targets of its batch are {ignored.label}, the index that it "
+        f"{noticed} at step {step}: all targets of its batch are {ignored.label}, the index that it "
         "ignores, so it is a mean of nothing, 0/0.",
         causes=("labels that are all masked, such as in sequences that were cut before the answer began",),
         next_steps=("Leave such samples out of the data, or skip a batch without a label",),

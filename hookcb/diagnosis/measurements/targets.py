@@ -54,7 +54,7 @@ def ignored_targets(node: Any, loss: Any, pred: Any) -> Ignored | None:
         return None
     if _are_labels(y := main.target):
         return Ignored((y == main.ignored).all(), main.ignored, y.numel())
-    is_mean = main.node is node and main.scale == 1 and not main.has_weights and compares_output(node, pred)
+    is_mean = main.node is node and main.scale == 1 and not main.has_weights and _is_of_output(main, pred)
     if not (is_mean and isinstance(loss, Tensor)):
         return None
     are_finite = [x.detach().isfinite().all() for _, x in parts(pred) if isinstance(x, Tensor)]
@@ -261,8 +261,12 @@ def _are_labels(y: Any) -> TypeGuard[Tensor]:
 def compares_output(node: Any, pred: Any) -> bool:
     """Whether the loss with this node compares an output of the model, or the scores of its log-softmax."""
     main = main_term(read_terms(node))
+    return main is not None and _is_of_output(main, pred)
+
+
+def _is_of_output(main: Term, pred: Any) -> bool:
     nodes = [graph.peel(at) for at in graph.roots(pred)]
-    return main is not None and any(main.given in (at, graph.behind(at)) for at in nodes)
+    return any(main.given in (at, graph.behind(at)) for at in nodes)
 
 
 def recovered_target(main: Term | None, pred: Any, grad: Tensor | None, loss: Any) -> Tensor | None:
