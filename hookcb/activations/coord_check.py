@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from hookcb.activations.stats import has_stats
 from hookcb.core.arguments import check_count, hinted
-from hookcb.core.batch import parts, split_batch
+from hookcb.core.batch import called, parts, split_batch
 from hookcb.core.randomness import set_seed
 from hookcb.core.restore import preserve_random
 from hookcb.core.text import join_names
@@ -229,7 +229,7 @@ def _sizes(
 
     def call() -> Any:
         set_seed(seed)  # the same dropout in each forward
-        return model(*xb) if isinstance(xb, tuple) else model(**xb)
+        return called(model, xb)
 
     def watched() -> tuple[Any, dict[str, Tensor]]:
         """The prediction, and the first output of each layer, in the order of execution."""
