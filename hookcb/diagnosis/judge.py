@@ -188,9 +188,11 @@ def _key(finding: Finding, evidence: Run) -> tuple[float, int, float, bool, str]
     return step, check.site, place, not check.exact, check.code  # independent of the order of checks
 
 
-def _weight(finding: Finding) -> tuple[bool, bool, int, bool]:
-    is_note = finding.severity == "info"
-    return is_note, finding.is_slow, RANK[finding.severity], not FAULTS[finding.code].exact
+def _weight(finding: Finding) -> tuple[bool, bool, bool, int, bool]:
+    """Notes come last; of these, first what the curve of the loss shows."""
+    is_note, check = finding.severity == "info", FAULTS[finding.code]
+    is_unseen = is_note and check.shown_by != "run.loss"
+    return is_note, is_unseen, finding.is_slow, RANK[finding.severity], not check.exact
 
 
 def primary_of(findings: Sequence[Finding]) -> Finding | None:
