@@ -9,7 +9,7 @@ from hookcb.diagnosis.measurements.group_rates import JUMP, RISE, Jump
 from hookcb.diagnosis.measurements.moments import Moments
 from hookcb.diagnosis.measurements.spikes import N_AFTER, Spike
 from hookcb.diagnosis.measurements.step_scales import LimitChange, Rescaled
-from hookcb.diagnosis.rules import format_factor
+from hookcb.diagnosis.rules import format_factor, median
 from hookcb.diagnosis.run import Layer, Param, Run, Series
 
 N_NEAR = 8  # steps before a spike in which a change counts
@@ -186,8 +186,8 @@ def _of_weights(spike: Spike) -> Cause | None:
         return Cause(
             "batches",
             f"it came at once and stayed, while the gradients of the steps before were usual (norms up to "
-            f"{max(norms):.3g}, the median before is {usual:.3g}), so several batches in a row are unusual, or "
-            "something besides the optimizer has changed the model",
+            f"{max(norms):.3g}, the median before is {usual:.3g}), so several batches in a row are unusual, "
+            "or something besides the optimizer has changed the model",
         )
     if highest > spike.value:
         n = near.index(highest) + 1

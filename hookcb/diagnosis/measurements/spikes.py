@@ -407,7 +407,7 @@ def values_in(xb: Any) -> Values | None:
             if not x.is_cpu or x.layout is not torch.strided or not x.numel():
                 return None
             sample = spread(flat(x))
-            return Values(len(sample), len(sample.unique()))
+            return Values(len(sample), len(torch.unique(sample)))
     return None
 
 
