@@ -527,6 +527,23 @@ def test_a_note_that_a_training_is_unfinished_stands_last_in_one_line():
     assert "Train on" not in "".join(lines)
 
 
+def test_further_notes_have_a_line_each_below_the_first():
+    notes = [
+        Finding(code, "info", layer="body", headline="It is so") for code in ("a.a", "a.b", "a.c", "a.d")
+    ]
+    text = "\n".join(verdict_of(*notes, ruled_out=("that " * 9,) * 9, coverage=("9 batches",)).lines())
+    assert (
+        "More: hookcb explain a.a\nINFO  It is so: body  (a.b)\nINFO  It is so: body  (a.c)\n  Looked for"
+        in text
+    )
+    assert "a.d" not in text
+
+
+def test_of_notes_those_that_the_loss_shows_come_first():
+    found = explained([Finding("wd.norms", "info"), Finding("loss.spike", "info", step=420)], Run())
+    assert [f.code for f in found] == ["loss.spike", "wd.norms"]
+
+
 @pytest.mark.parametrize(
     ("width", "last"),
     [
