@@ -2,18 +2,19 @@
 
 from collections import deque
 from collections.abc import MutableMapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
-from hookcb.diagnosis.fault import EVERY, NOTES, Measurement
+from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.modules import named_modules
 
 N_CHANGES, MAX_GROUPS = 16, 8  # changes that are kept; groups of an optimizer that are followed
 MIN_SPAN = 32  # steps with one value before a change
-PLAIN = {bool, int, float}
+NUMBERS = {bool, int, float}
+PLAIN = {*NUMBERS, tuple}
 LEFT_OUT = {"lr", "initial_lr", "training"}  # which have records of their own
 
 
@@ -49,7 +50,7 @@ class _Known:
     def changed(self, owner: dict[str, Any], step: int) -> list[Change]:
         """Takes the values of a step; returns those that are new, if all had stayed for 32 steps."""
         values = {name: owner.get(name) for name in self.values}
-        if not all(map(_is_plain, values.values())):
+        if not PLAIN.issuperset(map(type, values.values())):
             return []  # a tensor, which cannot be compared at no cost
         if values == self.values:
             self.last = step
@@ -61,17 +62,17 @@ class _Known:
 
 
 class Settings(Measurement):
-    """Follows the settings of up to eight groups of each optimizer in each step, and of layers in some.
+    """Follows settings: of up to eight groups of each optimizer, in each step, and of layers.
 
     Those of a layer are its attributes that are numbers, such as `p`, `eps` and `momentum`, without private
-    ones. What changes often, as by a schedule, was not changed by a program once.
+    ones: of all layers in inspected batches, and of one in each other batch, in turn. What changes often, as
+    by a schedule, was not changed by a program once.
 
     Attributes:
         changes: the last 16, where no setting of the group or layer had changed for 32 steps before.
     """
 
     cadence = EVERY
-    cadences: ClassVar = {"on_batch": NOTES}
 
     def __init__(self) -> None:
         self.changes = deque[Change](maxlen=N_CHANGES)
@@ -84,7 +85,10 @@ class Settings(Measurement):
                 self._of_layers.append((layer, vars(m), _Known(settings, run.step)))
 
     def on_batch(self, run: Run) -> None:
-        for layer, attributes, known in self._of_layers:
+        layers = self._of_layers
+        if layers and not run.looking:
+            layers = [layers[run.step % len(layers)]]
+        for layer, attributes, known in layers:
             new = known.changed(attributes, run.step)
             self.changes += [x._replace(layer=layer) for x in new]
 
@@ -106,9 +110,10 @@ class Settings(Measurement):
 
 
 def _settings(owner: dict[str, Any]) -> dict[str, Any]:
-    """What is public and a number, or a tuple of numbers."""
-    return {k: x for k, x in owner.items() if k[0] != "_" and k not in LEFT_OUT and _is_plain(x)}
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in PLAIN or (type(value) is tuple and all(type(x) in PLAIN for x in value))
+    """Public numbers, and tuples of numbers, by their names."""
+    named = {name: x for name, x in owner.items() if name[0] != "_" and name not in LEFT_OUT}
+    return {
+        name: x
+        for name, x in named.items()
+        if type(x) in NUMBERS or (type(x) is tuple and NUMBERS.issuperset(map(type, x)))
+    }

@@ -41,7 +41,7 @@ def test_settings_of_groups_and_numbers_of_layers_are_followed():
 
     assert changes(change) == [
         Change(60, 59, "betas", (0.9, 0.999), (0.9, 0.5), group=1),
-        Change(100, 99, "p", 0.0, 0.3, layer="drop"),
+        Change(101, 98, "p", 0.0, 0.3, layer="drop"),
     ]
 
 

@@ -21,7 +21,8 @@ def run_with(levels, *changes, rates=(), kind="cross-entropy"):
 
 def test_a_setting_after_which_the_loss_stays_higher_is_a_warning_at_its_step():
     found = only(WorseLoss, run_with([2, 1, 1.5, 1.5], CHANGED))
-    assert (found.severity, found.step, found.last_step) == ("warning", 100, 199)
+    assert (found.code, found.severity) == ("loss.worse", "warning")
+    assert (found.step, found.last_step) == (100, 199)
     assert "The loss has risen from 0.981 to 1.51; in the end it is 1.49." in found.message
     assert (
         "What changed before: betas of the optimizer, from (0.9, 0.98) to (0.9, 0.1) at step 100"
