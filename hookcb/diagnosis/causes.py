@@ -9,7 +9,7 @@ from hookcb.diagnosis.measurements.group_rates import JUMP, RISE, Jump
 from hookcb.diagnosis.measurements.moments import Moments
 from hookcb.diagnosis.measurements.spikes import N_AFTER, Spike
 from hookcb.diagnosis.measurements.step_scales import LimitChange, Rescaled
-from hookcb.diagnosis.rules import format_factor, median
+from hookcb.diagnosis.rules import format_factor
 from hookcb.diagnosis.run import Layer, Param, Run, Series
 
 N_NEAR = 8  # steps before a spike in which a change counts
@@ -18,7 +18,6 @@ N_BAND, N_RECENT, N_BEFORE = 8, 5, 2  # looks before a jump, those it is compare
 RATIO = 2.0  # of a jump to the number before, and to the largest change between the looks it is compared with
 MAX_INPUT = 4.0  # ratio of the largest input to that of all inspected batches
 FEWER = 4  # different values in it, relative to any inspected batch that is no larger
-USUAL_NORM = 2.0  # ratio of a norm of gradients to the median before
 MIN_NORMS, CUT = 8, 1 / 2  # known norms before a limit of clipping ended, and the share that it cut
 OF_LAYERS = {"std": "standard deviation of the output", "abs_max": "largest output"}
 OF_PARAMS = {"rms": "RMS of the gradient", "weight_norm": "norm"}
@@ -180,14 +179,14 @@ def _of_weights(spike: Spike) -> Cause | None:
     if not near or (highest <= spike.value and _rest(spike) < 1 / 2):
         return None
     norms = [x for step, x in spike.norms if step >= spike.step - N_NEAR]
-    usual = median(x for step, x in spike.norms if step < spike.step - N_NEAR)
+    before = [x for step, x in spike.norms if step < spike.step - N_NEAR]
     is_sudden = 2 * (spike.value - spike.middle) >= highest - spike.middle
-    if is_sudden and len(norms) >= N_NEAR and max(norms) <= USUAL_NORM * usual:
+    if is_sudden and min(len(norms), len(before)) >= N_NEAR and max(norms) <= max(before):
         return Cause(
             "batches",
-            f"it came at once and stayed, while the gradients of the steps before were usual (norms up to "
-            f"{max(norms):.3g}, the median before is {usual:.3g}), so several batches in a row are unusual, "
-            "or something besides the optimizer has changed the model",
+            f"it came at once and stayed, while the gradients of the {len(norms)} steps before were usual "
+            f"(norms up to {max(norms):.3g}, before that up to {max(before):.3g}), so several batches in a "
+            "row are unusual, or something besides the optimizer has changed the model",
         )
     if highest > spike.value:
         n = near.index(highest) + 1

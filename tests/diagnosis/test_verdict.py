@@ -539,9 +539,10 @@ def test_further_notes_have_a_line_each_below_the_first():
     assert "a.d" not in text
 
 
-def test_of_notes_those_that_the_loss_shows_come_first():
-    found = explained([Finding("wd.norms", "info"), Finding("loss.spike", "info", step=420)], Run())
-    assert [f.code for f in found] == ["loss.spike", "wd.norms"]
+def test_of_notes_facts_with_a_step_come_first_then_what_the_loss_shows():
+    codes = {"wd.norms": None, "attn.logits": 200, "loss.spike": 420, "param.overwritten": 430}
+    found = explained([Finding(code, "info", step=step) for code, step in codes.items()], Run())
+    assert [f.code for f in found] == ["param.overwritten", "loss.spike", "wd.norms", "attn.logits"]
 
 
 @pytest.mark.parametrize(
