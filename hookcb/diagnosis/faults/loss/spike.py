@@ -99,6 +99,8 @@ class LossSpikes(Fault):
         first = spikes[0].step if cause.since is None else min(cause.since, spikes[0].step)
         others = [x for x in spikes if x is not spike]
         has_stayed = any(_has_stayed(x, run) for x in spikes)
+        if cause.kind == "batch" and _has_stayed(spike, run):
+            cause = cause._replace(kind="batches")
         return self.finding(
             f"The loss jumps to {spike.value:.3g} at step {spike.step:,}{_place(spike)}, while up to "
             f"{spike.limit:.3g} is noise: {cause.text}.{_before(spike, cause)} "

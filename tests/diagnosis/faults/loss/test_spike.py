@@ -173,6 +173,14 @@ def test_a_batch_with_few_different_tokens_comes_first():
     assert "so the weights" in only(LossSpikes, with_steps(lasting(), n_values=(10, 37))).message
 
 
+def test_inputs_of_another_kind_from_a_batch_on_are_no_matter_of_that_batch_alone():
+    values = level(120) + noisy([4.0] * 180, 0.05)
+    found = only(LossSpikes, with_steps(values[20:], inputs=220.0))
+    assert "this batch came first, as its inputs are 220 times as large" in found.message
+    assert "It has not healed" in found.message
+    assert found.next_steps == ("Look at the batches and the model at step 100",)
+
+
 def test_different_integers_are_counted_in_inputs_on_the_cpu():
     assert values_in((torch.zeros(2, 3, dtype=torch.int64), torch.arange(3))) == (6, 1)
     assert values_in({"ids": torch.arange(2048)}) == (1024, 1024)
