@@ -22,7 +22,7 @@ MIN_RISE = 0.05  # of the level before
 # standard errors of the difference of two medians, of a step that is known, and of one that is looked for
 SIGMAS_AT, SIGMAS = 4.0, 6.0
 NEAR = 32  # steps after the first change within which others are told beside it
-MEANT = {"CosineAnnealingWarmRestarts", "CyclicLR"}  # schedulers whose rate rises again as they are meant
+MEANT = {"CosineAnnealingWarmRestarts", "CyclicLR"}  # schedulers whose rate rises again
 
 
 class Cause(NamedTuple):
@@ -47,9 +47,9 @@ class WorseLoss(Fault):
     layer, such as `p` of dropout, likewise. Or the learning rate has doubled or more, step by step, since
     the 32 batches with the lowest median, the first ones excepted, and the median of the last 32 is above it
     by six standard errors and by 5 %. A note if half of the rise is gone, if the kind of the loss is not
-    known, or if the change may be meant: by a scheduler for rates that rise again, of `weight_decay`, or in
-    a layer, as of dropout. The noise is that of differences between losses in a row. Not told where
-    `loss.spike` warns.
+    known, or if the change may be meant: of `weight_decay`, or in a layer, as of dropout. A rate that rises
+    again by `CosineAnnealingWarmRestarts` or `CyclicLR` is meant, and not told. The noise is that of
+    differences between losses in a row. Not told where `loss.spike` warns.
 
     Source: J. von Neumann et al., "The mean square successive difference", 1941, for noise around a trend.
     That a change led to the rise is not shown by these facts; the limits are ours.
@@ -64,7 +64,9 @@ class WorseLoss(Fault):
             yield Skipped(f"fewer than {3 * N} batches")
             return
         is_told = any(f.severity != "info" for f in findings_of("loss.spike", run))
-        found = None if is_told else self._after_change(run) or self._with_rate(run)
+        found = None if is_told else self._after_change(run)
+        if not (found or is_told or _rises_again(run)):
+            found = self._with_rate(run)
         yield found or Passed("a loss that is higher since a setting of the training has changed")
 
     def _after_change(self, run: Run) -> Finding | None:
@@ -91,7 +93,7 @@ class WorseLoss(Fault):
         since, rate = _begin_of_rise(series)
         text = f"the learning rate, from {rate:.3g} to {end:.3g} in the steps from {since:,} on"
         is_slow = since <= step + N  # else the rate has moved in other ways as well
-        cause = Cause(since, since, text, may_be_meant=_rises_again(run))
+        cause = Cause(since, since, text)
         return self._told(run, [cause], (low, last, last)) if is_slow else None
 
     def _told(self, run: Run, causes: list[Cause], levels: tuple[float, float, float]) -> Finding:
@@ -133,13 +135,13 @@ def _least_rise(losses: Sequence[float], low: float, n: int = N, sigmas: float =
 
 
 def _changes(run: Run) -> Iterator[Cause]:
-    rises_again = _rises_again(run)
-    for (last, before), (step, rate) in pairwise(rates(run)):
-        if 0 < JUMP * before <= rate:
-            text = f"the learning rate, from {before:.3g} to {rate:.3g} at step {step:,}"
-            yield Cause(step, last, text, may_be_meant=rises_again)
-    for jump in run.measured(GroupRates).jumps:
-        yield Cause(jump.step, jump.step - 1, jump.text, may_be_meant=rises_again)
+    if not _rises_again(run):
+        for (last, before), (step, rate) in pairwise(rates(run)):
+            if 0 < JUMP * before <= rate:
+                text = f"the learning rate, from {before:.3g} to {rate:.3g} at step {step:,}"
+                yield Cause(step, last, text)
+        for jump in run.measured(GroupRates).jumps:
+            yield Cause(jump.step, jump.step - 1, jump.text)
     limit = run.measured(StepScales).limit_change(run.loss.steps[-1], run.loss.steps[-1])
     if limit is not None:
         yield Cause(limit.step, limit.step - 1, text_of_limit(limit))

@@ -3,6 +3,7 @@
 from hookcb.diagnosis.faults.loss.worse import WorseLoss
 from hookcb.diagnosis.measurements.group_rates import GroupRates, Jump
 from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.schedules import Scheduler, Schedules, Use
 from hookcb.diagnosis.measurements.settings import Change, Settings
 from hookcb.diagnosis.run import Passed, Skipped
 from tests.diagnosis.faults.loss.support import losses, noisy
@@ -67,6 +68,13 @@ def test_a_rate_that_jumped_is_told_of_all_groups_or_of_one():
     run = run_with([2, 1, 1.5, 1.5])
     run.measured(GroupRates).jumps.append(Jump(100, 0.01, 0.1, 1, "head.weight"))
     assert "of parameter group 1 (head.weight)" in only(WorseLoss, run).message
+
+
+def test_warm_restarts_are_meant():
+    run = run_with([2, 1, 1.5, 1.5], rates=[0.01] * 100 + [0.03] * 100)
+    restarts = Scheduler("CosineAnnealingWarmRestarts", None)
+    run.measured(Schedules).used = [(restarts, Use())]
+    assert isinstance(only(WorseLoss, run), Passed)
 
 
 def test_a_rate_that_creeps_up_is_told_from_its_first_step_on():
