@@ -277,7 +277,7 @@ class Verdict(Printed):
         end = [line for f in unfinished for line in _filled(f"{f.name}: {f.message}", width, 1)]
         end += self._looked_at(width)
         if self.primary is None:
-            noted = [f for f in self.findings if f.code != UNFINISHED]
+            noted = self._noted()
             first = [line for finding in noted[:1] for line in finding.lines(width=width)]
             heads = (f"{f.severity.upper()}  {f.summary}  ({f.code})" for f in noted[1 : 1 + N_OTHERS])
             others = [line for head in heads for line in _filled(head, width, 1, indent="")]
@@ -293,6 +293,14 @@ class Verdict(Printed):
         for other in [f for f in self.alarms if f is not self.primary][:N_OTHERS]:
             lines += _filled(f"{other.head}: {other.message}", width, 2, indent="")
         return [*lines[: MAX_LINES - len(end)], *end]
+
+    def _noted(self) -> list[Finding]:
+        """The first finding of each code, without that on the end of the training."""
+        of_codes: dict[str, Finding] = {}
+        for finding in self.findings:
+            of_codes.setdefault(finding.code, finding)
+        of_codes.pop(UNFINISHED, None)
+        return [*of_codes.values()]
 
     def _looked_at(self, width: int) -> list[str]:
         """Numbers of what was inspected and where to read the rest, in one line below the first note."""

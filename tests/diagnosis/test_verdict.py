@@ -529,7 +529,8 @@ def test_a_note_that_a_training_is_unfinished_stands_last_in_one_line():
 
 def test_further_notes_have_a_line_each_below_the_first():
     notes = [
-        Finding(code, "info", layer="body", headline="It is so") for code in ("a.a", "a.b", "a.c", "a.d")
+        Finding(code, "info", layer="body", headline="It is so")
+        for code in ("a.a", "a.a", "a.b", "a.c", "a.d")
     ]
     text = "\n".join(verdict_of(*notes, ruled_out=("that " * 9,) * 9, coverage=("9 batches",)).lines())
     assert (
