@@ -176,7 +176,6 @@ def test_names_of_callbacks_that_begin_like_ours_are_no_logs(clock):
     assert list(places(learn)) == ["the callback LogitLens"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("n", "is_found"), [(3, True), (2, False)])
 def test_long_waits_that_come_again_are_no_machine(clock, n, is_found):
     """Two long ones may be a machine that was busy elsewhere; a third one of 0.1 s or more is the loop's."""

@@ -12,11 +12,14 @@ from tests.diagnosis.faults.support import numbers, small_net, trained
 from tests.support import first
 
 
-def frozen_in(model, *names):
+def findings(model, *names):
     for name in names:
         model.get_submodule(name).requires_grad_(False)
-    found = trained(model).findings
-    return [(x.severity, x.layer) for x in found if x.code == "param.frozen_between"]
+    return [x for x in trained(model).findings if x.code == "param.frozen_between"]
+
+
+def frozen_in(model, *names):
+    return [(x.severity, x.layer) for x in findings(model, *names)]
 
 
 def deep(*hidden):
@@ -24,6 +27,13 @@ def deep(*hidden):
     pairs = [(nn.Linear(8, 8), nn.ReLU()) for _ in range(5)]
     layers = [layer for pair in pairs for layer in pair]
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), *layers, *hidden, nn.Linear(8, 1))
+
+
+def test_frozen_layers_are_told_in_one_sentence():
+    (found,) = findings(deep(), "4", "8")
+    assert found.message.startswith("Layers 4 and 8 are frozen")
+    (found,) = findings(small_net(), "2")
+    assert found.message.startswith("Layer 2 is frozen")
 
 
 @pytest.mark.slow

@@ -89,6 +89,7 @@ def test_internals_of_a_package_that_need_not_be_called_are_not_asked_to_be_remo
 
 USES = {
     "by its weights": lambda net, x: F.linear(x, net.aside.weight, net.aside.bias),
+    "by its weights, with small gradients": lambda net, x: x + 1e-3 * F.linear(x, net.aside.weight),
     "by its forward": lambda net, x: net.aside.forward(x),
     "from the fifth batch on": lambda net, x: F.linear(x, net.aside.weight) if net.n > 4 else x,
 }
