@@ -31,7 +31,7 @@ def deep(*hidden):
 
 def test_frozen_layers_are_told_in_one_sentence():
     (found,) = findings(deep(), "4", "8")
-    assert found.message.startswith("Layers 4 and 8 are frozen")
+    assert found.message.startswith("Layers 4, 8 are frozen")
     (found,) = findings(small_net(), "2")
     assert found.message.startswith("Layer 2 is frozen")
 
