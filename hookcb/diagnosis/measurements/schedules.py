@@ -92,7 +92,7 @@ class Schedulers(Ear):
         if (found := self._of(scheduler)) is None:
             return
         if not found.n:
-            found.length_name, found.length = _length(scheduler)
+            found.length_name, found.length = length_of(scheduler)
             found.period = _period(scheduler)
         found.n, found.at = found.n + 1, scheduler.last_epoch
         found.is_set |= bool(args or kwargs) and not isinstance(scheduler, ReduceLROnPlateau)
@@ -108,18 +108,19 @@ class Schedulers(Ear):
         found = Scheduler(type(scheduler).__name__, ref(opt))
         self.known.append(found)
         self._by_id[id(scheduler)] = ref(scheduler), found
-        for inner in _inner(scheduler):
+        for inner in inner_of(scheduler):
             if (known := self._of(inner)) is not None:
                 known.is_inner = True
         return found
 
 
-def _inner(scheduler: Any) -> list[Any]:
+def inner_of(scheduler: Any) -> list[Any]:
+    """The schedulers that a `SequentialLR` or `ChainedScheduler` steps; none of another one."""
     is_of_others = isinstance(scheduler, SequentialLR | ChainedScheduler)
     return list(getattr(scheduler, "_schedulers", ())) if is_of_others else []
 
 
-def _length(scheduler: Any) -> tuple[str, int | None]:
+def length_of(scheduler: Any) -> tuple[str, int | None]:
     """Name of the argument with the length of a scheduler, and that length; None if it has no end."""
     name, length = "", None
     if isinstance(scheduler, OneCycleLR):
@@ -130,15 +131,15 @@ def _length(scheduler: Any) -> tuple[str, int | None]:
         name, length = "milestones", max(scheduler.milestones, default=0)
     elif isinstance(scheduler, WITH_ITERS):
         name, length = "total_iters", scheduler.total_iters
-    elif isinstance(scheduler, SequentialLR) and (inner := _inner(scheduler)):
-        name, rest = _length(inner[-1])
+    elif isinstance(scheduler, SequentialLR) and (inner := inner_of(scheduler)):
+        name, rest = length_of(inner[-1])
         first = getattr(scheduler, "_milestones", [])
         length = first[-1] + rest if rest is not None and first else None
     return name, int(length) if length else None
 
 
 def _period(scheduler: Any) -> int:
-    if isinstance(scheduler, SequentialLR) and (inner := _inner(scheduler)):
+    if isinstance(scheduler, SequentialLR) and (inner := inner_of(scheduler)):
         return _period(inner[-1])
     return int(scheduler.T_max) if isinstance(scheduler, CosineAnnealingLR) else 0
 
