@@ -9,15 +9,24 @@ from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, SequentialLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    LRScheduler,
+    OneCycleLR,
+    SequentialLR,
+)
 
-from hookcb.diagnosis.heard import Ear
-from hookcb.diagnosis.measurements.group_rates import as_number
+from hookcb.diagnosis.heard import Ear, heard
+from hookcb.diagnosis.measurements.group_rates import RISE, as_number
 from hookcb.diagnosis.measurements.loads import RATES
-from hookcb.diagnosis.measurements.schedules import inner_of, length_of
+from hookcb.diagnosis.measurements.schedules import Schedulers, inner_of, length_of, position
 
 Observer = Generator[None, Any, None]
 Rates = tuple[float, float]  # largest `lr` and largest `initial_lr` of the groups
+RISING = CosineAnnealingWarmRestarts, CyclicLR  # by themselves
+ENDED = 1e-3  # share of the highest rate at which a schedule has come to its end, as for lr.schedule
 MAX_KEPT, MAX_ITEMS, MAX_DEPTH = 1_000, 64, 4
 # attributes of a scheduler that are not its settings
 PROGRESS = ("last_epoch", "_step_count", "_last_lr", "T_cur", "T_i", "verbose", "optimizer")
@@ -30,13 +39,14 @@ class Place(NamedTuple):
         settings: see `settings_of`.
         at: its number of steps.
         is_sure: whether it was nowhere else with these rates.
-        has_ended: whether its length is known, and was reached.
+        is_falling: whether its rate had come down to half of its highest one, and not to its end; False for
+            schedules that rise again.
     """
 
     settings: Hashable
     at: int
     is_sure: bool
-    has_ended: bool
+    is_falling: bool
 
 
 class Restored(NamedTuple):
@@ -107,7 +117,7 @@ class Restores(Ear):
         found = self.schedulers_of(opt) if _has_moved(rate, base) else []
         if len(found) != 1:
             return
-        now, before = place_of(found[0][1]), self._taken.get((rate, base))
+        now, before = _place_of(found[0][1], rate), self._taken.get((rate, base))
         if before is not None and before.at != now.at:
             now = now._replace(at=min(before.at, now.at), is_sure=False)
         elif len(self._taken) >= MAX_KEPT:
@@ -138,17 +148,6 @@ class Restores(Ear):
         yield
         for made in self._made:
             made.is_loaded |= made.scheduler() is scheduler
-
-
-def position(scheduler: Any) -> int:
-    """Number of steps that a scheduler has made, `last_epoch`; of a `ChainedScheduler` those of its parts."""
-    return max((getattr(x, "last_epoch", 0) for x in (scheduler, *inner_of(scheduler))), default=0)
-
-
-def place_of(scheduler: Any) -> Place:
-    """How far a schedule is now."""
-    at, (_, length) = position(scheduler), length_of(scheduler)
-    return Place(settings_of(scheduler), at, is_sure=True, has_ended=length is not None and at >= length)
 
 
 def settings_of(scheduler: Any) -> Hashable:
@@ -183,6 +182,14 @@ def _contents(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # it is empty
         return None
+
+
+def _place_of(scheduler: Any, rate: float) -> Place:
+    known, at, (_, length) = heard(Schedulers).of(scheduler), position(scheduler), length_of(scheduler)
+    top = known.top if known is not None else 0.0
+    has_ended = (length is not None and at + 1 >= length) or rate <= ENDED * top
+    rises = any(isinstance(x, RISING) for x in (scheduler, *inner_of(scheduler)))
+    return Place(settings_of(scheduler), at, True, RISE * rate <= top and not (has_ended or rises))
 
 
 def _rates(opt: Optimizer) -> Rates:

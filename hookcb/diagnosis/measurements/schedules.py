@@ -43,6 +43,7 @@ class Scheduler:
         at: its own count of them, `last_epoch`.
         is_inner: whether another scheduler steps it.
         is_set: whether a step was given a number of an epoch.
+        top: highest learning rate so far.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Scheduler:
     at: int = 0
     is_inner: bool = False
     is_set: bool = False
+    top: float = 0.0
 
 
 class Schedulers(Ear):
@@ -83,22 +85,24 @@ class Schedulers(Ear):
     def see(self, scheduler: Any, *args: Any, **kwargs: Any) -> Observer:
         """Notes a scheduler once it is made; it has made its first step by itself then."""
         yield
-        if (found := self._of(scheduler)) is not None:
+        if (found := self.of(scheduler)) is not None:
             found.n = 0
 
     def see_step(self, scheduler: Any, *args: Any, **kwargs: Any) -> Observer:
         """Counts a step."""
         yield
-        if (found := self._of(scheduler)) is None:
+        if (found := self.of(scheduler)) is None:
             return
         if not found.n:
             found.length_name, found.length = length_of(scheduler)
             found.period = _period(scheduler)
-        found.n, found.at = found.n + 1, scheduler.last_epoch
+        found.n, found.at = found.n + 1, position(scheduler)
         found.is_set |= bool(args or kwargs) and not isinstance(scheduler, ReduceLROnPlateau)
+        found.top = max(found.top, _rate(scheduler.optimizer))
         self.n_steps += 1
 
-    def _of(self, scheduler: Any) -> Scheduler | None:
+    def of(self, scheduler: Any) -> Scheduler | None:
+        """What is known of a scheduler; None before it has an optimizer."""
         alive, found = self._by_id.get(id(scheduler), (None, None))
         if alive is not None and alive() is scheduler:
             return found
@@ -109,7 +113,7 @@ class Schedulers(Ear):
         self.known.append(found)
         self._by_id[id(scheduler)] = ref(scheduler), found
         for inner in inner_of(scheduler):
-            if (known := self._of(inner)) is not None:
+            if (known := self.of(inner)) is not None:
                 known.is_inner = True
         return found
 
@@ -118,6 +122,11 @@ def inner_of(scheduler: Any) -> list[Any]:
     """The schedulers that a `SequentialLR` or `ChainedScheduler` steps; none of another one."""
     is_of_others = isinstance(scheduler, SequentialLR | ChainedScheduler)
     return list(getattr(scheduler, "_schedulers", ())) if is_of_others else []
+
+
+def position(scheduler: Any) -> int:
+    """Number of steps that a scheduler has made, `last_epoch`; of a `ChainedScheduler` those of its parts."""
+    return max((getattr(x, "last_epoch", 0) for x in (scheduler, *inner_of(scheduler))), default=0)
 
 
 def length_of(scheduler: Any) -> tuple[str, int | None]:

@@ -12,7 +12,8 @@ from hookcb.diagnosis.fault import EVERY, Fault, Result, Site, Unknown, fault
 from hookcb.diagnosis.heard import heard
 from hookcb.diagnosis.measurements.group_rates import RISE, as_number
 from hookcb.diagnosis.measurements.loads import File, LoadClock, Loads, Saves
-from hookcb.diagnosis.measurements.restores import PROGRESS, Restored, Restores, position, settings_of
+from hookcb.diagnosis.measurements.restores import PROGRESS, Restored, Restores, settings_of
+from hookcb.diagnosis.measurements.schedules import Schedulers, position
 from hookcb.diagnosis.measurements.state_dicts import numbers
 from hookcb.diagnosis.rules import N_BEFORE, Rise, format_factor, rise_of_loss
 from hookcb.diagnosis.run import WINDOW, Absent, Run
@@ -22,6 +23,7 @@ UNHEARD = "files that were read before the training were not heard; hookcb diagn
 NOTHING = Absent(
     "neither weights from a file with the state of a training were loaded, nor an optimizer in mid-schedule"
 )
+NEAR = 1e-6  # relative difference of rates that are the same but for rounding
 CAUSE = "a part of the checkpoint that is saved, and not loaded"
 
 
@@ -35,7 +37,7 @@ class Restart:
         scheduler: class of the scheduler.
         load: what was loaded.
         first, begin: largest learning rates of the groups, of that step and of the scheduler as it was made.
-        is_same: whether the schedule is the one of before, which had not ended.
+        is_same: whether the schedule is the one of before.
         top: highest rate since.
         high_at: number of the first batch at twice the loaded rate, None without one.
     """
@@ -59,16 +61,25 @@ class Restart:
                 self.high_at = step
 
     @property
+    def is_kept(self) -> bool:
+        """Whether that step is made at the loaded rate, as the scheduler was made before the load."""
+        return not _is_near(self.first, self.begin)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the rate is no longer the loaded one; one that falls from there may be."""
+        return not self.is_kept or self.top > (1 + NEAR) * self.load.rate
+
+    @property
     def course(self) -> str:
         """Learning rates in the state and after it, as a sentence."""
         loaded, factor = self.load.rate, self.top / self.load.rate
-        is_kept = not _is_near(self.first, self.begin)
         first = f"the loaded {loaded:.3g}, but the schedule begins at {self.begin:.3g}"
-        step = f" Step {self.step:,} is made at {first if is_kept else f'{self.first:.3g}'}"
-        if factor > 1 + 1e-6:
+        step = f" Step {self.step:,} is made at {first if self.is_kept else f'{self.first:.3g}'}"
+        if factor > 1 + NEAR:
             times = f"{format_factor(factor)} times the loaded {loaded:.3g} (limit {RISE:g})"
             return f"{step}, and the rate then reaches {self.top:.3g}, {times}."
-        return f"{step}." if is_kept else f"{step}, and the loaded rate is {loaded:.3g}."
+        return f"{step}." if self.is_kept else f"{step}, and the loaded rate is {loaded:.3g}."
 
 
 @fault(
@@ -92,12 +103,15 @@ class NotResumed(Fault):
     `initial_lr`, so a scheduler had moved it; and at the first step afterwards all schedulers of that
     optimizer are at 0, none was loaded, and `get_last_lr()` of the last one is another rate than the loaded
     one. Of several groups, the largest rate counts. A note, as a second phase with a new schedule looks the
-    same. A warning if the rate reaches twice the loaded one, the rise of a rate that `loss.spike` tells, too,
-    and it is the same schedule in its middle, as `state_dict` of the optimizer was heard then; or if the loss
-    rises with it and stays high: the mean of 64 losses is above the median of those before, ten or more, by
-    six standard errors. Not told: a schedule that goes on from the loaded rate, as `CosineAnnealingLR` does
-    that is made after the load; `lr` or `initial_lr` set by hand after the load; a loaded rate of 0, at which
-    a schedule has ended; `ReduceLROnPlateau`; schedulers that are not torch's.
+    same. A warning if the rate then reaches twice the loaded one, the rise that `loss.spike` tells, too, and
+    either the loss rises with it and stays high: the mean of 64 losses is above the median of those before,
+    ten or more, by six standard errors; or it is the same schedule, as heard when `state_dict` of the
+    optimizer was called, with its settings and functions, whose rate had come down to half of its highest
+    one, but not to its end, its length or a thousandth; not one that rises again by itself, such as
+    `CosineAnnealingWarmRestarts`. Not told: a schedule that goes on from the loaded rate, and does not raise
+    it, such as `CosineAnnealingLR`; `lr` or `initial_lr` set by hand after the load; a loaded
+    rate of 0; a scheduler that is stepped before the first step of the optimizer; `ReduceLROnPlateau`;
+    schedulers that are not torch's.
 
     Source: the PyTorch tutorial "Saving and Loading Models": to resume, "it is important to also save the
     optimizer's state_dict". torch.optim.lr_scheduler: `initial_lr` in the groups is the rate that a scheduler
@@ -109,7 +123,7 @@ class NotResumed(Fault):
     severity = "warning"
     cadence = EVERY
     uses = (LoadClock,)
-    hears = (Restores,)
+    hears = (Restores, Schedulers)
     passed = "a training that is resumed without a part of its state"
     unless: Unknown = UNHEARD
 
@@ -158,18 +172,20 @@ class NotResumed(Fault):
             restart.follow(opt, step)
 
     def findings(self, run: Run) -> Iterator[Result]:
-        restarts = [] if self._begun else [self._told(run, x) for x in self._restarts]
+        restarts = [] if self._begun else [self._told(run, x) for x in self._restarts if x.is_new]
         yield from self.told(run, [*self.seen, *restarts], self.unless)
 
     def _told(self, run: Run, x: Restart) -> Finding:
-        rise, place, is_high = _rise(run, x), x.load.place, x.high_at is not None
+        rise, place = _rise(run, x), x.load.place
         took = "" if place is None else f" in {'at least ' * (not place.is_sure)}{place.at:,} steps"
         harm = f" The loss rises with it from {rise.before:.3g} to {rise.after:.3g}." if rise else ""
-        is_wrong = is_high and (x.is_same or (rise is not None and not rise.has_healed))
+        again = "the same " * x.is_same
+        is_again = x.is_same and place is not None and place.is_falling
+        is_wrong = x.high_at is not None and (is_again or (rise is not None and not rise.has_healed))
         return self.finding(
-            f"{x.kind} has loaded a state of a schedule that had moved the learning rate from {x.load.base:.3g} "
-            f"to {x.load.rate:.3g}{took}, but {'the same ' * x.is_same}{x.scheduler} begins at 0: its state was "
-            f"not loaded.{x.course}{harm}" + " A new schedule may be meant." * (not is_wrong),
+            f"{x.kind} has loaded a state of a schedule that had moved the learning rate from "
+            f"{x.load.base:.3g} to {x.load.rate:.3g}{took}, but {again}{x.scheduler} begins "
+            f"at 0: its state was not loaded.{x.course}{harm}" + " A new one may be meant." * (not is_wrong),
             "warning" if is_wrong else "info",
             when=x.step,
             value=x.top / x.load.rate,
@@ -219,7 +235,7 @@ def _restart(step: int, opt: Optimizer, load: Restored, ear: Restores) -> Restar
     is_set = not _is_near(first, begin if made.n_loads >= load.number else load.rate)  # by hand
     if is_set or _is_near(begin, load.rate):
         return None
-    is_same = load.place is not None and not load.place.has_ended and load.place.settings == settings_of(last)
+    is_same = load.place is not None and load.place.settings == settings_of(last)
     kind, scheduler = type(opt).__name__, type(last).__name__
     return Restart(step, ref(opt), kind, scheduler, load, first, begin, is_same)
 
@@ -236,7 +252,7 @@ def _rate(opt: Optimizer) -> float:
 
 
 def _is_near(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-6)
+    return math.isclose(one, other, rel_tol=NEAR)
 
 
 def _schedulers_of(opt: Any, ear: Loads) -> Iterator[tuple[str, dict[str, float]]]:
