@@ -100,7 +100,7 @@ class Restores(Ear):
         self._taken: dict[Rates, Place] = {}
 
     def restored_by(self, opt: Optimizer) -> Restored | None:
-        """What an optimizer, or one with its groups, has loaded."""
+        """The last load of an optimizer, or of one with its groups."""
         every = list(self.restored.values())
         return next((x for x in every if (own := x.opt()) is not None and _is_same(own, opt)), None)
 
@@ -113,7 +113,7 @@ class Restores(Ear):
 
     def observe_state(self, opt: Optimizer, /, *args: Any, **kwargs: Any) -> Observer:
         yield
-        rate, base = _rates(opt)
+        rate, base = rates_of(opt)
         found = self.schedulers_of(opt) if _has_moved(rate, base) else []
         if len(found) != 1:
             return
@@ -129,7 +129,7 @@ class Restores(Ear):
         self._n_loads += 1
         alive = [(key, x, x.opt()) for key, x in self.restored.items()]
         self.restored = {key: x for key, x, own in alive if own is not None and own is not opt}
-        rate, base = _rates(opt)
+        rate, base = rates_of(opt)
         if _has_moved(rate, base):
             place = self._taken.get((rate, base))
             self.restored[id(opt)] = Restored(ref(opt), self._n_loads, rate, base, place)
@@ -138,7 +138,7 @@ class Restores(Ear):
         if not any(made.scheduler() is scheduler for made in self._made):
             opt = next((x for x in (*args, *kwargs.values()) if isinstance(x, Optimizer)), None)
             load = None if opt is None else self.restored_by(opt)
-            if opt is not None and load is not None and _rates(opt)[1] != load.base:
+            if opt is not None and load is not None and rates_of(opt)[1] != load.base:
                 self.restored = {key: x for key, x in self.restored.items() if x is not load}
             self._made = [x for x in self._made if x.scheduler() is not None][-MAX_KEPT:]
             self._made.append(Made(ref(scheduler), self._n_loads))
@@ -151,7 +151,7 @@ class Restores(Ear):
 
 
 def settings_of(scheduler: Any) -> Hashable:
-    """What tells a schedule from others: its class, numbers, base rates, functions, and inner schedules.
+    """Settings of a schedule, which tell it from others: its class, numbers, functions, and inner schedules.
 
     Functions are compared by their code, defaults and closures, without globals.
     """
@@ -192,8 +192,8 @@ def _place_of(scheduler: Any, rate: float) -> Place:
     return Place(settings_of(scheduler), at, True, RISE * rate <= top and not (has_ended or rises))
 
 
-def _rates(opt: Optimizer) -> Rates:
-    """Largest `lr` and `initial_lr` of the groups; NaN if one is unknown."""
+def rates_of(opt: Optimizer) -> Rates:
+    """Largest `lr` and `initial_lr` of the groups of an optimizer; NaN if one is unknown."""
     pairs = [(as_number(group.get("lr")), as_number(group.get("initial_lr"))) for group in opt.param_groups]
     rates, bases = zip(*pairs, strict=True) if pairs else ((), ())
     return _largest(rates), _largest(bases)

@@ -102,7 +102,7 @@ class Schedulers(Ear):
         self.n_steps += 1
 
     def of(self, scheduler: Any) -> Scheduler | None:
-        """What is known of a scheduler; None before it has an optimizer."""
+        """Length and steps of a scheduler; None before it has an optimizer."""
         alive, found = self._by_id.get(id(scheduler), (None, None))
         if alive is not None and alive() is scheduler:
             return found

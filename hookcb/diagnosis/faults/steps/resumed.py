@@ -12,7 +12,14 @@ from hookcb.diagnosis.fault import EVERY, Fault, Result, Site, Unknown, fault
 from hookcb.diagnosis.heard import heard
 from hookcb.diagnosis.measurements.group_rates import RISE, as_number
 from hookcb.diagnosis.measurements.loads import File, LoadClock, Loads, Saves
-from hookcb.diagnosis.measurements.restores import PROGRESS, Restored, Restores, settings_of
+from hookcb.diagnosis.measurements.restores import (
+    PROGRESS,
+    Place,
+    Restored,
+    Restores,
+    rates_of,
+    settings_of,
+)
 from hookcb.diagnosis.measurements.schedules import Schedulers, position
 from hookcb.diagnosis.measurements.state_dicts import numbers
 from hookcb.diagnosis.rules import N_BEFORE, Rise, format_factor, rise_of_loss
@@ -35,7 +42,7 @@ class Restart:
         step: number of the batch with the first step after the load.
         opt, kind: the optimizer, None after the training, and its class.
         scheduler: class of the scheduler.
-        load: what was loaded.
+        loaded, base, place: largest `lr` and `initial_lr` that were loaded, and how far the schedule was.
         first, begin: largest learning rates of the groups, of that step and of the scheduler as it was made.
         is_same: whether the schedule is the one of before.
         top: highest rate since.
@@ -46,7 +53,9 @@ class Restart:
     opt: ReferenceType[Optimizer] | None
     kind: str
     scheduler: str
-    load: Restored
+    loaded: float
+    base: float
+    place: Place | None
     first: float
     begin: float
     is_same: bool
@@ -56,8 +65,8 @@ class Restart:
     def follow(self, opt: Optimizer, step: int) -> None:
         """Notes the rate of a step."""
         if self.opt is not None and self.opt() is opt:
-            self.top = max(self.top, rate := _rate(opt))
-            if self.high_at is None and rate >= RISE * self.load.rate:
+            self.top = max(self.top, rate := rates_of(opt)[0])
+            if self.high_at is None and rate >= RISE * self.loaded:
                 self.high_at = step
 
     @property
@@ -68,12 +77,12 @@ class Restart:
     @property
     def is_new(self) -> bool:
         """Whether the rate is no longer the loaded one; one that falls from there may be."""
-        return not self.is_kept or self.top > (1 + NEAR) * self.load.rate
+        return not self.is_kept or self.top > (1 + NEAR) * self.loaded
 
     @property
     def course(self) -> str:
         """Learning rates in the state and after it, as a sentence."""
-        loaded, factor = self.load.rate, self.top / self.load.rate
+        loaded, factor = self.loaded, self.top / self.loaded
         first = f"the loaded {loaded:.3g}, but the schedule begins at {self.begin:.3g}"
         step = f" Step {self.step:,} is made at {first if self.is_kept else f'{self.first:.3g}'}"
         if factor > 1 + NEAR:
@@ -133,7 +142,7 @@ class NotResumed(Fault):
         self._fresh: list[tuple[int, File, str]] = []  # step, file, and class of an optimizer that is fresh
         self._begun: list[tuple[int, File, str, float]] = []  # likewise of a scheduler, and where it was
         self._restarts: list[Restart] = []
-        self._n_known = 0  # number of the last load of an optimizer that was looked at
+        self._known = set[int]()  # numbers of the loads of optimizers that were looked at
         self._has_looked = False
 
     def on_step(self, run: Run) -> None:
@@ -164,8 +173,9 @@ class NotResumed(Fault):
 
     def _look_at_rate(self, step: int, opt: Optimizer, ear: Restores) -> None:
         load = ear.restored_by(opt)
-        if load is not None and load.number > self._n_known:
-            self._n_known, self._has_looked = load.number, True
+        if load is not None and load.number not in self._known:
+            self._known.add(load.number)
+            self._has_looked = True
             if (restart := _restart(step, opt, load, ear)) is not None:
                 self._restarts.append(restart)
         for restart in self._restarts:
@@ -176,7 +186,7 @@ class NotResumed(Fault):
         yield from self.told(run, [*self.seen, *restarts], self.unless)
 
     def _told(self, run: Run, x: Restart) -> Finding:
-        rise, place = _rise(run, x), x.load.place
+        rise, place = _rise(run, x), x.place
         took = "" if place is None else f" in {'at least ' * (not place.is_sure)}{place.at:,} steps"
         harm = f" The loss rises with it from {rise.before:.3g} to {rise.after:.3g}." if rise else ""
         again = "the same " * x.is_same
@@ -184,11 +194,11 @@ class NotResumed(Fault):
         is_wrong = x.high_at is not None and (is_again or (rise is not None and not rise.has_healed))
         return self.finding(
             f"{x.kind} has loaded a state of a schedule that had moved the learning rate from "
-            f"{x.load.base:.3g} to {x.load.rate:.3g}{took}, but {again}{x.scheduler} begins "
+            f"{x.base:.3g} to {x.loaded:.3g}{took}, but {again}{x.scheduler} begins "
             f"at 0: its state was not loaded.{x.course}{harm}" + " A new one may be meant." * (not is_wrong),
             "warning" if is_wrong else "info",
             when=x.step,
-            value=x.top / x.load.rate,
+            value=x.top / x.loaded,
             limit=RISE,
             causes=("a scheduler whose state is not saved, or not loaded",),
             next_steps=("Save and load it, too: scheduler.load_state_dict(checkpoint[…])",),
@@ -231,13 +241,21 @@ def _restart(step: int, opt: Optimizer, load: Restored, ear: Restores) -> Restar
     if not found or load.rate <= 0 or any(made.is_loaded or position(x) for made, x in found):
         return None
     made, last = found[-1]
-    first, begin = _rate(opt), max(map(as_number, last.get_last_lr()))
+    first, begin = rates_of(opt)[0], _begin(last)
     is_set = not _is_near(first, begin if made.n_loads >= load.number else load.rate)  # by hand
     if is_set or _is_near(begin, load.rate):
         return None
     is_same = load.place is not None and load.place.settings == settings_of(last)
-    kind, scheduler = type(opt).__name__, type(last).__name__
-    return Restart(step, ref(opt), kind, scheduler, load, first, begin, is_same)
+    what = ref(opt), type(opt).__name__, type(last).__name__, load.rate, load.base, load.place
+    return Restart(step, *what, first, begin, is_same)
+
+
+def _begin(scheduler: Any) -> float:
+    """The largest rate that a scheduler has set, NaN if it does not keep its rates."""
+    try:
+        return max(map(as_number, scheduler.get_last_lr()))
+    except AttributeError:  # of a `step` of its own
+        return math.nan
 
 
 def _rise(run: Run, x: Restart) -> Rise | None:
@@ -245,10 +263,6 @@ def _rise(run: Run, x: Restart) -> Rise | None:
     if x.high_at is None or not len(run.loss):
         return None
     return rise_of_loss(run, max(x.high_at, run.loss.steps[0] + WINDOW), N_BEFORE, WINDOW)
-
-
-def _rate(opt: Optimizer) -> float:
-    return max((as_number(group.get("lr")) for group in opt.param_groups), default=math.nan)
 
 
 def _is_near(one: float, other: float) -> bool:
