@@ -76,8 +76,8 @@ class Restart:
 
     @property
     def is_new(self) -> bool:
-        """Whether the rate is no longer the loaded one; one that falls from there may be."""
-        return not self.is_kept or self.top > (1 + NEAR) * self.loaded
+        """Whether the rate is no longer the loaded one; a schedule that only falls may go on from it."""
+        return not _is_near(self.first, self.loaded) or self.top > (1 + NEAR) * self.loaded
 
     @property
     def course(self) -> str:
@@ -110,22 +110,22 @@ class NotResumed(Fault):
 
     Exact, with a file or without: in the state that `load_state_dict` of an optimizer was given, `lr` is not
     `initial_lr`, so a scheduler had moved it; and at the first step afterwards all schedulers of that
-    optimizer are at 0, none was loaded, and `get_last_lr()` of the last one is another rate than the loaded
-    one. Of several groups, the largest rate counts. A note, as a second phase with a new schedule looks the
-    same. A warning if the rate then reaches twice the loaded one, the rise that `loss.spike` tells, too, and
-    either the loss rises with it and stays high: the mean of 64 losses is above the median of those before,
-    ten or more, by six standard errors; or it is the same schedule, as heard when `state_dict` of the
-    optimizer was called, with its settings and functions, whose rate had come down to half of its highest
-    one, but not to its end, its length or a thousandth; not one that rises again by itself, such as
-    `CosineAnnealingWarmRestarts`. Not told: a schedule that goes on from the loaded rate, and does not raise
-    it, such as `CosineAnnealingLR`; `lr` or `initial_lr` set by hand after the load; a loaded
-    rate of 0; a scheduler that is stepped before the first step of the optimizer; `ReduceLROnPlateau`;
-    schedulers that are not torch's.
+    optimizer are at 0, none was loaded, and the rate that the last one begins with, its `get_last_lr()`, is
+    not the loaded one, or it is the same schedule, see below. Of several groups, the largest rate counts. A
+    note, as a second phase with a new schedule looks the same. A warning if the rate then reaches twice the
+    loaded one, the rise that `loss.spike` tells, too, and either the loss rises with it and stays high: the
+    mean of 64 losses is above the median of those before, ten or more, by six standard errors; or it is the
+    same schedule, as heard when `state_dict` of the optimizer was called, with its settings and functions,
+    whose rate had come down to half of its highest one, but not to its end, its length or a thousandth; not
+    one that rises again by itself, such as `CosineAnnealingWarmRestarts`. Not told: a schedule that goes on
+    from the loaded rate, and does not raise it, such as `CosineAnnealingLR`; `lr` or `initial_lr` set by hand
+    after the load; a loaded rate of 0; a scheduler that is stepped before the first step of the optimizer;
+    `ReduceLROnPlateau`; schedulers that are not torch's.
 
     Source: the PyTorch tutorial "Saving and Loading Models": to resume, "it is important to also save the
     optimizer's state_dict". torch.optim.lr_scheduler: `initial_lr` in the groups is the rate that a scheduler
     starts from, and `last_epoch` how far it is. Gupta et al., "Continual Pre-Training of Large Language
-    Models: How to (re)warm your model?", 2023: a rate that is warmed up again raises the loss.
+    Models: How to (re)warm your model?", 2023: warming a rate up again first raises the loss.
     """
 
     headline = "The training resumes without part of its state"
@@ -243,9 +243,10 @@ def _restart(step: int, opt: Optimizer, load: Restored, ear: Restores) -> Restar
     made, last = found[-1]
     first, begin = rates_of(opt)[0], _begin(last)
     is_set = not _is_near(first, begin if made.n_loads >= load.number else load.rate)  # by hand
-    if is_set or _is_near(begin, load.rate):
-        return None
     is_same = load.place is not None and load.place.settings == settings_of(last)
+    is_again = is_same and load.place is not None and load.place.at > 0 and load.place.is_falling
+    if is_set or (_is_near(begin, load.rate) and not is_again):
+        return None
     what = ref(opt), type(opt).__name__, type(last).__name__, load.rate, load.base, load.place
     return Restart(step, *what, first, begin, is_same)
 

@@ -164,6 +164,9 @@ def test_a_schedule_that_begins_anew_in_its_middle_is_a_warning():
     ((severity, message),) = resumed(of_lambda, is_made_first=True)
     assert severity == "warning"
     assert "Step 0 is made at the loaded 0.005, but the schedule begins at 0.002" in message
+    ((severity, message),) = resumed(of_lambda, n=180)  # at the rate of its first step
+    assert severity == "warning"
+    assert "Step 0 is made at 0.002, and the rate then reaches 0.0191, 9.6 times the loaded 0.002" in message
 
 
 def test_the_schedulers_within_others_are_one_schedule():
