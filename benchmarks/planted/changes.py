@@ -125,6 +125,84 @@ def head_speeds_up(seed: int, cbs: Callbacks) -> Run:
     return by_groups(seed, cbs, factor=1.0, later=lambda step: 300.0 if step >= AT else 1.0)
 
 
+# ---- another setting, after which the loss is higher
+
+
+def with_setting(seed: int, cbs: Callbacks, lr: float = 3e-3, **settings) -> Run:
+    """Change settings of the optimizer's groups after the step before `AT`."""
+
+    def change(model: nn.Module, opt: Optimizer, step: int) -> None:
+        if step == AT - 1:
+            for group in opt.param_groups:
+                group.update(settings)
+
+    return changed(seed, cbs, change, lr=lr)
+
+
+@fault(
+    CHANGES,
+    "LM: Adam's beta2 is 0.1 in mid-run",
+    ["loss.worse", "loss.spike"],
+    planted_at=AT,
+    note_suffices=True,
+)
+def short_second_moment(seed: int, cbs: Callbacks) -> Run:
+    return with_setting(seed, cbs, lr=6e-3, betas=(0.9, 0.1))
+
+
+@fault(CHANGES, "LM: the rate grows by 3 % per step in mid-run", ["loss.worse", "loss.spike"], planted_at=AT)
+def creeping_rate(seed: int, cbs: Callbacks) -> Run:
+    model = LanguageModel()
+    opt = adamw(model, lr=3e-3)
+    schedule = LambdaLR(opt, lambda step: 1.03 ** max(0, step - AT))
+    batches = character_batches(seed, 300)
+    return follow(model, token_loss, opt, batches, cbs, seed, clip=1.0, schedule=schedule)
+
+
+@fault(
+    CHANGES,
+    "LM: dropout is 0.9 in mid-run",
+    ["loss.worse", "loss.spike", "dropout.extreme"],
+    planted_at=AT,
+    note_suffices=True,
+)
+def heavy_dropout(seed: int, cbs: Callbacks) -> Run:
+    return with_dropout(seed, cbs, before=0.0, after=0.9)
+
+
+def with_dropout(seed: int, cbs: Callbacks, before: float, after: float) -> Run:
+    model = LanguageModel(drop=before)
+    opt = adamw(model, lr=3e-3)
+
+    def change(step: int) -> None:
+        if step == AT - 1:
+            for m in model.modules():
+                if isinstance(m, nn.Dropout):
+                    m.p = after
+
+    batches = character_batches(seed, N_STEP)
+    return follow(model, token_loss, opt, batches, cbs, seed, clip=1.0, after_step=change)
+
+
+@control(CHANGE_CONTROLS, "LM: beta2 of 0.99 and no weight decay from mid-run on", target=2.6)
+def longer_second_moment(seed: int, cbs: Callbacks) -> Run:
+    return with_setting(seed, cbs, betas=(0.9, 0.99), weight_decay=0.0)
+
+
+@control(CHANGE_CONTROLS, "LM: the rate doubles in mid-run, and the loss goes on falling", target=2.6)
+def doubled_rate(seed: int, cbs: Callbacks) -> Run:
+    model = LanguageModel()
+    opt = adamw(model, lr=1.5e-3)
+    schedule = LambdaLR(opt, lambda step: 2.0 if step >= AT else 1.0)
+    batches = character_batches(seed, N_STEP)
+    return follow(model, token_loss, opt, batches, cbs, seed, clip=1.0, schedule=schedule)
+
+
+@control(CHANGE_CONTROLS, "LM: dropout of 0.1 from mid-run on", target=2.7)
+def some_dropout(seed: int, cbs: Callbacks) -> Run:
+    return with_dropout(seed, cbs, before=0.0, after=0.1)
+
+
 @control(CHANGE_CONTROLS, "LM: the head's group has 10 times the rate", target=2.7)
 def fast_enough_head(seed: int, cbs: Callbacks) -> Run:
     return by_groups(seed, cbs, factor=10.0)

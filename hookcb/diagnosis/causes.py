@@ -17,11 +17,12 @@ FALLS = 1 / 3  # part of the excess that the next batches keep at most, if it wa
 N_BAND, N_RECENT, N_BEFORE = 8, 5, 2  # looks before a jump, those it is compared with, and those after it
 RATIO = 2.0  # of a jump to the number before, and to the largest change between the looks it is compared with
 MAX_INPUT = 4.0  # ratio of the largest input to that of all inspected batches
+FEWER = 4  # different values in it, relative to any inspected batch that is no larger
 MIN_NORMS, CUT = 8, 1 / 2  # known norms before a limit of clipping ended, and the share that it cut
 OF_LAYERS = {"std": "standard deviation of the output", "abs_max": "largest output"}
 OF_PARAMS = {"rms": "RMS of the gradient", "weight_norm": "norm"}
 
-Kind = Literal["batch", "scaler", "rate", "clip", "state", "reset", "layer", "weights", "unknown"]
+Kind = Literal["batch", "scaler", "rate", "clip", "state", "reset", "layer", "batches", "weights", "unknown"]
 
 
 class Cause(NamedTuple):
@@ -56,6 +57,10 @@ def _of_batch(spike: Spike) -> Cause | None:
     if spike.inputs > MAX_INPUT:
         scale = f"its inputs are {spike.inputs:.3g} times as large as those of all inspected batches"
         why = f"this batch came first, as {scale}"
+    elif spike.n_values and spike.n_values[0] * FEWER <= spike.n_values[1]:
+        n, least = spike.n_values
+        many = f"{n} different value{'s' * (n > 1)}"
+        why = f"this batch came first, as its inputs have {many}, and all inspected ones {least} or more"
     elif spike.lasted == 1:
         why = "it is this batch alone, as the next ones are usual"
     elif samples and spike.typical <= spike.limit and _rest(spike) < FALLS:
@@ -168,17 +173,27 @@ def _left_band(series: Series, until: int) -> tuple[int, float] | None:
 
 
 def _of_weights(spike: Spike) -> Cause | None:
+    """The weights, if the loss stays high; batches in a row, if the steps before were as all others."""
     near = spike.after[:16]
-    if near and (highest := max(near)) > spike.value:
+    highest = max(near, default=-math.inf)
+    if not near or (highest <= spike.value and _rest(spike) < 1 / 2):
+        return None
+    norms = [x for step, x in spike.norms if step >= spike.step - N_NEAR]
+    before = [x for step, x in spike.norms if step < spike.step - N_NEAR]
+    is_sudden = 2 * (spike.value - spike.middle) >= highest - spike.middle
+    if is_sudden and min(len(norms), len(before)) >= N_NEAR and max(norms) <= max(before):
+        return Cause(
+            "batches",
+            f"it came at once and stayed, while the gradients of the {len(norms)} steps before were usual "
+            f"(norms up to {max(norms):.3g}, before that up to {max(before):.3g}), so several batches in a "
+            "row are unusual, or something besides the optimizer has changed the model",
+        )
+    if highest > spike.value:
         n = near.index(highest) + 1
         climb = f"it is {highest:.3g} {n} batch{'es' * (n > 1)} later"
-        return Cause("weights", f"{climb}, so the weights have moved, by this step or one before it")
-    if near and _rest(spike) >= 1 / 2:
-        return Cause(
-            "weights",
-            "the next batches have such losses too, so the weights have moved, by this step or before",
-        )
-    return None
+    else:
+        climb = "the next batches have such losses too"
+    return Cause("weights", f"{climb}, so the weights have moved, by this step or one before it")
 
 
 def _rest(spike: Spike) -> float:

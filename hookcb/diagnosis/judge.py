@@ -188,9 +188,12 @@ def _key(finding: Finding, evidence: Run) -> tuple[float, int, float, bool, str]
     return step, check.site, place, not check.exact, check.code  # independent of the order of checks
 
 
-def _weight(finding: Finding) -> tuple[bool, bool, int, bool]:
-    is_note = finding.severity == "info"
-    return is_note, finding.is_slow, RANK[finding.severity], not FAULTS[finding.code].exact
+def _weight(finding: Finding) -> tuple[bool, int, bool, int, bool]:
+    """Notes come last; of these, first facts with a step, and then what the curve of the loss shows."""
+    is_note, check = finding.severity == "info", FAULTS[finding.code]
+    is_event = check.exact and finding.step is not None
+    rank = 0 if not is_note or is_event else 1 if check.shown_by == "run.loss" else 2
+    return is_note, rank, finding.is_slow, RANK[finding.severity], not check.exact
 
 
 def primary_of(findings: Sequence[Finding]) -> Finding | None:

@@ -22,7 +22,7 @@ Severity = Literal["error", "warning", "info"]
 Status = Literal["healthy", "suspect", "sick", "unknown"]
 
 WIDTH = 100  # columns that text is wrapped to
-MAX_LINES = 15
+MAX_LINES, N_OTHERS = 15, 2  # of a verdict, and findings beside the first
 UNFINISHED = "train.unfinished"  # the code of a note that stands last
 MIN_WIDTH, MAX_NAME_WIDTH = 20, 60  # columns
 STYLES = {"error": "bold red", "warning": "bold yellow", "info": "cyan"}
@@ -277,21 +277,30 @@ class Verdict(Printed):
         end = [line for f in unfinished for line in _filled(f"{f.name}: {f.message}", width, 1)]
         end += self._looked_at(width)
         if self.primary is None:
-            noted = [f for f in self.findings if f.code != UNFINISHED][:1]
-            notes = [line for finding in noted for line in finding.lines(width=width)]
+            noted = self._noted()
+            first = [line for finding in noted[:1] for line in finding.lines(width=width)]
+            heads = (f"{f.severity.upper()}  {f.summary}  ({f.code})" for f in noted[1 : 1 + N_OTHERS])
+            others = [line for head in heads for line in _filled(head, width, 1, indent="")]
             absent = f"Looked for and not found: {', '.join(self.ruled_out)}." if self.ruled_out else ""
-            body = [*_filled(self.headline, width, 6 if self.hang else 3, indent=""), *notes][
-                : MAX_LINES - len(end)
-            ]
+            body = [*_filled(self.headline, width, 6 if self.hang else 3, indent=""), *first]
+            body = [*body[: MAX_LINES - len(others) - len(end)], *others]
             return [*body, *_filled(absent, width, min(5, MAX_LINES - len(body) - len(end))), *end]
         lines = _filled(self.headline, width, 5 if self.hang else 2 + bool(self.remarks), indent="")
         lines += self.primary.lines(self.ruled_out[:3], width, below=True)
         if self.consequences:
             names = "; ".join(dict.fromkeys(f.summary for f in self.consequences))
             lines += _filled(f"Consequences: {names}.", width, 2)
-        for other in [f for f in self.alarms if f is not self.primary][:2]:
+        for other in [f for f in self.alarms if f is not self.primary][:N_OTHERS]:
             lines += _filled(f"{other.head}: {other.message}", width, 2, indent="")
         return [*lines[: MAX_LINES - len(end)], *end]
+
+    def _noted(self) -> list[Finding]:
+        """The first finding of each code, without that on the end of the training."""
+        of_codes: dict[str, Finding] = {}
+        for finding in self.findings:
+            of_codes.setdefault(finding.code, finding)
+        of_codes.pop(UNFINISHED, None)
+        return [*of_codes.values()]
 
     def _looked_at(self, width: int) -> list[str]:
         """Numbers of what was inspected and where to read the rest, in one line below the first note."""

@@ -527,6 +527,25 @@ def test_a_note_that_a_training_is_unfinished_stands_last_in_one_line():
     assert "Train on" not in "".join(lines)
 
 
+def test_further_notes_have_a_line_each_below_the_first():
+    notes = [
+        Finding(code, "info", layer="body", headline="It is so")
+        for code in ("a.a", "a.a", "a.b", "a.c", "a.d")
+    ]
+    text = "\n".join(verdict_of(*notes, ruled_out=("that " * 9,) * 9, coverage=("9 batches",)).lines())
+    assert (
+        "More: hookcb explain a.a\nINFO  It is so: body  (a.b)\nINFO  It is so: body  (a.c)\n  Looked for"
+        in text
+    )
+    assert "a.d" not in text
+
+
+def test_of_notes_facts_with_a_step_come_first_then_what_the_loss_shows():
+    codes = {"wd.norms": None, "attn.logits": 200, "loss.spike": 420, "param.overwritten": 430}
+    found = explained([Finding(code, "info", step=step) for code, step in codes.items()], Run())
+    assert [f.code for f in found] == ["param.overwritten", "loss.spike", "wd.norms", "attn.logits"]
+
+
 @pytest.mark.parametrize(
     ("width", "last"),
     [

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +36,9 @@ N_RATES, N_KEPT, N_SHARED = 64, 32, 8  # steps whose rates are kept; spikes that
 N_SENT, MAX_WAITING = 16, 4_096  # losses that leave a GPU at once, and that wait on another device
 N_WORST = 3  # samples that are named
 MIN_SQUARE, ROUNDING = 1e-30, 0.01  # second moment that is no rounded zero; error of the ratio by rounding
-MIN_INPUTS, TINY = 8, 1e-12  # inspected batches whose inputs are compared with, and their smallest size
+MIN_INPUTS, TINY = 8, 1e-12  # inspected batches with which inputs are compared, and their smallest size
 ADAMS = {torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam}
+INTEGERS = {torch.int32, torch.int64}
 WIDE_ENOUGH = {torch.float32, torch.float64}
 MAIN = 0.5  # share of the loss that those of the samples make up at least, as it may have other terms
 
@@ -60,6 +61,8 @@ class Spike:
             before the step of its first batch; NaN if unknown.
         inputs: largest magnitude of the inputs of its first batch, relative to those of all batches that were
             inspected before it; NaN if unknown.
+        n_values: number of different values in the integer inputs of its first batch, and the least in those
+            of inspected batches before it that are no larger; () if unknown.
         limit_change: see `StepScales.limit_change`, of the 64 steps before it; () if there was none.
         rescaled: see `StepScales.rescaled`, likewise.
         norms: norms of the gradients before clipping, with their steps, of up to 32 before it.
@@ -82,6 +85,7 @@ class Spike:
     typical: float = math.nan
     ratio: float = math.nan
     inputs: float = math.nan
+    n_values: tuple[int, ...] = ()
     limit_change: tuple[Any, ...] = ()
     rescaled: tuple[Any, ...] = ()
     norms: OfSteps = ()
@@ -97,6 +101,13 @@ class Spike:
     def excess(self) -> float:
         """Standard deviations of the noise by which its first loss is above the usual one."""
         return (self.value - self.middle) / self.sigma
+
+
+class Values(NamedTuple):
+    """Numbers of elements in a sample of up to 1,024, and of different values among them."""
+
+    n: int
+    n_different: int
 
 
 class SpikeFinder:
@@ -201,6 +212,7 @@ class Spikes(Measurement):
         self._waiting = deque[Tensor](maxlen=MAX_WAITING)  # losses that were not sent yet, or cannot be
         self.n, self.found = 0, list[Spike]()
         self._inputs: list[float] = []  # the largest of each inspected batch
+        self._values: list[Values] = []  # of each inspected batch, if they are integers
         self._betas: dict[int, Any] = {}  # of the beginning, by id of the optimizer
         self._new: Spike | None = None  # in this batch
         self.folder = ""  # of the loop's Checkpoint, from which a batch can be run again
@@ -212,6 +224,8 @@ class Spikes(Measurement):
     def on_batch(self, run: Run) -> None:
         if run.looking and (size := largest_input(run.loop.xb)) is not None:
             self._inputs.append(size)
+        if run.looking and (values := values_in(run.loop.xb)) is not None:
+            self._values.append(values)
 
     def on_loss(self, run: Run) -> None:
         loop, value = run.loop, run.measured(Curves).last_loss
@@ -258,6 +272,9 @@ class Spikes(Measurement):
             self._new = spike
             if len(self._inputs) >= MIN_INPUTS and (size := largest_input(run.loop.xb)) is not None:
                 spike.inputs = size / max(*self._inputs, TINY)
+            if (now := values_in(run.loop.xb)) is not None:
+                others = [x.n_different for x in self._values if x.n <= now.n]
+                spike.n_values = (now.n_different, min(others)) if len(others) >= MIN_INPUTS else ()
             _add_samples(spike, run)
 
     def tell(self, run: Run) -> None:
@@ -381,6 +398,17 @@ def largest_input(xb: Any) -> float | None:
     if x is None or not x.is_cpu or x.layout is not torch.strided or not x.numel():
         return None
     return max(abs(float(bound)) for bound in torch.aminmax(x.detach()))
+
+
+def values_in(xb: Any) -> Values | None:
+    """Numbers of elements and values in a sample of the first integer input; None if unknown."""
+    for _, x in parts(xb):
+        if isinstance(x, Tensor) and x.dtype in INTEGERS:
+            if not x.is_cpu or x.layout is not torch.strided or not x.numel():
+                return None
+            sample = spread(flat(x))
+            return Values(len(sample), len(torch.unique(sample)))
+    return None
 
 
 def betas_of(opt: Optimizer) -> list[Any]:

@@ -46,23 +46,26 @@ class LossSpikes(Fault):
     had risen or clipping had ended, the loss had not come back after 128 batches and is still above that
     limit at the end. Other losses may stay higher as intended, as of tasks in a row.
 
-    What came first, in this order. The state of torch's Adam, if |m| > C √v before the step of that batch, in
-    any of up to 1,024 sampled elements of each parameter, C = (1 - β₁) / √((1 - β₂)(1 - β₁²/β₂)): no
+    What came first, in this order. The state of torch's Adam, if |m| > C √v before the step of that batch,
+    in any of up to 1,024 sampled elements of each parameter, C = (1 - β₁) / √((1 - β₂)(1 - β₁²/β₂)): no
     gradients can make that, by the inequality of Cauchy and Schwarz; on a CPU, in float32. A state of Adam
     that was replaced within the eight steps before, as `adam.state` tells it; one that is a note there comes
     first only if the loss is high for more than one batch. The batch, if the next three losses are usual, as
     its step has then left the weights as good as they were, or if most of its samples have usual losses and
-    the next losses keep less than a third of the excess, or if its inputs are four times as large as those of
-    all inspected batches. A GradScaler, if its scale had fallen by a third or more between the backward and
-    the step of one of the 64 batches before. The learning rate, if it has risen by half or more from one step
-    to the next within the 64 steps before, or to twice as much over these, in one parameter group or all.
-    Clipping by torch, if within these it has ended, or its limit has risen by half or more, after 32 steps or
-    more with one limit, which had cut half of the last 8 to 32 gradients. A layer or parameter whose standard
-    deviation, largest magnitude or norm has jumped in the last two looks before the spike, at most 128
-    batches before: above the five looks before by a factor of two, and by twice their largest change in
-    logarithms, after eight looks or more. The weights, if later losses are higher or keep half of the excess.
-    What is not known is said. For what came first besides a batch, it is told if in the eight steps before
-    the scale of a GradScaler has changed, or a norm was four times the median norm before.
+    the next losses keep less than a third of the excess, or if its inputs are four times as large as those
+    of all inspected batches, or have a quarter of the different integers of any that is no larger. A
+    GradScaler, if its scale had fallen by a third or more between the backward and the step of one of the 64
+    batches before. The learning rate, if it has risen by half or more from one step to the next within the
+    64 steps before, or to twice as much over these, in one parameter group or all. Clipping by torch, if
+    within these it has ended, or its limit has risen by half or more, after 32 steps or more with one limit,
+    which had cut half of the last 8 to 32 gradients. A layer or parameter whose standard deviation, largest
+    magnitude or norm has jumped in the last two looks before the spike, at most 128 batches before: above
+    the five looks before by a factor of two, and by twice their largest change in logarithms, after eight
+    looks or more. Several batches in a row, or a model that was changed by something else, if the loss jumps
+    at once and stays, while the norms of the gradients of the eight steps before are at most the largest of
+    the 24 before these. The weights, if later losses are higher or keep half of the excess otherwise. What
+    is not known is said. For what came first besides a batch, it is told if in the eight steps before the
+    scale of a GradScaler has changed, or a norm was four times the median norm before.
 
     Source: J. von Neumann et al., "The mean square successive difference", 1941, and P. J. Huber, "Robust
     Statistics", 1981, for the noise. The batch or the state of the weights: A. Chowdhery et al., "PaLM",
@@ -96,6 +99,8 @@ class LossSpikes(Fault):
         first = spikes[0].step if cause.since is None else min(cause.since, spikes[0].step)
         others = [x for x in spikes if x is not spike]
         has_stayed = any(_has_stayed(x, run) for x in spikes)
+        if cause.kind == "batch" and _has_stayed(spike, run):
+            cause = cause._replace(kind="batches")
         return self.finding(
             f"The loss jumps to {spike.value:.3g} at step {spike.step:,}{_place(spike)}, while up to "
             f"{spike.limit:.3g} is noise: {cause.text}.{_before(spike, cause)} "
@@ -146,6 +151,10 @@ CAUSES: dict[Kind, tuple[str, ...]] = {
     "state": ("a state that was loaded, scaled or reset in part, or of another training",),
     "reset": ("a state of the optimizer that was reset or loaded, so that its next steps have another size",),
     "layer": ("activations, gradients or weights of that layer that grow",),
+    "batches": (
+        "several damaged or mislabeled batches, or data of another kind",
+        "a program that writes to weights, or changes a mode or a setting of the model",
+    ),
     "weights": (
         "an update that was too large, as the optimizer's state lags",
         "a learning rate that is too high",
@@ -156,7 +165,7 @@ CAUSES: dict[Kind, tuple[str, ...]] = {
 
 def _before(spike: Spike, cause: Cause) -> str:
     """Further sentences on the steps before a spike that may have led to it."""
-    if cause.kind in ("batch", *WRONG):
+    if cause.kind in ("batch", "batches", *WRONG):
         return ""
     said = []
     if spike.limit_change and cause.kind != "clip":
@@ -236,6 +245,9 @@ def _next_steps(spike: Spike, cause: Cause, run: Run) -> tuple[str, ...]:
         samples = "the samples that are named" if samples_of(spike) else "the samples"
         look = f"Look at {samples}, in the batch of step {spike.step}"
         return f"{look}: {again}" if again else look, run.advise("clip")
+    if cause.kind == "batches":
+        look = f"Look at the batches and the model at step {spike.step}"
+        return (f"{look}: {again}" if again else look,)
     if cause.kind == "rate":
         return "Let the learning rate rise more slowly, or not as far", run.advise("clip")
     if cause.kind == "clip":

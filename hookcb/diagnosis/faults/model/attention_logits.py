@@ -34,9 +34,10 @@ class GrowingLogits(OfCalls):
 
     Formula: the largest logit, q·k times the scale, that the mask leaves, of up to 32 queries of each head
     and sample, in inspected batches of all ranks. It is 1.3 times what it was, or more, in each of the last
-    three looks that are so far apart that the step of each is 1.5 times that of the one before. Limit: 1,000,
-    and from 100 on a note. A large logit that does not grow is no finding, nor one that is 30 times what it
-    was: then everything diverges.
+    three looks that are so far apart that the step of each is 1.5 times that of the one before; or in each of
+    the last two looks, whatever their distance, while no other attention's has. Limit: 1,000, and from 100 on
+    a note. A large logit that does not grow is no finding, nor, unless it is of one attention alone, one that
+    is 30 times what it was: then everything diverges.
 
     Source: Dehghani et al., "Scaling Vision Transformers to 22 Billion Parameters", 2023; Wortsman et al.,
     "Small-scale proxies for large-scale Transformer training instabilities", 2023. The limits are those of
@@ -86,10 +87,14 @@ class GrowingLogits(OfCalls):
         return of_layers
 
     def _found(self) -> Iterator[Finding]:
-        for layer, series in self._series().items():
+        of_layers = self._series()
+        for layer, series in of_layers.items():
+            others = [x for other, x in of_layers.items() if other != layer]
             looks = apart(series)
+            if not is_rising(looks):
+                looks = alone(series, others)
             last = looks[0][1] if looks else 0.0
-            if last <= MAX_LOGIT or not is_rising(looks):
+            if last <= MAX_LOGIT:
                 continue
             limit = FAR_TOO_LARGE if last > FAR_TOO_LARGE else MAX_LOGIT
             (first, low), (end, _) = looks[-1], looks[0]
@@ -125,3 +130,14 @@ def is_rising(looks: list[tuple[int, float]]) -> bool:
     """Whether each of three looks, the last one first, has 1.3 to 30 times the number of the one before."""
     rises = [MIN_RISE * early < late < MAX_RISE * early for (_, late), (_, early) in pairwise(looks)]
     return len(looks) == N_RISING and all(rises) and looks[-1][1] > 0
+
+
+def alone(series: Series, others: Sequence[Series]) -> list[tuple[int, float]]:
+    """The last three looks, the last one first, if only this attention rises in each; else none."""
+    looks = list(series)[-N_RISING:]
+    if len(looks) < N_RISING or not others or not all(MIN_RISE * a < b for (_, a), (_, b) in pairwise(looks)):
+        return []
+    known = [dict(other) for other in others]
+    are_seen = all(step in other for other in known for step, _ in looks)
+    are_calm = are_seen and all(other[looks[-1][0]] <= MIN_RISE * other[looks[0][0]] for other in known)
+    return looks[::-1] if are_calm and looks[0][1] > 0 else []

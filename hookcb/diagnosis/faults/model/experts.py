@@ -9,7 +9,7 @@ from hookcb.core.text import as_layer, join_names
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.figure import over_names, over_steps
 from hookcb.diagnosis.measurements.routers import Load, Routers
-from hookcb.diagnosis.rules import median, series_of
+from hookcb.diagnosis.rules import median, ratio, series_of
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
 
@@ -17,11 +17,11 @@ MIN_STEPS, LATE = 100, 1 / 8  # a router may be uneven at first; looks from this
 MIN_LOOKS = 4  # of these
 MIN_EXPECTED = 64.0  # tokens that each expert would get in one of them, if all got as many
 BUSIEST = "tokens of the busiest expert / an even share"
-MIN_UNEVEN, MIN_TOKENS = (
-    2,
-    16.0,
-)  # looks of an uneven router, and tokens that each expert would get in all of them
+# looks of an uneven router, and tokens that each expert would get in all of them
+MIN_UNEVEN, MIN_TOKENS = 2, 16.0
 MAX_BUSIEST, OF_MOST = 4.0, 0.8  # times the share of an expert, and share of the most that is possible
+MANY = 0.75  # share of the experts that a router uses
+IDLE, MIN_MISSED = 2, 32.0  # looks without a token of an expert, and tokens that it would have had as before
 
 
 class _OfExperts(Fault):
@@ -63,7 +63,9 @@ class UnevenExperts(_OfExperts):
     Formula: tokens of the busiest expert / those it would get if all got as many, in inspected batches after
     the first eighth of 100 steps or more, on all ranks together. Limit: 4, or 0.8 of the most that is
     possible if that is less: n / k for k of n experts per token. It is above the limit in the last two looks
-    or more, which have the same busiest expert, and in which each would get 16 tokens or more.
+    or more, which have the same busiest expert, and in which each would get 16 tokens or more. A note if the
+    entropy of the loads is still that of three quarters of the experts or more, as where one expert is among
+    the k of most tokens, and the others share the rest.
 
     Source: Fedus et al., "Switch Transformers", 2021, for the load-balancing loss; Wang et al.,
     "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024, for the measure, which is
@@ -77,11 +79,12 @@ class UnevenExperts(_OfExperts):
         uneven = _trailing(loads, lambda x: x.busiest > limit and x.favorite == last.favorite)
         if len(uneven) < MIN_UNEVEN or sum(x.expected for x in uneven) < MIN_TOKENS:
             return None
-        n, usual = len(last.counts), median(x.busiest for x in uneven)
+        n, usual, used = len(last.counts), median(x.busiest for x in uneven), effective(last)
         return self.finding(
             f"The router {as_layer(layer) or 'of the model'} sends {usual:.2g} times an even share of the "
             f"tokens to its busiest expert (limit {limit:.2g}); it uses its {n} experts as if they were "
-            f"{effective(last):.2g}.",
+            f"{used:.2g}.",
+            "info" if used >= MANY * n else "warning",
             at=layer,
             when=(uneven[0].step, last.step),
             value=usual,
@@ -109,7 +112,8 @@ class DeadExperts(_OfExperts):
 
     Formula: number of experts of a router without a token in the last four inspected batches or more, of 100
     steps or more, without the first eighth, on all ranks together; if all experts got as many, each would get
-    64 or more in each of them, so chance is ruled out. Limit: 0.
+    64 or more in each of them, so chance is ruled out. Or without one in the last two or more, where it would
+    have got 32 or more with its share of the inspected batches before. Limit: 0.
 
     Source: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer",
     2017, section 4; Fedus et al., "Switch Transformers", 2021.
@@ -118,12 +122,11 @@ class DeadExperts(_OfExperts):
     headline = "Experts get no tokens"
 
     def of_router(self, run: Run, layer: str, loads: Sequence[Load]) -> Finding | None:
-        n, loads = len(loads[-1].counts), with_tokens(loads)
-        idle = [_trailing(loads, partial(_is_idle, i)) for i in range(n)]
-        dead = [i for i, looks in enumerate(idle) if len(looks) >= MIN_LOOKS]
+        n = len(loads[-1].counts)
+        dead = {i: looks for i in range(n) if (looks := _without_tokens(loads, i))}
         if not dead:
             return None
-        loads = max((idle[i] for i in dead), key=len)
+        loads = max(dead.values(), key=len)
         n_tokens = sum(sum(x.counts) // x.k for x in loads)
         n_tokens_of = {f"expert {i}": float(sum(x.counts[i] for x in loads)) for i in range(n)}
         which = join_names([str(i) for i in dead], 6)
@@ -156,6 +159,18 @@ def with_tokens(loads: Sequence[Load]) -> list[Load]:
     return [x for x in loads if x.expected >= MIN_EXPECTED]
 
 
+def _without_tokens(loads: Sequence[Load], i: int) -> list[Load]:
+    """The last looks, if an expert has no token in them and that is no chance."""
+    is_idle = partial(_is_idle, i)
+    if len(even := _trailing(with_tokens(loads), is_idle)) >= MIN_LOOKS:
+        return even
+    idle = _trailing(loads, is_idle)
+    before = loads[: len(loads) - len(idle)]
+    share = ratio(sum(x.counts[i] for x in before), sum(sum(x.counts) for x in before))
+    missed = share * sum(sum(x.counts) for x in idle)
+    return idle if len(idle) >= IDLE and missed >= MIN_MISSED else []
+
+
 def _is_idle(i: int, load: Load) -> bool:
     return not load.counts[i]
 
@@ -179,7 +194,10 @@ def effective(load: Load) -> float:
 def _causes(run: Run) -> tuple[str, ...]:
     if run.measured(Routers).lacks_balance:
         return ("config.output_router_logits is False, so transformers adds no load-balancing loss",)
-    return ("a load-balancing loss that is missing, too small, or not added to the loss",)
+    return (
+        "a load-balancing loss that is missing, too small, of the wrong sign, or not added to the loss",
+        "a bias of each expert that is moved the wrong way",
+    )
 
 
 def _next_steps(run: Run) -> tuple[str, ...]:

@@ -95,7 +95,7 @@ class Restart:
     "load.not_resumed",
     Site.OPTIMIZER,
     needs="batches",
-    leads_to="loss.spike loss.diverging update.* train.unfinished",
+    leads_to="loss.spike loss.diverging loss.worse update.* train.unfinished",
     subject="resumed trainings",
     exact=True,
 )

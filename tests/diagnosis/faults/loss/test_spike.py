@@ -11,7 +11,14 @@ from hookcb import Diagnose, Finding, Learner, watch
 from hookcb.diagnosis.faults.loss.spike import LossSpikes
 from hookcb.diagnosis.judge import explained
 from hookcb.diagnosis.measurements.curves import Curves
-from hookcb.diagnosis.measurements.spikes import N_KEPT, N_SENT, SpikeFinder, Spikes, excess_of_moments
+from hookcb.diagnosis.measurements.spikes import (
+    N_KEPT,
+    N_SENT,
+    SpikeFinder,
+    Spikes,
+    excess_of_moments,
+    values_in,
+)
 from hookcb.diagnosis.run import Layer, Passed, Run, Skipped
 from tests.diagnosis.faults.loss.support import losses, noisy
 from tests.diagnosis.support import only, series
@@ -146,6 +153,38 @@ def test_clipping_that_ended_comes_first_if_it_did_cut():
     assert "so the weights have moved, by this step or one before it. From step 92 on clip_grad" in message
     message = only(LossSpikes, with_steps(lasting(), limit_change=(92, 92, 1.0, 8.0))).message
     assert "noise: from step 92 on the limit of clip_grad_norm_ was 8, after 92 steps" in message
+
+
+def test_a_loss_that_jumps_while_the_steps_before_were_usual_is_not_blamed_on_these():
+    run = with_steps(lasting(start=5.0))
+    (spike,) = run.measured(Spikes).found
+    spike.norms = tuple((step, 2.0) for step in range(60, 100))
+    found = only(LossSpikes, run)
+    assert "usual (norms up to 2, before that up to 2), so several batches in a row" in found.message
+    assert "or something besides the optimizer has changed the model" in found.message
+    assert found.next_steps == ("Look at the batches and the model at step 100",)
+    spike.norms = (*spike.norms[:-1], (99, 9.0))
+    assert "so the weights have moved" in only(LossSpikes, run).message
+
+
+def test_a_batch_with_few_different_tokens_comes_first():
+    found = only(LossSpikes, with_steps(lasting(), n_values=(1, 37)))
+    assert "as its inputs have 1 different value, and all inspected ones 37 or more" in found.message
+    assert "so the weights" in only(LossSpikes, with_steps(lasting(), n_values=(10, 37))).message
+
+
+def test_inputs_of_another_kind_from_a_batch_on_are_no_matter_of_that_batch_alone():
+    values = level(120) + noisy([4.0] * 180, 0.05)
+    found = only(LossSpikes, with_steps(values[20:], inputs=220.0))
+    assert "this batch came first, as its inputs are 220 times as large" in found.message
+    assert "It has not healed" in found.message
+    assert found.next_steps == ("Look at the batches and the model at step 100",)
+
+
+def test_different_integers_are_counted_in_inputs_on_the_cpu():
+    assert values_in((torch.zeros(2, 3, dtype=torch.int64), torch.arange(3))) == (6, 1)
+    assert values_in({"ids": torch.arange(2048)}) == (1024, 1024)
+    assert values_in(torch.zeros(3)) is values_in(torch.empty(0, dtype=torch.int64)) is None
 
 
 def test_clipping_is_not_named_for_a_batch_that_heals_at_once():

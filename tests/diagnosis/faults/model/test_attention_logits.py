@@ -108,6 +108,21 @@ def test_logits_that_are_small_or_do_not_grow_are_no_finding(values):
     assert judged(values) == []
 
 
+def test_logits_of_one_attention_that_grow_while_all_others_stay_are_told_however_fast():
+    steps, calm = [76, 150, 203, 275, 372, 503], [4.0, 6.0, 8.0, 8.0, 8.0, 8.0]
+    fast = [4.0, 6.0, 8.0, 8.0, 50.0, 2900.0]
+    for others, expected in ((calm, ["warning"]), ([2 * x for x in fast], []), (None, [])):
+        run = Run()
+        run.measured(Operations).has_attention = True
+        of_layers = {"first": fast} | ({"second": others} if others else {})
+        run.measured(GrowingLogits).numbers = {
+            k: list(zip(steps, x, strict=True)) for k, x in of_layers.items()
+        }
+        found = [x for x in run.measured(GrowingLogits).findings(run) if not isinstance(x, Passed)]
+        assert [x.severity for x in found] == expected
+        assert all("from 8 at step 275 to 2,900 at step 503" in x.message for x in found)
+
+
 def test_it_asks_for_more_looks_than_masks_need_and_is_not_ruled_out_unseen():
     fault = GrowingLogits()
     assert not fault.is_under_way

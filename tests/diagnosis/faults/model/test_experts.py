@@ -161,6 +161,24 @@ def test_an_expert_without_tokens_in_all_late_looks_is_told_with_its_number():
     assert judged(DeadExperts, *[DEAD] * 7, EVEN, DEAD) is Passed
 
 
+def test_an_expert_that_has_lost_its_tokens_is_told_after_two_looks():
+    lost = [100, 100, 100, 100, 100, 100, 0, 200]
+    assert judged(DeadExperts, *[EVEN] * 7, lost, lost)[:4] == ("moe.dead", "warning", 76, 1.0)
+    assert judged(DeadExperts, *[EVEN] * 8, lost) is Passed
+    rare = [100, 100, 100, 100, 100, 100, 1, 199]  # with its share, it would have got two
+    assert judged(DeadExperts, *[rare] * 7, lost, lost) is Passed
+
+
+def test_a_router_that_still_uses_most_of_its_experts_is_a_note():
+    one_of_all = [
+        390,
+        140,
+        135,
+        135,
+    ]  # the busiest is among the two of most tokens; the others share the rest
+    assert judged(UnevenExperts, *[one_of_all] * 9, k=2)[:2] == ("moe.imbalance", "info")
+
+
 def test_few_batches_or_few_tokens_are_not_judged():
     dead, uneven = [0, 2, 1, 1, 1, 1, 1, 1], [6, 1, 0, 0, 0, 0, 0, 1]
     assert judged(DeadExperts, *[dead] * 9, scale=40) is Skipped  # tokens

@@ -1,0 +1,176 @@
+"""loss.worse: a loss that has risen since a setting of the training has changed."""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from hookcb.core.text import as_layer
+from hookcb.diagnosis.causes import text_of_limit
+from hookcb.diagnosis.fault import Fault, Result, Site, fault, findings_of
+from hookcb.diagnosis.measurements.group_rates import JUMP, RISE, GroupRates
+from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.schedules import Schedules
+from hookcb.diagnosis.measurements.settings import Change, Settings
+from hookcb.diagnosis.measurements.step_scales import StepScales
+from hookcb.diagnosis.rules import SIGMA, median, rates
+from hookcb.diagnosis.run import Passed, Run, Series, Skipped
+from hookcb.diagnosis.verdict import Finding
+
+N, N_LONG = 32, 128  # losses whose level is compared; and after a change whose effect comes slowly
+MIN_RISE = 0.05  # of the level before
+# standard errors of the difference of two medians, of a step that is known, and of one that is looked for
+SIGMAS_AT, SIGMAS = 4.0, 6.0
+NEAR = 32  # steps after the first change within which others are told beside it
+MEANT = {"CosineAnnealingWarmRestarts", "CyclicLR"}  # schedulers whose rate rises again
+
+
+class Cause(NamedTuple):
+    """A change that is a fact: its step, that of the last batch before it, and a clause on it."""
+
+    step: int
+    last: int
+    text: str
+    layer: str = ""
+    may_be_meant: bool = False
+
+
+@fault("loss.worse", Site.RUN, needs="loss", leads_to="loss.* nonfinite.* valid.*", shown_by="run.loss")
+class WorseLoss(Fault):
+    """A loss that is higher since a setting of the training has changed: what, when, and by how much.
+
+    Formula: the median of 32 losses after a change, or of 128, is above that of the 32 before it by four
+    standard errors and by 5 %, and that of the last 32 is not below it. A change is a fact: a learning rate
+    that has risen by half or more in one step, of all groups or one; a limit of clipping by torch that has
+    ended or risen by half or more, after 32 steps; another setting of a group of the optimizer, such as
+    `betas`, `eps`, `momentum` or `weight_decay`, that had stayed for 32 steps; a number in an attribute of a
+    layer, such as `p` of dropout, likewise. Or the learning rate has doubled or more, step by step, since
+    the 32 batches with the lowest median, the first ones excepted, and the median of the last 32 is above it
+    by six standard errors and by 5 %. A note if half of the rise is gone, if the kind of the loss is not
+    known, or if the change may be meant: of `weight_decay`, or in a layer, as of dropout. A rate that rises
+    again by `CosineAnnealingWarmRestarts` or `CyclicLR` is meant, and not told. The noise is that of
+    differences between losses in a row. Not told where `loss.spike` warns.
+
+    Source: J. von Neumann et al., "The mean square successive difference", 1941, for noise around a trend.
+    That a change led to the rise is not shown by these facts; the limits are ours.
+    """
+
+    headline = "The loss is higher since a setting has changed"
+    severity = "warning"
+    uses = (GroupRates, Loss, Schedules, Settings, StepScales)
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        if len(run.loss) < 3 * N:
+            yield Skipped(f"fewer than {3 * N} batches")
+            return
+        is_told = any(f.severity != "info" for f in findings_of("loss.spike", run))
+        found = None if is_told else self._after_change(run)
+        if not (found or is_told or _rises_again(run)):
+            found = self._with_rate(run)
+        yield found or Passed("a loss that is higher since a setting of the training has changed")
+
+    def _after_change(self, run: Run) -> Finding | None:
+        causes = sorted(_changes(run))
+        for cause in causes:
+            if (levels := _risen(run.loss, cause)) is not None:
+                near = [x for x in causes if cause.step <= x.step <= cause.step + NEAR]
+                return self._told(run, near, levels)
+        return None
+
+    def _with_rate(self, run: Run) -> Finding | None:
+        """A rate that rises slowly, since the loss was lowest."""
+        losses = run.loss.values
+        starts = range(len(losses) % N, len(losses), N)
+        levels = [median(losses[i : i + N]) for i in starts]
+        best = min(range(len(levels)), key=levels.__getitem__)
+        low, last = levels[best], levels[-1]
+        least = _least_rise(losses[starts[best] :], low)
+        step, series = run.loss.steps[starts[best]], rates(run)
+        before = median(x for at, x in series if step <= at < step + N)
+        end = series.values[-1] if len(series) else math.nan
+        if min(levels[0], last) < low + least or best == 0 or not 0 < RISE * before <= end:
+            return None
+        since, rate = _begin_of_rise(series)
+        text = f"the learning rate, from {rate:.3g} to {end:.3g} in the steps from {since:,} on"
+        is_slow = since <= step + N  # else the rate has moved in other ways as well
+        cause = Cause(since, since, text)
+        return self._told(run, [cause], (low, last, last)) if is_slow else None
+
+    def _told(self, run: Run, causes: list[Cause], levels: tuple[float, float, float]) -> Finding:
+        before, after, last = levels
+        is_over = last <= (before + after) / 2
+        is_sure = run.measured(Loss).kind and not is_over and not all(cause.may_be_meant for cause in causes)
+        then = "" if after == last else f"; in the end it is {last:.3g}"
+        return self.finding(
+            f"The loss has risen from {before:.3g} to {after:.3g}{then}. What changed before: "
+            f"{'; '.join(dict.fromkeys(cause.text for cause in causes))}.",
+            "warning" if is_sure else "info",
+            at=causes[0].layer or None,
+            when=(causes[0].step, run.loss.steps[-1]),
+            value=after,
+            limit=before + MIN_RISE * abs(before),
+            causes=("a change of the training that does not fit it at this point",),
+            next_steps=(f"Go on from a checkpoint before step {causes[0].step:,} without this change",),
+        )
+
+
+def _risen(loss: Series, cause: Cause) -> tuple[float, float, float] | None:
+    """Levels of the loss before a change, after it, and in the end, if it has risen and not come back."""
+    before = [x for step, x in loss if step <= cause.last][-N:]
+    later = [x for step, x in loss if step > cause.step]
+    if len(before) < N or len(later) < N:
+        return None
+    low, last = median(before), median(later[-N:])
+    for n in (N, N_LONG):
+        after = median(later[:n])
+        if after >= low + _least_rise([*before, *later[:n]], low, len(later[:n]), SIGMAS_AT) and last >= low:
+            return low, after, last
+    return None
+
+
+def _least_rise(losses: Sequence[float], low: float, n: int = N, sigmas: float = SIGMAS) -> float:
+    """Rise of the median of `n` losses above a lower one of 32 that is more than noise."""
+    noise = SIGMA / math.sqrt(2) * median(abs(b - a) for a, b in pairwise(losses))
+    return max(sigmas * noise * math.sqrt(math.pi / 2 * (1 / N + 1 / n)), MIN_RISE * abs(low))
+
+
+def _changes(run: Run) -> Iterator[Cause]:
+    if not _rises_again(run):
+        for (last, before), (step, rate) in pairwise(rates(run)):
+            if 0 < JUMP * before <= rate:
+                text = f"the learning rate, from {before:.3g} to {rate:.3g} at step {step:,}"
+                yield Cause(step, last, text)
+        for jump in run.measured(GroupRates).jumps:
+            yield Cause(jump.step, jump.step - 1, jump.text)
+    limit = run.measured(StepScales).limit_change(run.loss.steps[-1], run.loss.steps[-1])
+    if limit is not None:
+        yield Cause(limit.step, limit.step - 1, text_of_limit(limit))
+    for change in run.measured(Settings).changes:
+        may_be_meant = change.layer is not None or change.name == "weight_decay"  # against overfitting
+        yield Cause(change.step, change.last, _text(change), change.layer or "", may_be_meant)
+
+
+def _text(change: Change) -> str:
+    if change.layer is None:
+        of = "the optimizer" if change.group < 0 else f"parameter group {change.group}"
+    else:
+        of = as_layer(change.layer) or "the model"
+    when = f"at step {change.step:,}"
+    if change.step > change.last + 1:  # it was looked at in these only
+        when = f"between steps {change.last:,} and {change.step:,}"
+    return f"{change.name} of {of}, from {change.before} to {change.after} {when}"
+
+
+def _begin_of_rise(series: Series) -> tuple[int, float]:
+    """First step of a rise of the rate that goes on until the end, and the rate before it."""
+    i = len(series) - 1
+    while i > 0 and series.values[i - 1] <= series.values[i]:
+        i -= 1
+    lowest = series.values[i]
+    while i + 1 < len(series) and series.values[i] == lowest:
+        i += 1
+    return series.steps[i], lowest
+
+
+def _rises_again(run: Run) -> bool:
+    return any(one.kind in MEANT for one, _ in run.measured(Schedules).used)

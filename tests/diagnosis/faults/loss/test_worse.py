@@ -1,0 +1,93 @@
+"""loss.worse: a loss that is higher since a setting has changed."""
+
+from hookcb.diagnosis.faults.loss.worse import WorseLoss
+from hookcb.diagnosis.measurements.group_rates import GroupRates, Jump
+from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.schedules import Scheduler, Schedules, Use
+from hookcb.diagnosis.measurements.settings import Change, Settings
+from hookcb.diagnosis.run import Passed, Skipped
+from tests.diagnosis.faults.loss.support import losses, noisy
+from tests.diagnosis.support import only, series
+
+CHANGED = Change(100, 99, "betas", (0.9, 0.98), (0.9, 0.1))
+
+
+def run_with(levels, *changes, rates=(), kind="cross-entropy"):
+    """A run whose loss has these levels, for 50 batches each."""
+    run = losses(noisy([x for x in levels for _ in range(50)], 0.05), lr=series(list(rates)))
+    run.measured(Settings).changes.extend(changes)
+    run.measured(Loss).kind = kind
+    return run
+
+
+def test_a_setting_after_which_the_loss_stays_higher_is_a_warning_at_its_step():
+    found = only(WorseLoss, run_with([2, 1, 1.5, 1.5], CHANGED))
+    assert (found.code, found.severity) == ("loss.worse", "warning")
+    assert (found.step, found.last_step) == (100, 199)
+    assert "The loss has risen from 0.981 to 1.51; in the end it is 1.49." in found.message
+    assert (
+        "What changed before: betas of the optimizer, from (0.9, 0.98) to (0.9, 0.1) at step 100"
+        in found.message
+    )
+    assert "before step 100" in found.next_steps[0]
+
+
+def test_settings_that_changed_soon_after_are_told_beside_it():
+    later = CHANGED._replace(step=110, name="eps", group=1)
+    assert "; eps of parameter group 1" in only(WorseLoss, run_with([2, 1, 1.5, 1.5], CHANGED, later)).message
+    much_later = CHANGED._replace(step=180, name="eps")
+    assert "eps" not in only(WorseLoss, run_with([2, 1, 1.5, 1.5], CHANGED, much_later)).message
+
+
+def test_a_rise_that_is_half_gone_is_a_note_and_one_that_is_gone_is_none():
+    assert only(WorseLoss, run_with([2, 1, 1.5, 1.2], CHANGED)).severity == "info"
+    assert isinstance(only(WorseLoss, run_with([2, 1, 1.5, 0.9], CHANGED)), Passed)
+
+
+def test_a_rise_that_began_before_any_change_is_not_told():
+    assert isinstance(only(WorseLoss, run_with([2, 1, 1.5, 1.5])), Passed)
+    assert isinstance(
+        only(WorseLoss, run_with([2, 1, 1.5, 1.5], CHANGED._replace(step=160, last=159))), Passed
+    )
+
+
+def test_what_may_be_meant_is_a_note():
+    dropout = Change(100, 97, "p", 0.0, 0.5, layer="blocks.0.drop")
+    found = only(WorseLoss, run_with([2, 1, 1.5, 1.5], dropout))
+    assert (found.severity, found.layer) == ("info", "blocks.0.drop")
+    assert "p of blocks.0.drop, from 0.0 to 0.5 between steps 97 and 100" in found.message
+    assert only(WorseLoss, run_with([2, 1, 1.5, 1.5], CHANGED, kind="")).severity == "info"
+    decay = CHANGED._replace(name="weight_decay", before=0.01, after=0.1)
+    assert only(WorseLoss, run_with([2, 1, 1.5, 1.5], decay)).severity == "info"
+
+
+def test_a_rate_that_jumped_is_told_of_all_groups_or_of_one():
+    rates = [0.01] * 100 + [0.03] * 100
+    found = only(WorseLoss, run_with([2, 1, 1.5, 1.5], rates=rates))
+    assert "the learning rate, from 0.01 to 0.03 at step 100" in found.message
+    run = run_with([2, 1, 1.5, 1.5])
+    run.measured(GroupRates).jumps.append(Jump(100, 0.01, 0.1, 1, "head.weight"))
+    assert "of parameter group 1 (head.weight)" in only(WorseLoss, run).message
+
+
+def test_warm_restarts_are_meant():
+    run = run_with([2, 1, 1.5, 1.5], rates=[0.01] * 100 + [0.03] * 100)
+    restarts = Scheduler("CosineAnnealingWarmRestarts", None)
+    run.measured(Schedules).used = [(restarts, Use())]
+    assert isinstance(only(WorseLoss, run), Passed)
+
+
+def test_a_rate_that_creeps_up_is_told_from_its_first_step_on():
+    rates = [0.01 * 1.02 ** max(0, i - 150) for i in range(300)]
+    found = only(WorseLoss, run_with([2, 1.5, 1, 1, 1.2, 1.5], rates=rates))
+    assert found.step == 151
+    assert "the learning rate, from 0.01 to 0.191 in the steps from 151 on" in found.message
+
+
+def test_a_warmup_under_which_the_loss_falls_is_no_finding():
+    rates = [1e-4 * (i + 1) for i in range(300)]
+    assert isinstance(only(WorseLoss, run_with([3, 2, 1.5, 1.2, 1, 0.9], rates=rates)), Passed)
+
+
+def test_few_batches_are_too_few():
+    assert isinstance(only(WorseLoss, run_with([1])), Skipped)
