@@ -13,7 +13,7 @@ from nets import Cnn, Mlp
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, Optimizer
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from hookcb.diagnosis.heard import EARS, listen
 
@@ -180,6 +180,31 @@ def without_scheduler(seed: int, cbs: Callbacks) -> Run:
         return _train(model, opt, seed, cbs, schedule=rate)
 
 
+def _falling(step: int) -> float:
+    return min((step + 1) / 10, max(0.05, 1 - step / 70))
+
+
+def _second_job(seed: int) -> tuple[Mlp, SGD, dict[str, Any]]:
+    """A model and its optimizer as after 60 steps of a schedule, in memory, and the state of the schedule."""
+    model = Mlp()
+    opt = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rate = LambdaLR(opt, _falling)
+    _train(model, opt, seed, [], schedule=rate)
+    weights, state = deepcopy(model.state_dict()), deepcopy(opt.state_dict())
+    model = Mlp()
+    model.load_state_dict(weights)
+    opt = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    opt.load_state_dict(state)
+    return model, opt, rate.state_dict()
+
+
+@fault(FACTS_LOADS_FAULTS, "a resume in memory, whose schedule begins anew", codes=["load.not_resumed"])
+def schedule_begins_anew(seed: int, cbs: Callbacks) -> Run:
+    with _heard():
+        model, opt, _ = _second_job(seed)
+        return _train(model, opt, seed, cbs, schedule=LambdaLR(opt, _falling))
+
+
 # ---- right uses
 
 
@@ -251,6 +276,22 @@ def whole_resume(seed: int, cbs: Callbacks) -> Run:
         opt.load_state_dict(read["opt"])
         rate.load_state_dict(read["rate"])
         return _train(model, opt, seed, cbs, schedule=rate)
+
+
+@control(FACTS_LOADS_CONTROLS, "a whole resume in memory", target=1.5)
+def whole_resume_in_memory(seed: int, cbs: Callbacks) -> Run:
+    with _heard():
+        model, opt, state = _second_job(seed)
+        rate = LambdaLR(opt, _falling)
+        rate.load_state_dict(state)
+        return _train(model, opt, seed, cbs, schedule=rate)
+
+
+@control(FACTS_LOADS_CONTROLS, "a second phase of SGD at a small rate", target=1.5)
+def second_phase(seed: int, cbs: Callbacks) -> Run:
+    with _heard():
+        model, opt, _ = _second_job(seed)
+        return _train(model, opt, seed, cbs, schedule=LambdaLR(opt, lambda step: 0.1))
 
 
 @control(FACTS_LOADS_CONTROLS, "an adapter, and a part, that are saved alone", target=2.3)

@@ -153,16 +153,17 @@ class Rise(NamedTuple):
     has_healed: bool
 
 
-def rise_of_loss(run: Run, step: int, n: int = N_AFTER) -> Rise | None:
+def rise_of_loss(run: Run, step: int, n: int = N_AFTER, min_before: int = MIN_BEFORE) -> Rise | None:
     """Rise of the loss after a step that is more than noise; None if there is none, or too little is known.
 
-    The mean of the next `n` losses is above the median of the 64 up to it by six standard errors.
+    The mean of the next `n` losses is above the median of the 64 up to it, or of `min_before` or more, by
+    six standard errors.
     """
     losses = [(at, x) for at, x in run.loss if math.isfinite(x)]
     before = [x for at, x in losses if step - N_BEFORE <= at < step]
     later = [x for at, x in losses if at > step]
     after = later[:n]
-    if len(before) < MIN_BEFORE or len(after) < n // 2:
+    if len(before) < min_before or len(after) < n // 2:
         return None
     middle, sigma = spread(before)
     error = max(sigma, 1e-3 * abs(middle)) * math.sqrt(1 / len(before) + 1 / len(after))

@@ -73,7 +73,7 @@ class GroupRates(Measurement):
         opt = run.loop.opt
         if not isinstance(opt, Optimizer) or not 1 < len(opt.param_groups) <= MAX_GROUPS:
             return
-        rates = [x if type(x := group["lr"]) is float else _number(x) for group in opt.param_groups]
+        rates = [x if type(x := group["lr"]) is float else as_number(x) for group in opt.param_groups]
         known = self._followed.get(opt)
         if known is None or len(known.rates) != len(rates):
             known = self._followed[opt] = _Followed(rates, _names(run, opt))
@@ -93,7 +93,8 @@ class GroupRates(Measurement):
         self._followed = {}
 
 
-def _number(rate: object) -> float:
+def as_number(rate: object) -> float:
+    """A learning rate as a number; NaN if it is none, or on a device."""
     is_there = isinstance(rate, int | float) or (
         isinstance(rate, Tensor) and rate.is_cpu and rate.numel() == 1
     )

@@ -43,6 +43,7 @@ class Scheduler:
         at: its own count of them, `last_epoch`.
         is_inner: whether another scheduler steps it.
         is_set: whether a step was given a number of an epoch.
+        top: highest learning rate so far.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Scheduler:
     at: int = 0
     is_inner: bool = False
     is_set: bool = False
+    top: float = 0.0
 
 
 class Schedulers(Ear):
@@ -83,22 +85,24 @@ class Schedulers(Ear):
     def see(self, scheduler: Any, *args: Any, **kwargs: Any) -> Observer:
         """Notes a scheduler once it is made; it has made its first step by itself then."""
         yield
-        if (found := self._of(scheduler)) is not None:
+        if (found := self.of(scheduler)) is not None:
             found.n = 0
 
     def see_step(self, scheduler: Any, *args: Any, **kwargs: Any) -> Observer:
         """Counts a step."""
         yield
-        if (found := self._of(scheduler)) is None:
+        if (found := self.of(scheduler)) is None:
             return
         if not found.n:
-            found.length_name, found.length = _length(scheduler)
+            found.length_name, found.length = length_of(scheduler)
             found.period = _period(scheduler)
-        found.n, found.at = found.n + 1, scheduler.last_epoch
+        found.n, found.at = found.n + 1, position(scheduler)
         found.is_set |= bool(args or kwargs) and not isinstance(scheduler, ReduceLROnPlateau)
+        found.top = max(found.top, _rate(scheduler.optimizer))
         self.n_steps += 1
 
-    def _of(self, scheduler: Any) -> Scheduler | None:
+    def of(self, scheduler: Any) -> Scheduler | None:
+        """Length and steps of a scheduler; None before it has an optimizer."""
         alive, found = self._by_id.get(id(scheduler), (None, None))
         if alive is not None and alive() is scheduler:
             return found
@@ -108,18 +112,24 @@ class Schedulers(Ear):
         found = Scheduler(type(scheduler).__name__, ref(opt))
         self.known.append(found)
         self._by_id[id(scheduler)] = ref(scheduler), found
-        for inner in _inner(scheduler):
-            if (known := self._of(inner)) is not None:
+        for inner in inner_of(scheduler):
+            if (known := self.of(inner)) is not None:
                 known.is_inner = True
         return found
 
 
-def _inner(scheduler: Any) -> list[Any]:
+def inner_of(scheduler: Any) -> list[Any]:
+    """The schedulers that a `SequentialLR` or `ChainedScheduler` steps; none of another one."""
     is_of_others = isinstance(scheduler, SequentialLR | ChainedScheduler)
     return list(getattr(scheduler, "_schedulers", ())) if is_of_others else []
 
 
-def _length(scheduler: Any) -> tuple[str, int | None]:
+def position(scheduler: Any) -> int:
+    """Number of steps that a scheduler has made, `last_epoch`; of a `ChainedScheduler` those of its parts."""
+    return max((getattr(x, "last_epoch", 0) for x in (scheduler, *inner_of(scheduler))), default=0)
+
+
+def length_of(scheduler: Any) -> tuple[str, int | None]:
     """Name of the argument with the length of a scheduler, and that length; None if it has no end."""
     name, length = "", None
     if isinstance(scheduler, OneCycleLR):
@@ -130,15 +140,15 @@ def _length(scheduler: Any) -> tuple[str, int | None]:
         name, length = "milestones", max(scheduler.milestones, default=0)
     elif isinstance(scheduler, WITH_ITERS):
         name, length = "total_iters", scheduler.total_iters
-    elif isinstance(scheduler, SequentialLR) and (inner := _inner(scheduler)):
-        name, rest = _length(inner[-1])
+    elif isinstance(scheduler, SequentialLR) and (inner := inner_of(scheduler)):
+        name, rest = length_of(inner[-1])
         first = getattr(scheduler, "_milestones", [])
         length = first[-1] + rest if rest is not None and first else None
     return name, int(length) if length else None
 
 
 def _period(scheduler: Any) -> int:
-    if isinstance(scheduler, SequentialLR) and (inner := _inner(scheduler)):
+    if isinstance(scheduler, SequentialLR) and (inner := inner_of(scheduler)):
         return _period(inner[-1])
     return int(scheduler.T_max) if isinstance(scheduler, CosineAnnealingLR) else 0
 

@@ -28,6 +28,8 @@ from torch.optim.swa_utils import SWALR
 from hookcb import Callback, Diagnose, Learner, Schedule, watch
 from hookcb.cli.main import main
 from hookcb.diagnosis.faults.steps.schedules import WrongSchedule
+from hookcb.diagnosis.heard import heard, listen
+from hookcb.diagnosis.measurements.schedules import Schedulers
 from hookcb.diagnosis.run import Run, Skipped
 from tests.diagnosis.faults.support import numbers, small_net
 from tests.support import first, fit
@@ -122,6 +124,21 @@ def test_a_schedule_that_counts_batches_as_epochs_or_the_reverse_is_told(make, p
 )
 def test_schedules_that_fit_or_are_cut_on_purpose_are_not(make, per):
     assert watched(make, per) == []
+
+
+def test_the_steps_of_a_chain_are_counted():
+    opt = SGD(small_net().parameters(), lr=0.1)
+    end = listen([Schedulers])
+    try:
+        chain = ChainedScheduler([LinearLR(opt), CosineAnnealingLR(opt, N)])
+        for _ in range(3):
+            opt.step()
+            chain.step()
+        assert heard(Schedulers).failure is None
+        found = heard(Schedulers).of(chain)
+        assert (found.n, found.at, found.is_inner) == (3, 3, False)
+    finally:
+        end()
 
 
 @pytest.mark.slow
