@@ -11,7 +11,7 @@ CHROMIUM ?= /usr/bin/chromium
 
 NOTEBOOKS = $(patsubst nbs/%,build/notebooks/%,$(wildcard nbs/*.ipynb))
 
-.PHONY: demo test test-changed slow test-all test-matrix interop pages lint notebooks outputs docs release bench gpu host planted real mutants clean $(NOTEBOOKS)
+.PHONY: demo test test-changed slow test-all test-matrix interop pages lint notebooks outputs docs gallery release bench gpu host planted real mutants clean $(NOTEBOOKS)
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/hookcb demo
@@ -72,11 +72,14 @@ $(NOTEBOOKS): build/notebooks/%: nbs/% $(VENV)/.installed-dev
 	mkdir -p $(@D)
 	$(BIN)/jupyter execute --output=../$(basename $@) $<
 
-# the site, in build/site; the picture in README is taken anew if there is Chromium and it shows something else
-docs: $(NOTEBOOKS) $(VENV)/.installed-docs
+# the site, in build/site; the notebook that takes longest begins first, for make --jobs
+docs: build/notebooks/09_many_processes.ipynb $(NOTEBOOKS) gallery $(VENV)/.installed-docs
+	$(BIN)/mkdocs build
+
+# the picture in README is taken anew if there is Chromium and it shows something else
+gallery: $(VENV)/.installed-dev
 	$(BIN)/python docs/gallery.py
 	$(BIN)/python docs/picture.py $(wildcard $(CHROMIUM))
-	$(BIN)/mkdocs build
 
 # fastai brings a torchvision built for CUDA, with which Lightning cannot be imported beside a torch for CPUs
 bench: $(VENV)/.installed-bench
