@@ -11,7 +11,7 @@ CHROMIUM ?= /usr/bin/chromium
 
 NOTEBOOKS = $(patsubst nbs/%,build/notebooks/%,$(wildcard nbs/*.ipynb))
 
-.PHONY: demo test test-changed test-all test-matrix interop pages lint notebooks outputs docs release bench gpu host planted real mutants clean $(NOTEBOOKS)
+.PHONY: demo test test-changed slow test-all test-matrix interop pages lint notebooks outputs docs gallery release bench gpu host planted real mutants clean $(NOTEBOOKS)
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/hookcb demo
@@ -24,9 +24,12 @@ BASE ?= origin/main
 test-changed: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $$($(BIN)/python docs/changed.py $(BASE))
 
-# those of `make test` first, then those that take long and rarely break
-test-all: test
+# those that take long and rarely break
+slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow
+
+test-all: test
+	$(MAKE) slow
 
 # the default tests on other versions of Python and torch; each takes gigabytes, and a Python that is not here is left out
 MATRIX ?= 3.12-torch2.6.0 3.12-torch2.11.0 3.13-torch2.15.0
@@ -42,13 +45,16 @@ build/matrix/%/constraints.txt:
 	mkdir -p $(@D)
 	echo 'torch==$(lastword $(subst -torch, ,$*))' > $@
 
+# options of the two suites that may run beside others: ASIDE=--numprocesses=1 imports and prepares once what each worker would
+ASIDE ?=
+
 # with the packages of others that we follow
 interop: $(VENV)/.installed-dev $(VENV)/.installed-interop
-	$(BIN)/python -m pytest tests/interop
+	$(BIN)/python -m pytest $(ASIDE) tests/interop
 
 # pages of runs in a browser; with SCREENSHOTS=1 these are in build/pages
 pages: $(VENV)/.installed-dev $(VENV)/.installed-pages $(CHROMIUM)
-	CHROMIUM=$(CHROMIUM) $(BIN)/python -m pytest tests/pages
+	CHROMIUM=$(CHROMIUM) $(BIN)/python -m pytest $(ASIDE) tests/pages
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -66,11 +72,14 @@ $(NOTEBOOKS): build/notebooks/%: nbs/% $(VENV)/.installed-dev
 	mkdir -p $(@D)
 	$(BIN)/jupyter execute --output=../$(basename $@) $<
 
-# the site, in build/site; the picture in README is taken anew if there is Chromium and it shows something else
-docs: $(NOTEBOOKS) $(VENV)/.installed-docs
+# the site, in build/site; the notebook that takes longest begins first, for make --jobs
+docs: build/notebooks/09_many_processes.ipynb $(NOTEBOOKS) gallery $(VENV)/.installed-docs
+	$(BIN)/mkdocs build
+
+# the picture in README is taken anew if there is Chromium and it shows something else
+gallery: $(VENV)/.installed-dev
 	$(BIN)/python docs/gallery.py
 	$(BIN)/python docs/picture.py $(wildcard $(CHROMIUM))
-	$(BIN)/mkdocs build
 
 # fastai brings a torchvision built for CUDA, with which Lightning cannot be imported beside a torch for CPUs
 bench: $(VENV)/.installed-bench
@@ -126,7 +135,7 @@ $(BIN)/python:
 /usr/bin/chromium:
 	apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends chromium
 
-# a stamp per extra: installing again only when what is asked for has changed
+# a stamp per extra: installing again only when what is asked for has changed; ALSO="pages docs" are others by the same call
 $(VENV)/.installed-%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
-	$(INSTALL) --editable '.[$*]'
-	touch $@
+	$(INSTALL) --editable '.[$*$(ALSO:%=,%)]'
+	touch $@ $(ALSO:%=$(VENV)/.installed-%)

@@ -14,6 +14,8 @@ def run(argv, log, environment):
     gc.freeze()  # what is imported lives to the end: a million objects that no collection has to look at
     os.environ.clear()  # it is that of the process from which this one was forked
     os.environ.update(environment)
+    # whatever the flags of that process: each of these would compile all that it imports beside torch
+    sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in environment
     torch.set_num_threads(1)  # a variable of the environment comes too late
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)

@@ -142,7 +142,7 @@ SICK = "def test_sick():\n    train(10.0)\n\ndef test_healthy():\n    train()"
 
 @pytest.mark.slow
 def test_workers_of_xdist_watch_too(tested):
-    said, failed = tested(SICK, "--hookcb", "-n2")
+    said, failed = tested(SICK, "--hookcb", "-n1")
     assert failed == {"test_sick"}
     assert "SICK  Steps are too large" in said
 

@@ -53,6 +53,7 @@ from tests.support import (
     Y,
     covering,
     fit,
+    in_turn,
     make_batches,
     make_learner,
     make_model,
@@ -79,8 +80,8 @@ def raises(event, error, batch, order=1000):
     return at(event, act, order, lambda cb: cb.epoch == 0 and cb.iter == batch)
 
 
-@pytest.mark.parametrize("raised", [CancelFitException, KeyboardInterrupt])
-@pytest.mark.parametrize("event", EVENTS)
+@in_turn("raised", [CancelFitException, KeyboardInterrupt])
+@in_turn("event", EVENTS)
 def test_hooks_are_gone_however_the_fit_ends(event, raised):
     model = make_model()
     plan = {**primary_plan(event), (event, 0): raised("why")}
@@ -92,7 +93,7 @@ def test_hooks_are_gone_however_the_fit_ends(event, raised):
     assert count_hooks(model) == 0
 
 
-@pytest.mark.parametrize("every", [0, -1, 1.5, "2", True])
+@in_turn("every", [0, -1, 1.5, "2", True])
 def test_an_every_that_cannot_be_is_refused(every):
     for kind in (ActivationStats, partial(HookCallback, hook=print)):
         with pytest.raises((ValueError, TypeError), match="every"):
@@ -145,7 +146,7 @@ class Output:
     extra: object = None
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("make", "names"),
     [
         (lambda x: (x, x * 2), ["odd[0]", "odd[1]"]),
@@ -185,7 +186,7 @@ def test_outputs_of_any_structure_and_type_are_named_by_path_and_measured(make, 
         assert_stats(stats.stats[1][layer], t)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "make",
     [
         lambda x: None,
@@ -295,8 +296,8 @@ def test_the_report_prints_every_layer():
     assert printed(ActivationStats().report())  # never fitted
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("every", [None, 1, 2, 3, 7, 100])
+@in_turn("order", ORDERS)
+@in_turn("every", [None, 1, 2, 3, 7, 100])
 def test_each_batch_looked_at_leaves_one_record(every, order):
     stats = tags(every=every)
     stats.order = order
@@ -309,10 +310,8 @@ def test_each_batch_looked_at_leaves_one_record(every, order):
     assert len(stats.valid_stats) == 0
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(
-    "event", ["before_batch", "after_pred", "after_loss", "before_backward", "after_step"]
-)
+@in_turn("order", ORDERS)
+@in_turn("event", ["before_batch", "after_pred", "after_loss", "before_backward", "after_step"])
 def test_a_cancelled_batch_leaves_no_record(event, order):
     stats = tags(with_hist=True)
     fit(numbered(4, 1, [stats, raises(event, CancelBatchException(), 1, order)]), 2)
@@ -332,8 +331,8 @@ def test_a_batch_of_which_every_one_is_cancelled_leaves_nothing_that_breaks_read
     assert list(stats.names) in ([], ["tag"])
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(
+@in_turn("order", ORDERS)
+@in_turn(
     ("event", "level"), [("before_backward", "backward"), ("before_step", "step"), ("after_step", "step")]
 )
 def test_a_batch_without_backward_or_step_is_recorded(event, level, order):
@@ -342,9 +341,9 @@ def test_a_batch_without_backward_or_step_is_recorded(event, level, order):
     assert ids(stats.stats) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("level", ["train", "epoch", "fit"])
-@pytest.mark.parametrize(("event", "first"), [("after_loss", [0, 1]), ("after_batch", [0, 1, 2])])
+@in_turn("order", ORDERS)
+@in_turn("level", ["train", "epoch", "fit"])
+@in_turn(("event", "first"), [("after_loss", [0, 1]), ("after_batch", [0, 1, 2])])
 def test_a_cancel_of_more_leaves_no_record_of_a_batch_it_cuts_short_and_one_of_a_whole(
     event, first, level, order
 ):
@@ -354,9 +353,9 @@ def test_a_cancel_of_more_leaves_no_record_of_a_batch_it_cuts_short_and_one_of_a
     assert ids(stats.stats) == [*first, *second]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("event", BATCH[:-1])
+@in_turn("order", ORDERS)
+@in_turn("error", [RuntimeError, KeyboardInterrupt])
+@in_turn("event", BATCH[:-1])
 def test_a_fit_that_fails_keeps_what_was_recorded_before(event, error, order):
     stats = tags()
     learn = numbered(5, 1, [stats, raises(event, error("why"), 3, order)])
@@ -577,7 +576,7 @@ def test_hooks_left_on_after_the_fit_record_nothing_more():
     assert_no_hooks(learn.model)
 
 
-@pytest.mark.parametrize(
+@in_turn(
     ("make", "kind"),
     [
         (lambda x: x.to(torch.complex64), "Tensor, complex64"),

@@ -62,14 +62,12 @@ def test_every_float_dtype_is_measured(dtype):
     check((randn(7, 5, 3) * 3 + 1).to(dtype))
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool]
-)
+@in_turn("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool])
 def test_integers_and_booleans_are_measured(dtype):
     check((randn(7, 5).abs() * 2).to(dtype))
 
 
-@pytest.mark.parametrize("offset", [0, 1e2, 1e4, 1e6, -1e6])
+@in_turn("offset", [0, 1e2, 1e4, 1e6, -1e6])
 def test_the_spread_is_right_at_any_offset(offset):
     x = randn(64, 33).double() + offset
     check(x.float(), rel=1e-3)
@@ -97,7 +95,7 @@ def test_an_empty_output_has_nan_for_everything():
     assert all(map(math.isnan, numbers.values()))
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "x",
     [
         torch.tensor([6e4, -6e4, 6e4, -6e4], dtype=torch.float16),
@@ -199,7 +197,7 @@ EXPANDED = {
 }
 
 
-@pytest.mark.parametrize("name", EXPANDED)
+@in_turn("name", EXPANDED)
 def test_elements_that_are_repeated_are_read_once_and_count_as_often(name):
     x = EXPANDED[name]
     elements, known = take(x, "auto")
@@ -245,7 +243,7 @@ def test_a_sample_sees_every_channel_alike(n):
         assert share == pytest.approx(true, abs=4 * 0.5 / SAMPLED**0.5), period
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "x",
     [
         None,
@@ -397,7 +395,7 @@ def test_a_layer_may_put_out_another_kind_in_each_batch():
         assert_stats(record["odd"], out)
 
 
-@pytest.mark.parametrize("eps", [0, 0.05, 0.5, 2, 1e9])
+@in_turn("eps", [0, 0.05, 0.5, 2, 1e9])
 def test_elements_at_eps_itself_are_near_zero(eps):
     x = torch.tensor([0.0, -0.0, 0.5, -0.5, 0.5000001, 2.0, -2.0, 2.5, NAN, INF, -INF])
     got = watch(x, eps=eps).stats[0]["odd"]
@@ -679,7 +677,7 @@ def test_sums_of_parts_make_those_of_the_whole(sizes):
     assert found == pytest.approx(list(oracle(x).values()), rel=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@in_turn("seed", range(8))
 def test_sums_of_any_split_make_those_of_the_whole(seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(3000, generator=generator, dtype=torch.float64) ** (1 + seed % 3) * 10 ** (seed - 4)

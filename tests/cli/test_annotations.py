@@ -1,12 +1,10 @@
 """Annotations of a GitHub workflow."""
 
-import subprocess
-import sys
-
 import pytest
 
 from hookcb import Finding, Verdict
 from hookcb.cli.annotations import annotations
+from tests.support import start
 
 SICK = """
 import torch
@@ -48,11 +46,13 @@ def test_a_model_without_causes_has_its_headline(status, level):
 
 
 @pytest.mark.slow
-def test_the_command_prints_them_below_the_verdict(tmp_path):
+def test_the_command_prints_them_below_the_verdict(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(SICK, encoding="utf-8")
-    command = [sys.executable, "-m", "hookcb", "diagnose", "--github", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    lines = [line for line in done.stdout.splitlines() if line.startswith("::")]
+    monkeypatch.chdir(tmp_path)
+    process = start("-m", "hookcb", "diagnose", "--github", "train.py", log=tmp_path / "log")
+    process.join()
+    assert process.exitcode == 1
+    shown = (tmp_path / "log").read_text(encoding="utf-8")
+    lines = [line for line in shown.splitlines() if line.startswith("::")]
     assert lines[0].startswith("::error file=train.py,title=")
     assert "hookcb explain param." in lines[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.support import free_port
+from tests.ranks.support import forked, free_port
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -48,39 +48,64 @@ def test_there_is_a_report_for_each_example():
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*REPORTS, *ENGINES}
 
 
+OFFLINE = {"HF_HUB_OFFLINE": "1", "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+ENV = OFFLINE | {"PYTHONPATH": str(ROOT), "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
+
+
 def run(name, folder, *launcher):
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    offline = {"HF_HUB_OFFLINE": "1", "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
-    env = os.environ | offline | {"PYTHONPATH": path, "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
+    """What an example prints, by a Python of its own."""
     command = [sys.executable, *launcher, EXAMPLES / f"{name}.py"]
-    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(command, env=os.environ | ENV, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not [*folder.iterdir()]  # nothing is left behind
     return re.sub(r"\s+", " ", done.stdout)
 
 
+@pytest.fixture
+def quickly(tmp_path, monkeypatch):
+    """Runs an example in a process, or in ranks, that have imported torch already; gives what it prints."""
+    for name, value in ENV.items():
+        monkeypatch.setenv(name, value)
+
+    def run(name, world=None):
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        ranks = forked(EXAMPLES / f"{name}.py", tmp_path, world=world)
+        printed = "".join(rank["log"] for rank in ranks)
+        assert [rank["exit"] for rank in ranks] == [0] * len(ranks), printed
+        assert not [*folder.iterdir()]  # nothing is left behind
+        return re.sub(r"\s+", " ", printed)
+
+    return run
+
+
 @pytest.mark.parametrize("name", REPORTS)
-def test_an_example_runs_and_prints_its_report(name, tmp_path):
-    printed = run(name, tmp_path)
+def test_an_example_runs_and_prints_its_report(name, quickly):
+    printed = quickly(name)
     assert [part for part in REPORTS[name] if part not in printed] == []
 
 
 @pytest.mark.parametrize(
     ("name", "report"),
     [
-        ("distributed_ddp", ["HEALTHY"]),
         ("distributed_fsdp2", ["gradients in the last of 24"]),
         ("distributed_accelerate", ["HEALTHY"]),
     ],
 )
-def test_an_example_of_several_processes_prints_once(name, report, tmp_path):
-    printed = run(name, tmp_path, *TORCHRUN, "--master-port", free_port())
+def test_an_example_of_several_processes_prints_once(name, report, quickly):
+    printed = quickly(name, world=2)
     assert [part for part in ["valid_loss", *report] if printed.count(part) != 1] == []
 
 
+def test_an_example_prints_once_under_torchrun(tmp_path):
+    printed = run("distributed_ddp", tmp_path, *TORCHRUN, "--master-port", free_port())
+    assert [part for part in ["valid_loss", "HEALTHY"] if printed.count(part) != 1] == []
+
+
 @pytest.mark.parametrize("name", ["distributed_lightning", "distributed_hf"])
-def test_in_other_trainers_all_processes_have_one_verdict(name, tmp_path):
-    printed = run(name, tmp_path, *TORCHRUN, "--master-port", free_port())
+def test_in_other_trainers_all_processes_have_one_verdict(name, quickly):
+    printed = quickly(name, world=2)
     for rank in (0, 1):
         assert printed.count(f"rank {rank} of 2: HEALTHY as far as checked") == 1
     assert printed.count("2 ranks") == 2

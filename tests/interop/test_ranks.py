@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.support import ROOT, free_port
+from tests.ranks.support import ROOT, forked, free_port
 
 NEEDS = "pip install 'hookcb[engines]', which the tests with other packages do not need"
 WORKER = str(Path(__file__).with_name("ranks_worker.py"))
@@ -45,20 +45,31 @@ def assert_healthy(printed):
     assert printed.count("Note: 2 ranks") == 1
 
 
+def assert_named_if_scaled(printed):
+    scaled, healthy = printed.removeprefix("== scaled").split("== healthy")
+    assert_names_rank_1(scaled)
+    assert_healthy(healthy)
+
+
 @pytest.mark.parametrize(
     ("engine", "launcher"),
     [
         ("transformers", TORCHRUN),
         pytest.param("transformers", ACCELERATE, marks=pytest.mark.slow),
-        ("lightning", TORCHRUN),
     ],
 )
 def test_its_callback_names_the_rank_that_is_sick(engine, launcher):
     code, printed, errors = launched(launcher, WORKER, engine, "adapter", "scaled,healthy")
     assert code == 0, errors
-    scaled, healthy = printed.removeprefix("== scaled").split("== healthy")
-    assert_names_rank_1(scaled)
-    assert_healthy(healthy)
+    assert_named_if_scaled(printed)
+
+
+def test_the_callback_of_lightning_names_the_rank_that_is_sick(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    first, second = forked(WORKER, tmp_path, "lightning", "adapter", "scaled,healthy", world=2)
+    assert (first["exit"], second["exit"]) == (0, 0), first["log"] + second["log"]
+    assert_named_if_scaled(" ".join(first["log"].split()))
+    assert "SICK" not in second["log"]
 
 
 @pytest.mark.slow
@@ -66,9 +77,7 @@ def test_ranks_with_parts_of_the_optimizer_are_judged_together():
     pytest.importorskip("deepspeed", reason=NEEDS)
     code, printed, errors = launched(TORCHRUN, WORKER, "deepspeed", "adapter", "scaled,healthy")
     assert code == 0, errors
-    scaled, healthy = printed.removeprefix("== scaled").split("== healthy")
-    assert_names_rank_1(scaled)
-    assert_healthy(healthy)
+    assert_named_if_scaled(printed)
 
 
 @pytest.mark.slow

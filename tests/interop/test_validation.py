@@ -1,10 +1,6 @@
 """Validations in other people's trainers: losses and accuracies are read there, and judged."""
 
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from hookcb import Diagnose, watch
 from hookcb.diagnosis.measurements.validations import Validations
 from tests.interop.trainers import HF_ARGUMENTS, Samples, quiet
+from tests.support import start
 
-ROOT = Path(__file__).parents[2]
 BS, LR, N_LONG, N_SHORT = 25, 1e-2, 20, 5
 
 
@@ -270,10 +266,9 @@ def test_the_command_judges_a_script_of_accelerate(tmp_path):
             """
         )
     )
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "hookcb", "diagnose", script], env=env, capture_output=True, text=True
-    )
-    assert "valid." in done.stdout, done.stdout + done.stderr
-    assert " of 20)" in done.stdout
-    assert done.returncode == 1
+    process = start("-m", "hookcb", "diagnose", script, log=tmp_path / "log")
+    process.join()
+    shown = (tmp_path / "log").read_text(encoding="utf-8")
+    assert "valid." in shown, shown
+    assert " of 20)" in shown
+    assert process.exitcode == 1

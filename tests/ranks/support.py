@@ -76,6 +76,16 @@ def launched(worker, folder, *args, world=2, timeout=120.0, only=None):
     return end(begin(worker, folder, *args, world=world), folder, timeout, only)
 
 
+def forked(script, folder, *args, world=None, timeout=300.0):
+    """Run `script *args` alone, or in ranks with the environment of torchrun; as `launched`."""
+    port, processes = free_port(), []
+    for rank in range(world or 1):
+        of_rank = environment(rank, world, port) | {"TORCHELASTIC_RUN_ID": "none"} if world else {}
+        with mock.patch.dict(os.environ, of_rank):
+            processes.append(start(script, *args, log=folder / f"{rank}.log"))
+    return end(processes, folder, timeout)
+
+
 def by_torchrun(worker, folder, *args, world=2, timeout=180):
     """As `launched`, by torchrun."""
     folder.mkdir(parents=True, exist_ok=True)

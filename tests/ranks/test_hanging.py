@@ -34,6 +34,13 @@ def stuck(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def apart(tmp_path_factory):
+    return run_at_once(
+        tmp_path_factory, "apart", [(case, "command", None) for case in ("other collectives", "ends early")]
+    )
+
+
+@pytest.fixture(scope="module")
 def long(tmp_path_factory):
     cases = [(case, "command", None) for case in ("validates", "saves", "slow")]
     return run_at_once(tmp_path_factory, "long", cases)
@@ -83,8 +90,8 @@ def test_a_rank_that_hangs_in_a_learner_is_named(stuck):
 
 
 @pytest.mark.slow
-def test_collectives_that_do_not_match_are_named(tmp_path):
-    first, second = run(tmp_path / "x", "other collectives")
+def test_collectives_that_do_not_match_are_named(apart):
+    first, second = apart["other collectives"]
     report, verdict = told(first)
     assert "rank 0 waits in broadcast at" in report
     assert "rank 1 waits in barrier at" in report
@@ -102,8 +109,8 @@ def test_a_hang_after_one_batch_is_not_healthy(stuck):
 
 
 @pytest.mark.slow
-def test_a_rank_that_has_ended_its_training_is_named(tmp_path):
-    first, _ = run(tmp_path / "x", "ends early")
+def test_a_rank_that_has_ended_its_training_is_named(apart):
+    first, _ = apart["ends early"]
     assert "rank 1 has ended its training, after 6 batches; rank 0 has waited in vain" in told(first)[1]
     assert first["exit"] == 1
 

@@ -34,7 +34,7 @@ COUNTED += ["GradientHealth"]
 FREE = {"ChannelsLast", "DetectAnomaly", "GradientClip", "HookCallback", "Log"}
 FREE |= {"Progress", "ReduceLROnPlateau", "SamplingCallback", "Schedule"}
 ONCE = ["OneCycle", "WarmupCosine"]
-CALLBACKS = {2: COUNTED, 64: [*COUNTED, *sorted(FREE), *ONCE, "GradientAccumulation"], 1_024: COUNTED}
+CALLBACKS = {64: [*COUNTED, *sorted(FREE), *ONCE, "GradientAccumulation"], 1_024: COUNTED}
 
 
 def costs(tmp_path_factory, world):
