@@ -7,9 +7,10 @@ from typing import Literal, NamedTuple
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.measurements.group_rates import JUMP, RISE, Jump
 from hookcb.diagnosis.measurements.moments import Moments
+from hookcb.diagnosis.measurements.settings import Settings
 from hookcb.diagnosis.measurements.spikes import N_AFTER, Spike
 from hookcb.diagnosis.measurements.step_scales import LimitChange, Rescaled
-from hookcb.diagnosis.rules import format_factor
+from hookcb.diagnosis.rules import format_factor, median
 from hookcb.diagnosis.run import Layer, Param, Run, Series
 
 N_NEAR = 8  # steps before a spike in which a change counts
@@ -18,11 +19,25 @@ N_BAND, N_RECENT, N_BEFORE = 8, 5, 2  # looks before a jump, those it is compare
 RATIO = 2.0  # of a jump to the number before, and to the largest change between the looks it is compared with
 MAX_INPUT = 4.0  # ratio of the largest input to that of all inspected batches
 FEWER = 4  # different values in it, relative to any inspected batch that is no larger
+MAX_NORM = 4.0  # ratio of a norm in the steps before a spike to the median before these
 MIN_NORMS, CUT = 8, 1 / 2  # known norms before a limit of clipping ended, and the share that it cut
 OF_LAYERS = {"std": "standard deviation of the output", "abs_max": "largest output"}
 OF_PARAMS = {"rms": "RMS of the gradient", "weight_norm": "norm"}
 
-Kind = Literal["batch", "scaler", "rate", "clip", "state", "reset", "layer", "batches", "weights", "unknown"]
+Kind = Literal[
+    "batch",
+    "scaler",
+    "rate",
+    "clip",
+    "state",
+    "reset",
+    "setting",
+    "layer",
+    "batches",
+    "weights",
+    "unsure",
+    "unknown",
+]
 
 
 class Cause(NamedTuple):
@@ -43,7 +58,7 @@ def cause_of(spike: Spike, run: Run) -> Cause:
 def own_cause(spike: Spike, run: Run) -> Cause | None:
     """The cause that is seen without the layers."""
     of_steps = _of_scaler(spike) or _of_rate(spike) or _of_clipping(spike)
-    return _of_state(spike, run) or _of_batch(spike) or of_steps
+    return _of_state(spike, run) or _of_batch(spike) or of_steps or _of_setting(spike, run)
 
 
 def is_wrong(spike: Spike) -> bool:
@@ -112,6 +127,18 @@ def _of_clipping(spike: Spike) -> Cause | None:
     return Cause("clip", f"{text_of_limit(change)}; {had_cut}", since=change.step)
 
 
+def _of_setting(spike: Spike, run: Run) -> Cause | None:
+    """Something else that a program has changed in the steps before, if the loss then stays high."""
+    changes = (x for x in run.measured(Settings).changes if x.step - x.last <= N_NEAR)
+    near = [x for x in changes if x.last < spike.step and x.step >= spike.step - N_NEAR]
+    if not near or spike.lasted == 1:
+        return None
+    first = min(near, key=lambda x: x.last)
+    at = run.layers.get(first.layer) if first.layer is not None else None
+    said = "; ".join(dict.fromkeys(x.text for x in near))
+    return Cause("setting", f"the program had changed {said}", at, since=first.last + 1)
+
+
 def text_of_limit(change: LimitChange) -> str:
     """Change in the calls of torch's clipping; other ways to clip are not seen."""
     new = f"the limit of clip_grad_norm_ was {change.after:g}"
@@ -173,7 +200,10 @@ def _left_band(series: Series, until: int) -> tuple[int, float] | None:
 
 
 def _of_weights(spike: Spike) -> Cause | None:
-    """The weights, if the loss stays high; batches in a row, if the steps before were as all others."""
+    """The weights, if the loss stays high and climbs; batches in a row, if the steps before were usual.
+
+    With neither sign, it may be both.
+    """
     near = spike.after[:16]
     highest = max(near, default=-math.inf)
     if not near or (highest <= spike.value and _rest(spike) < 1 / 2):
@@ -188,11 +218,13 @@ def _of_weights(spike: Spike) -> Cause | None:
             f"(norms up to {max(norms):.3g}, before that up to {max(before):.3g}), so several batches in a "
             "row are unusual, or something besides the optimizer has changed the model",
         )
+    climb = "the next batches have such losses too"
     if highest > spike.value:
         n = near.index(highest) + 1
         climb = f"it is {highest:.3g} {n} batch{'es' * (n > 1)} later"
-    else:
-        climb = "the next batches have such losses too"
+    is_large = bool(norms and before) and max(norms) > MAX_NORM * median(before)
+    if is_sudden and not is_large:
+        return Cause("unsure", f"{climb}, so the weights have moved, or these batches are unusual, too")
     return Cause("weights", f"{climb}, so the weights have moved, by this step or one before it")
 
 

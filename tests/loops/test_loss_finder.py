@@ -494,7 +494,7 @@ def classify(head, told, watched=True):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3), *head)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
-    data = torch.randn(60, 16, 8, generator=torch.Generator().manual_seed(1))
+    data = torch.randn(100, 16, 8, generator=torch.Generator().manual_seed(1))
     w = watch(net, opt, Diagnose(show=False, budget=1.0)) if watched else None
     for x in data:
         loss = F.cross_entropy(net(x), x[:, :3].argmax(1))

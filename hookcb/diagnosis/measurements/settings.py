@@ -1,33 +1,42 @@
-"""Settings: numbers of optimizers and layers that a program changes while it trains."""
+"""Settings: what a program changes while it trains: numbers of optimizers and layers, clipping, the loss."""
 
-from collections import deque
-from collections.abc import MutableMapping
-from typing import Any, NamedTuple
+from collections import Counter, deque
+from collections.abc import MutableMapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from hookcb.diagnosis.fault import EVERY, Measurement
+from hookcb.core import graph
+from hookcb.core.text import as_layer
+from hookcb.core.torch_private import buffers_of
+from hookcb.diagnosis.fault import EVERY, NOTES, Measurement
+from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.modules import named_modules
 
 N_CHANGES, MAX_GROUPS = 16, 8  # changes that are kept; groups of an optimizer that are followed
-MIN_SPAN = 32  # steps with one value before a change
+MIN_SPAN, MIN_STAY = 32, 8  # steps with one value before a change, and with the new one
+MAX_NODES = 24  # of the graph of the loss
 NUMBERS = {bool, int, float}
-PLAIN = {*NUMBERS, tuple}
+PLAIN = {*NUMBERS, tuple, str, torch.dtype, type(None)}
 LEFT_OUT = {"lr", "initial_lr", "training"}  # which have records of their own
+SAVED = {"exponent": None, "reduction": None, "alpha": 1}  # of operations of the loss, and what is usual
+BACKWARDS, CLIPPED, OPERATIONS = "backwards per step", "parameters that are clipped", "operations"
 
 
 class Change(NamedTuple):
-    """A number that had stayed the same and was then changed.
+    """Something that had stayed the same and was then changed.
 
     Attributes:
         step: number of the first batch with the new value, as far as was seen.
         last: that of the last batch in which the old one was seen.
         name: of the setting.
-        before, after: its values; numbers, or tuples of these.
-        layer: name of the layer that has it; "" of the model itself, None of an optimizer.
-        group: index of the parameter group, -1 if the optimizer has only one.
+        before, after: its values.
+        of: what has it, as text.
+        layer: name of the layer that has it, None if it is of none.
     """
 
     step: int
@@ -35,78 +44,146 @@ class Change(NamedTuple):
     name: str
     before: Any
     after: Any
+    of: str = "the optimizer"
     layer: str | None = None
-    group: int = -1
+
+    @property
+    def text(self) -> str:
+        """What has changed, how and when, as a clause without a verb."""
+        when = f"at step {self.step:,}"
+        if self.step > self.last + 1:  # it was looked at in these only
+            when = f"between steps {self.last:,} and {self.step:,}"
+        before, after = self.before, self.after
+        if self.name == OPERATIONS:
+            before, after = _without(before, after), _without(after, before)
+        return f"{self.name} of {self.of}, from {before} to {after} {when}"
 
 
 class _Known:
     """Values of settings, and the first and last step in which they were all so."""
 
-    __slots__ = ("last", "since", "values")
+    __slots__ = ("_before", "_new", "last", "since", "values")
 
     def __init__(self, values: dict[str, Any], step: int) -> None:
         self.values, self.since, self.last = values, step, step
+        self._new: list[Change] = []  # not told yet, as the old values may come back
+        self._before = values, step
 
-    def changed(self, owner: dict[str, Any], step: int) -> list[Change]:
-        """Takes the values of a step; returns those that are new, if all had stayed for 32 steps."""
-        values = {name: owner.get(name) for name in self.values}
+    def changed(self, values: dict[str, Any], step: int) -> list[Change]:
+        """Takes the values of a step; returns those that are new and have stayed, if the old ones had."""
         if not PLAIN.issuperset(map(type, values.values())):
             return []  # a tensor, which cannot be compared at no cost
         if values == self.values:
             self.last = step
+            if self._new and step - self.since >= MIN_STAY:
+                new, self._new = self._new, []
+                return new
             return []
-        old, last, is_long = self.values, self.last, self.last - self.since >= MIN_SPAN
-        self.values, self.since, self.last = values, step, step
-        new = ((name, x) for name, x in values.items() if is_long and x != old[name])
-        return [Change(step, last, name, old[name], x) for name, x in new]
+        if self._new and values == self._before[0]:  # they are back
+            (self.values, self.since), self.last, self._new = self._before, step, []
+            return []
+        old, is_long = self.values, self.last - self.since >= MIN_SPAN
+        names = [name for name in values if is_long and values[name] != old.get(name)]
+        self._new = [Change(step, self.last, name, old.get(name), values[name]) for name in names]
+        self._before, self.values, self.since, self.last = (old, self.since), values, step, step
+        return []
+
+
+class _Followed(NamedTuple):
+    """A layer: its name, its attributes and buffers, and which of these are followed."""
+
+    name: str
+    attributes: dict[str, Any]
+    buffers: dict[str, Tensor | None]
+    known: _Known
+    numbers: tuple[str, ...]
+    dtypes: tuple[str, ...]
 
 
 class Settings(Measurement):
-    """Follows settings: of up to eight groups of each optimizer, in each step, and of layers.
+    """Follows settings: of up to eight groups of each optimizer, in each step, of layers, and of the loss.
 
     Those of a layer are its attributes that are numbers, such as `p`, `eps` and `momentum`, without private
-    ones: of all layers in inspected batches, and of one in each other batch, in turn. What changes often, as
-    by a schedule, was not changed by a program once.
+    ones, and the dtypes of its buffers: of all layers in inspected batches, and of one in each other batch,
+    in turn. Of the loss, its operations next to it, in batches of `Run.noting`. Of each step, the number of
+    backwards before it, and of parameters that torch's clipping was given. What changes often, as by a
+    schedule, or changes back at once, was not changed by a program once.
 
     Attributes:
-        changes: the last 16, where no setting of the group or layer had changed for 32 steps before.
+        changes: the last 16, where nothing of the group, layer or loss had changed for 32 steps before, and
+            nothing changed for eight afterwards.
     """
 
     cadence = EVERY
+    cadences: ClassVar = {"on_loss": NOTES}
+    uses = (StepScales,)
 
     def __init__(self) -> None:
         self.changes = deque[Change](maxlen=N_CHANGES)
-        self._of_layers: list[tuple[str, dict[str, Any], _Known]] = []  # names, attributes, numbers of these
+        self._of_layers: list[_Followed] = []
         self._of_groups: MutableMapping[Optimizer, list[_Known]] = WeakKeyDictionary()
+        self._of_steps: MutableMapping[Optimizer, _Known] = WeakKeyDictionary()
+        self._of_loss: _Known | None = None
+        self._n_backward = 0
 
     def on_model(self, run: Run) -> None:
-        for layer, m in named_modules(run.loop.model).items():
-            if settings := _settings(vars(m)):
-                self._of_layers.append((layer, vars(m), _Known(settings, run.step)))
+        for name, m in named_modules(run.loop.model).items():
+            numbers, dtypes = tuple(_settings(vars(m))), tuple(buffers_of(m))
+            if numbers or dtypes:
+                kept = name, vars(m), buffers_of(m)
+                values = _values_of(vars(m), buffers_of(m), numbers, dtypes)
+                self._of_layers.append(_Followed(*kept, _Known(values, run.step), numbers, dtypes))
 
     def on_batch(self, run: Run) -> None:
         layers = self._of_layers
         if layers and not run.looking:
             layers = [layers[run.step % len(layers)]]
-        for layer, attributes, known in layers:
-            new = known.changed(attributes, run.step)
-            self.changes += [x._replace(layer=layer) for x in new]
+        for name, attributes, buffers, known, numbers, dtypes in layers:
+            values = _values_of(attributes, buffers, numbers, dtypes)
+            for change in known.changed(values, run.step):
+                self.changes.append(change._replace(of=as_layer(name) or "the model", layer=name))
+
+    def on_loss(self, run: Run) -> None:
+        values = {OPERATIONS: operations_of(run.loop.loss_node)}
+        if self._of_loss is None:
+            self._of_loss = _Known(values, run.step)
+        self.changes += [x._replace(of="the loss") for x in self._of_loss.changed(values, run.step)]
+
+    def on_gradients(self, run: Run) -> None:
+        self._n_backward += 1
 
     def on_between(self, run: Run) -> None:
-        opt = run.loop.opt
+        opt, n, self._n_backward = run.loop.opt, self._n_backward, 0
         if not isinstance(opt, Optimizer):
             return
+        step, values = run.step, {BACKWARDS: n, CLIPPED: run.measured(StepScales).n_clipped}
+        self.changes += self._of_steps.setdefault(opt, _Known(values, step)).changed(values, step)
         groups = opt.param_groups[:MAX_GROUPS]
         known = self._of_groups.setdefault(opt, [])
         for i, group in enumerate(groups):
             if i == len(known):
-                known.append(_Known(_settings(group), run.step))
-                continue
-            new = known[i].changed(group, run.step)
-            self.changes += [x._replace(group=i if len(groups) > 1 else -1) for x in new]
+                known.append(_Known(_settings(group), step))
+            new = known[i].changed({name: group.get(name) for name in known[i].values}, step)
+            of = f"parameter group {i}" if len(groups) > 1 else "the optimizer"
+            self.changes += [x._replace(of=of) for x in new]
 
     def freeze(self) -> None:
-        self._of_layers, self._of_groups = [], {}
+        self._of_layers, self._of_loss, self._of_groups, self._of_steps = [], None, {}, {}
+
+
+def operations_of(node: Any) -> tuple[str, ...]:
+    """Operations of a graph from a loss back to the last layers, up to 24, with numbers that they have."""
+    found = []
+    for at in graph.near(node, MAX_NODES):
+        saved = ((graph.read_saved(at, key), usual) for key, usual in SAVED.items())
+        numbers = ", ".join(str(x) for x, usual in saved if type(x) in NUMBERS and x != usual)
+        found.append(f"{graph.name(at)}({numbers})" if numbers else graph.name(at))
+    return tuple(found)
+
+
+def _without(names: Sequence[str], others: Sequence[str]) -> str:
+    """Names that others lack, as text."""
+    return ", ".join((Counter(names) - Counter(others)).elements()) or "none"
 
 
 def _settings(owner: dict[str, Any]) -> dict[str, Any]:
@@ -117,3 +194,16 @@ def _settings(owner: dict[str, Any]) -> dict[str, Any]:
         for name, x in named.items()
         if type(x) in NUMBERS or (type(x) is tuple and NUMBERS.issuperset(map(type, x)))
     }
+
+
+def _values_of(
+    attributes: dict[str, Any],
+    buffers: dict[str, Tensor | None],
+    numbers: tuple[str, ...],
+    dtypes: tuple[str, ...],
+) -> dict[str, Any]:
+    values = {name: attributes.get(name) for name in numbers}
+    for name in dtypes:
+        x = buffers.get(name)
+        values[f"dtype of {name}"] = None if x is None else x.dtype
+    return values

@@ -28,11 +28,15 @@ MIN_SPAN, RISE = 32, 1.5  # steps of a limit that has then ended, or risen by at
 
 
 class Call(NamedTuple):
-    """A call of clipping: its number, from 1, the limit, and the norm before it; NaN if unknown."""
+    """A call of clipping: its number, from 1, the limit, and the norm before it; NaN if unknown.
+
+    `n_params` is the number of parameters that it was given.
+    """
 
     n: int
     limit: float
     norm: Number
+    n_params: int
 
 
 class Clipping(Ear):
@@ -57,6 +61,7 @@ class Clipping(Ear):
             self.n,
             float(max_norm) if isinstance(max_norm, int | float) else math.nan,
             detached_scalar(total_norm) if is_known else math.nan,
+            len(params),
         )
 
 
@@ -114,6 +119,7 @@ class StepScales(Measurement):
         self._norms = deque[tuple[int, Number]](maxlen=N_KEPT)  # before clipping, of steps that are clipped
         self._scales = deque[tuple[int, Number]](maxlen=N_KEPT)  # of the loss of each batch
         self._rescaled = deque[Rescaled](maxlen=N_SPANS)
+        self.n_clipped = 0  # parameters that were given to clipping before the last step
 
     def on_model(self, run: Run) -> None:
         self._begin = heard(Clipping).n
@@ -140,9 +146,9 @@ class StepScales(Measurement):
         since = self._n_heard.get(id(opt), self._begin)
         self._n_heard[id(opt)] = ear.n
         new = [call for key, call in ear.latest.items() if call.n > since and self._is_own(opt, key)]
-        limit = math.inf
+        limit, self.n_clipped = math.inf, sum(call.n_params for call in new)
         if new:
-            _, limit, norm = max(new)
+            _, limit, norm, _ = max(new)
             self._norms.append((run.step, norm))
         spans = self._spans.setdefault(id(opt), [])
         if spans and spans[-1].limit == limit:

@@ -1,55 +1,88 @@
-"""Settings of optimizers and layers that a program changes."""
+"""Settings of optimizers, layers, steps and losses that a program changes."""
 
 import math
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from hookcb.diagnosis.measurements.settings import Change, Settings
+from hookcb.diagnosis.measurements.settings import Change, Settings, operations_of
+from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.run import Run
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body, self.drop = nn.Linear(4, 4), nn.Dropout(0.0)
+        self.body, self.drop, self.norm = nn.Linear(4, 4), nn.Dropout(0.0), nn.BatchNorm1d(4)
         self.calls, self._private = 0, 1
 
 
 def changes(change, n=150):
-    """Changes that are seen if `change(model, opt, step)` is called before each batch."""
+    """Changes that are seen if `change(model, opt, step, run)` is called before each batch."""
     model = Net()
     opt = torch.optim.AdamW([{"params": [p]} for p in model.parameters()], lr=1e-3)
-    run, settings = Run(loop=SimpleNamespace(model=model, opt=opt, train_iter=0)), Settings()
+    x = torch.ones(2, requires_grad=True)
+    loop = SimpleNamespace(model=model, opt=opt, train_iter=0, loss_node=(x * 2).mean().grad_fn, n=1)
+    run, settings = Run(loop=loop), Settings()
     settings.on_model(run)
     for step in range(n):
-        run.loop.train_iter = step
+        loop.train_iter = step
         model.calls += 1
-        change(model, opt, step)
+        change(model, opt, step, run)
         settings.on_batch(run)
+        settings.on_loss(run)
+        for _ in range(loop.n):
+            settings.on_gradients(run)
         settings.on_between(run)
     return list(settings.changes)
 
 
-def test_settings_of_groups_and_numbers_of_layers_are_followed():
-    def change(model, opt, step):
+def test_settings_of_groups_and_numbers_and_dtypes_of_layers_are_followed():
+    def change(model, opt, step, run):
         if step == 60:
             opt.param_groups[1]["betas"] = (0.9, 0.5)
         if step == 100:
             model.drop.p = 0.3
+        if step == 120:
+            model.norm.running_mean = model.norm.running_mean.bfloat16()
 
-    assert changes(change) == [
-        Change(60, 59, "betas", (0.9, 0.999), (0.9, 0.5), group=1),
-        Change(101, 98, "p", 0.0, 0.3, layer="drop"),
+    first, second, third = changes(change)
+    assert first == Change(60, 59, "betas", (0.9, 0.999), (0.9, 0.5), "parameter group 1")
+    assert second == Change(102, 98, "p", 0.0, 0.3, "drop", "drop")
+    assert second.text == "p of drop, from 0.0 to 0.3 between steps 98 and 102"
+    assert (third.name, third.before, third.after) == (
+        "dtype of running_mean",
+        torch.float32,
+        torch.bfloat16,
+    )
+
+
+def test_backwards_parameters_that_are_clipped_and_operations_of_the_loss_are_followed():
+    def change(model, opt, step, run):
+        if step == 50:
+            run.loop.n = 4
+        if step == 90:
+            run.measured(StepScales).n_clipped = 2
+        if step == 120:
+            x = torch.ones(2, requires_grad=True)
+            run.loop.loss_node = (x * 2).sum().grad_fn
+
+    assert [x.text for x in changes(change)] == [
+        "backwards per step of the optimizer, from 1 to 4 at step 50",
+        "parameters that are clipped of the optimizer, from 0 to 2 at step 90",
+        "operations of the loss, from Mean to Sum at step 120",
     ]
 
 
-def test_counters_schedules_rates_and_early_changes_are_no_settings():
-    def change(model, opt, step):
+def test_counters_schedules_rates_and_early_or_short_changes_are_no_settings():
+    def change(model, opt, step, run):
         opt.param_groups[0]["weight_decay"] = 0.01 * math.cos(step)
         opt.param_groups[1]["lr"] = 1.0 if step > 80 else 0.1
+        opt.param_groups[2]["eps"] = 1e-3 if step in (70, 71) else 1e-8
         model.train(step % 50 > 0)
+        run.loop.n = 1 if step % 40 == 39 else 2  # the rest of an epoch
         if step == 20:
             model.drop.p = 0.3
 
@@ -57,12 +90,21 @@ def test_counters_schedules_rates_and_early_changes_are_no_settings():
 
 
 def test_a_tensor_is_not_compared():
-    def change(model, opt, step):
+    def change(model, opt, step, run):
         if step == 60:
             model.drop.p = torch.tensor([0.1, 0.2])
             opt.param_groups[1]["eps"] = torch.tensor([0.1, 0.2])
 
     assert changes(change) == []
+
+
+def test_operations_of_a_loss_have_their_numbers_and_end_at_the_last_layers():
+    layer = nn.Linear(2, 2)
+    loss = F.mse_loss(layer(torch.ones(1, 2)).relu().pow(3), torch.zeros(1, 2))
+    assert operations_of(loss.grad_fn) == ("MseLoss(1)", "Pow(3)", "Relu", "Addmm")
+    loss.backward()
+    assert operations_of(loss.grad_fn)[:2] == ("MseLoss(1)", "Pow(3)")  # as a watch shows it
+    assert operations_of(None) == ()
 
 
 def test_nothing_of_the_model_is_kept_once_the_fit_has_ended():

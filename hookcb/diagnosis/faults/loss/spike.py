@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.causes import (
+    MAX_NORM,
     N_NEAR,
     Cause,
     Kind,
@@ -17,6 +18,7 @@ from hookcb.diagnosis.causes import (
 )
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.moments import Moments
+from hookcb.diagnosis.measurements.settings import Settings
 from hookcb.diagnosis.measurements.spikes import CALM, MIN_BEFORE, N_AFTER, Spike, Spikes
 from hookcb.diagnosis.measurements.step_scales import LimitChange, OfSteps
 from hookcb.diagnosis.rules import median
@@ -24,7 +26,6 @@ from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
 
 N_SPIKES, ALONE, ALONE_RATIO = 2, 8.0, 1.25  # how many, or how far above in noise and in relation
-MAX_NORM = 4.0  # ratio of a norm in the steps before a spike to the median before these
 
 
 @fault(
@@ -58,14 +59,17 @@ class LossSpikes(Fault):
     batches before. The learning rate, if it has risen by half or more from one step to the next within the
     64 steps before, or to twice as much over these, in one parameter group or all. Clipping by torch, if
     within these it has ended, or its limit has risen by half or more, after 32 steps or more with one limit,
-    which had cut half of the last 8 to 32 gradients. A layer or parameter whose standard deviation, largest
-    magnitude or norm has jumped in the last two looks before the spike, at most 128 batches before: above
-    the five looks before by a factor of two, and by twice their largest change in logarithms, after eight
-    looks or more. Several batches in a row, or a model that was changed by something else, if the loss jumps
-    at once and stays, while the norms of the gradients of the eight steps before are at most the largest of
-    the 24 before these. The weights, if later losses are higher or keep half of the excess otherwise. What
-    is not known is said. For what came first besides a batch, it is told if in the eight steps before the
-    scale of a GradScaler has changed, or a norm was four times the median norm before.
+    which had cut half of the last 8 to 32 gradients. Something else that a program has changed within eight
+    steps, see `loss.worse`, if the loss is high for more than one batch. A layer or parameter whose standard
+    deviation, largest magnitude or norm has jumped in the last two looks before the spike, at most 128
+    batches before: above the five looks before by a factor of two, and by twice their largest change in
+    logarithms, after eight looks or more. Several batches in a row, or a model that was changed by something
+    else, if the loss jumps at once and stays, while the norms of the gradients of the eight steps before are
+    at most the largest of the 24 before these. Otherwise, if later losses are higher or keep half of the
+    excess, the weights, if the loss climbs to twice the first excess, or a norm in the eight steps before
+    was four times the median norm before; else the weights or several batches. What is not known is said.
+    For what came first besides a batch, it is told if in the eight steps before the scale of a GradScaler
+    has changed, or a norm was four times the median norm before.
 
     Source: J. von Neumann et al., "The mean square successive difference", 1941, and P. J. Huber, "Robust
     Statistics", 1981, for the noise. The batch or the state of the weights: A. Chowdhery et al., "PaLM",
@@ -73,7 +77,7 @@ class LossSpikes(Fault):
     """
 
     headline = "The loss spikes"
-    uses = (Spikes, Moments)
+    uses = (Spikes, Moments, Settings)
     severity = "info"
 
     def findings(self, run: Run) -> Iterator[Result]:
@@ -154,6 +158,11 @@ CAUSES: dict[Kind, tuple[str, ...]] = {
     "batches": (
         "several damaged or mislabeled batches, or data of another kind",
         "a program that writes to weights, or changes a mode or a setting of the model",
+    ),
+    "setting": ("a change of the training that does not fit it at this point",),
+    "unsure": (
+        "an update that was too large, as the optimizer's state lags, or a rate that is too high",
+        "several damaged or mislabeled batches in a row, or data of another kind",
     ),
     "weights": (
         "an update that was too large, as the optimizer's state lags",
@@ -245,9 +254,12 @@ def _next_steps(spike: Spike, cause: Cause, run: Run) -> tuple[str, ...]:
         samples = "the samples that are named" if samples_of(spike) else "the samples"
         look = f"Look at {samples}, in the batch of step {spike.step}"
         return f"{look}: {again}" if again else look, run.advise("clip")
-    if cause.kind == "batches":
+    if cause.kind == "setting":
+        return (f"Go on from a checkpoint before step {cause.since:,} without this change",)
+    if cause.kind in ("batches", "unsure"):
         look = f"Look at the batches and the model at step {spike.step}"
-        return (f"{look}: {again}" if again else look,)
+        clip = (run.advise("clip"),) if cause.kind == "unsure" else ()
+        return (f"{look}: {again}" if again else look, *clip)
     if cause.kind == "rate":
         return "Let the learning rate rise more slowly, or not as far", run.advise("clip")
     if cause.kind == "clip":

@@ -5,13 +5,12 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from hookcb.core.text import as_layer
 from hookcb.diagnosis.causes import text_of_limit
 from hookcb.diagnosis.fault import Fault, Result, Site, fault, findings_of
 from hookcb.diagnosis.measurements.group_rates import JUMP, RISE, GroupRates
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.schedules import Schedules
-from hookcb.diagnosis.measurements.settings import Change, Settings
+from hookcb.diagnosis.measurements.settings import CLIPPED, OPERATIONS, Settings
 from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.rules import SIGMA, median, rates
 from hookcb.diagnosis.run import Passed, Run, Series, Skipped
@@ -22,6 +21,7 @@ MIN_RISE = 0.05  # of the level before
 # standard errors of the difference of two medians, of a step that is known, and of one that is looked for
 SIGMAS_AT, SIGMAS = 4.0, 6.0
 NEAR = 32  # steps after the first change within which others are told beside it
+MAY_BE_MEANT = {OPERATIONS, "weight_decay"}  # another loss, or a step against overfitting
 MEANT = {"CosineAnnealingWarmRestarts", "CyclicLR"}  # schedulers whose rate rises again
 
 
@@ -39,17 +39,19 @@ class Cause(NamedTuple):
 class WorseLoss(Fault):
     """A loss that is higher since a setting of the training has changed: what, when, and by how much.
 
-    Formula: the median of 32 losses after a change, or of 128, is above that of the 32 before it by four
-    standard errors and by 5 %, and that of the last 32 is not below it. A change is a fact: a learning rate
-    that has risen by half or more in one step, of all groups or one; a limit of clipping by torch that has
-    ended or risen by half or more, after 32 steps; another setting of a group of the optimizer, such as
-    `betas`, `eps`, `momentum` or `weight_decay`, that had stayed for 32 steps; a number in an attribute of a
-    layer, such as `p` of dropout, likewise. Or the learning rate has doubled or more, step by step, since
-    the 32 batches with the lowest median, the first ones excepted, and the median of the last 32 is above it
-    by six standard errors and by 5 %. A note if half of the rise is gone, if the kind of the loss is not
-    known, or if the change may be meant: of `weight_decay`, or in a layer, as of dropout. A rate that rises
-    again by `CosineAnnealingWarmRestarts` or `CyclicLR` is meant, and not told. The noise is that of
-    differences between losses in a row. Not told where `loss.spike` warns.
+    Formula: the median of 32 losses after a change, of 128, or of all, is above that of the 32 before it by
+    four standard errors and by 5 %, and that of the last 32 is not below it. A change is a fact: a learning
+    rate that has risen by half or more in one step, of all groups or one; a limit of clipping by torch that
+    has ended or risen by half or more, after 32 steps; another setting of a group of the optimizer, such as
+    `betas`, `eps`, `momentum` or `weight_decay`; a number in an attribute of a layer, such as `p` of
+    dropout, or the dtype of a buffer; the number of backwards before a step, of parameters that are clipped,
+    or the operations of the loss next to it. All of these had stayed for 32 steps before and stayed for
+    eight. Or the learning rate has doubled or more, step by step, since the 32 batches with the lowest
+    median, the first ones excepted, and the median of the last 32 is above it by six standard errors and by
+    5 %. A note if half of the rise is gone, if the kind of the loss is not known, or if the change may be
+    meant: of the loss, of `weight_decay`, or in a layer, as of dropout. A rate that rises again by
+    `CosineAnnealingWarmRestarts` or `CyclicLR` is meant, and not told. The noise is that of differences
+    between losses in a row. Not told where `loss.spike` warns.
 
     Source: J. von Neumann et al., "The mean square successive difference", 1941, for noise around a trend.
     That a change led to the rise is not shown by these facts; the limits are ours.
@@ -121,7 +123,7 @@ def _risen(loss: Series, cause: Cause) -> tuple[float, float, float] | None:
     if len(before) < N or len(later) < N:
         return None
     low, last = median(before), median(later[-N:])
-    for n in (N, N_LONG):
+    for n in (N, N_LONG, len(later)):
         after = median(later[:n])
         if after >= low + _least_rise([*before, *later[:n]], low, len(later[:n]), SIGMAS_AT) and last >= low:
             return low, after, last
@@ -146,19 +148,9 @@ def _changes(run: Run) -> Iterator[Cause]:
     if limit is not None:
         yield Cause(limit.step, limit.step - 1, text_of_limit(limit))
     for change in run.measured(Settings).changes:
-        may_be_meant = change.layer is not None or change.name == "weight_decay"  # against overfitting
-        yield Cause(change.step, change.last, _text(change), change.layer or "", may_be_meant)
-
-
-def _text(change: Change) -> str:
-    if change.layer is None:
-        of = "the optimizer" if change.group < 0 else f"parameter group {change.group}"
-    else:
-        of = as_layer(change.layer) or "the model"
-    when = f"at step {change.step:,}"
-    if change.step > change.last + 1:  # it was looked at in these only
-        when = f"between steps {change.last:,} and {change.step:,}"
-    return f"{change.name} of {of}, from {change.before} to {change.after} {when}"
+        if change.name != CLIPPED or 0 not in (change.before, change.after):  # else its limit has ended
+            may_be_meant = change.layer is not None or change.name in MAY_BE_MEANT
+            yield Cause(change.step, change.last, change.text, change.layer or "", may_be_meant)
 
 
 def _begin_of_rise(series: Series) -> tuple[int, float]:

@@ -33,7 +33,7 @@ def test_a_setting_after_which_the_loss_stays_higher_is_a_warning_at_its_step():
 
 
 def test_settings_that_changed_soon_after_are_told_beside_it():
-    later = CHANGED._replace(step=110, name="eps", group=1)
+    later = CHANGED._replace(step=110, name="eps", of="parameter group 1")
     assert "; eps of parameter group 1" in only(WorseLoss, run_with([2, 1, 1.5, 1.5], CHANGED, later)).message
     much_later = CHANGED._replace(step=180, name="eps")
     assert "eps" not in only(WorseLoss, run_with([2, 1, 1.5, 1.5], CHANGED, much_later)).message
@@ -52,11 +52,14 @@ def test_a_rise_that_began_before_any_change_is_not_told():
 
 
 def test_what_may_be_meant_is_a_note():
-    dropout = Change(100, 97, "p", 0.0, 0.5, layer="blocks.0.drop")
+    dropout = Change(100, 97, "p", 0.0, 0.5, "blocks.0.drop", "blocks.0.drop")
     found = only(WorseLoss, run_with([2, 1, 1.5, 1.5], dropout))
     assert (found.severity, found.layer) == ("info", "blocks.0.drop")
     assert "p of blocks.0.drop, from 0.0 to 0.5 between steps 97 and 100" in found.message
     assert only(WorseLoss, run_with([2, 1, 1.5, 1.5], CHANGED, kind="")).severity == "info"
+    loss = CHANGED._replace(name="operations", before=("Add", "Mean"), after=("Add", "Sum"), of="the loss")
+    found = only(WorseLoss, run_with([2, 1, 1.5, 1.5], loss))
+    assert (found.severity, "operations of the loss, from Mean to Sum" in found.message) == ("info", True)
     decay = CHANGED._replace(name="weight_decay", before=0.01, after=0.1)
     assert only(WorseLoss, run_with([2, 1, 1.5, 1.5], decay)).severity == "info"
 
