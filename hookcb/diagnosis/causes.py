@@ -129,7 +129,7 @@ def _of_clipping(spike: Spike) -> Cause | None:
 
 def _of_setting(spike: Spike, run: Run) -> Cause | None:
     """Something else that a program has changed in the steps before, if the loss then stays high."""
-    changes = (x for x in run.measured(Settings).changes if x.step - x.last <= N_NEAR)
+    changes = (x for x in run.measured(Settings).changes if x.step - x.last <= 2 * N_NEAR)
     near = [x for x in changes if x.last < spike.step and x.step >= spike.step - N_NEAR]
     if not near or spike.lasted == 1:
         return None

@@ -1,7 +1,7 @@
 """Settings: what a program changes while it trains: numbers of optimizers and layers, clipping, the loss."""
 
 from collections import Counter, deque
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hookcb.core import graph
-from hookcb.core.text import as_layer
+from hookcb.core.text import as_layer, join_names
 from hookcb.core.torch_private import buffers_of
 from hookcb.diagnosis.fault import EVERY, NOTES, Measurement
 from hookcb.diagnosis.measurements.step_scales import StepScales
@@ -53,10 +53,17 @@ class Change(NamedTuple):
         when = f"at step {self.step:,}"
         if self.step > self.last + 1:  # it was looked at in these only
             when = f"between steps {self.last:,} and {self.step:,}"
-        before, after = self.before, self.after
+        how = f"from {self.before} to {self.after}"
         if self.name == OPERATIONS:
-            before, after = _without(before, after), _without(after, before)
-        return f"{self.name} of {self.of}, from {before} to {after} {when}"
+            new, old = (
+                (Counter(self.after) - Counter(self.before)),
+                Counter(self.before) - Counter(self.after),
+            )
+            ways = {"now with": new, "without": old}
+            how = ", ".join(
+                f"{way} {join_names([*names.elements()], 4)}" for way, names in ways.items() if names
+            )
+        return f"{self.name} of {self.of}, {how or 'in another order'} {when}"
 
 
 class _Known:
@@ -179,11 +186,6 @@ def operations_of(node: Any) -> tuple[str, ...]:
         numbers = ", ".join(str(x) for x, usual in saved if type(x) in NUMBERS and x != usual)
         found.append(f"{graph.name(at)}({numbers})" if numbers else graph.name(at))
     return tuple(found)
-
-
-def _without(names: Sequence[str], others: Sequence[str]) -> str:
-    """Names that others lack, as text."""
-    return ", ".join((Counter(names) - Counter(others)).elements()) or "none"
 
 
 def _settings(owner: dict[str, Any]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def test_backwards_parameters_that_are_clipped_and_operations_of_the_loss_are_fo
     assert [x.text for x in changes(change)] == [
         "backwards per step of the optimizer, from 1 to 4 at step 50",
         "parameters that are clipped of the optimizer, from 0 to 2 at step 90",
-        "operations of the loss, from Mean to Sum at step 120",
+        "operations of the loss, now with Sum, without Mean at step 120",
     ]
 
 

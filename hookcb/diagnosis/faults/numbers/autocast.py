@@ -25,10 +25,11 @@ class OutsideAutocast(Fault):
     Exact: a layer that is trained gives float32 where autocast is on, or is called where it is off while
     other layers, or the model, are called where it is on. A warning if these layers make a third or more of
     the multiplications, and are not the last one only; else a note, as a head may be kept in float32 on
-    purpose. Or in each of three batches or more all layers are called where it is off, and the loop opens it
-    between the model and the backward, as around the loss only: a warning. Norms, softmax and losses are in
-    float32 by autocast itself. A layer with weights in float64 is a warning wherever autocast is on, as
-    autocast leaves float64 as it is; within autocast(enabled=False) that is on purpose.
+    purpose, or if the model is called where it is off, and opens it for a part by itself. Or in each of
+    three batches or more all layers are called where it is off, and the loop opens it between the model and
+    the backward, as around the loss only: a warning. Norms, softmax and losses are in float32 by autocast
+    itself. A layer with weights in float64 is a warning wherever autocast is on, as autocast leaves float64
+    as it is; within autocast(enabled=False) that is on purpose.
 
     Source: PyTorch, "Automatic Mixed Precision package", Autocast Op Reference.
     """
@@ -42,6 +43,7 @@ class OutsideAutocast(Fault):
         self._is_outside: dict[str, bool] = {}
         self._doubles: list[str] = []  # layers with weights in float64, where autocast is on
         self._uses_autocast = False  # whether any layer, or the model, was called in it
+        self._is_of_model = False  # whether the model itself opens it, for a part, as it was not called in it
         self._n_looks = self._n_opened = 0  # batches; those in which it was opened after the model was called
         self._device = ""
         self._is_called = self._is_opened = False  # in this batch
@@ -77,7 +79,9 @@ class OutsideAutocast(Fault):
             self._is_outside[name] = output.dtype == torch.float32
 
     def on_prediction(self, run: Run) -> None:
-        self._uses_autocast |= bool(self._device) and torch.is_autocast_enabled(self._device)
+        is_on = bool(self._device) and torch.is_autocast_enabled(self._device)
+        self._is_of_model = self._uses_autocast and not is_on
+        self._uses_autocast |= is_on
 
     def on_gradients(self, run: Run) -> None:
         self._remove()
@@ -119,11 +123,12 @@ class OutsideAutocast(Fault):
         elif self._uses_autocast and outside:
             body = [name for name in outside if name != next(reversed(self._sizes))]
             share = sum(self._sizes[name] for name in outside) / total
-            is_note = not body or share < MAX_OUTSIDE
+            is_note = not body or share < MAX_OUTSIDE or self._is_of_model
+            where = "while the model opens autocast for others" if self._is_of_model else "inside of autocast"
             note = " That may be on purpose, as for a head." if is_note else ""
             yield self.finding(
                 f"{len(outside)} of {len(self._sizes)} linear and convolutional layers, with {share:.0%} of "
-                f"their multiplications (limit {MAX_OUTSIDE:.0%}), compute in float32 inside of autocast: "
+                f"their multiplications (limit {MAX_OUTSIDE:.0%}), compute in float32 {where}: "
                 f"{join_names(map(as_layer, outside), 4)}.{note}",
                 "info" if is_note else "warning",
                 at=(body or outside)[0],

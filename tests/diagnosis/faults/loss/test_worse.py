@@ -59,7 +59,10 @@ def test_what_may_be_meant_is_a_note():
     assert only(WorseLoss, run_with([2, 1, 1.5, 1.5], CHANGED, kind="")).severity == "info"
     loss = CHANGED._replace(name="operations", before=("Add", "Mean"), after=("Add", "Sum"), of="the loss")
     found = only(WorseLoss, run_with([2, 1, 1.5, 1.5], loss))
-    assert (found.severity, "operations of the loss, from Mean to Sum" in found.message) == ("info", True)
+    assert (found.severity, "operations of the loss, now with Sum, without Mean" in found.message) == (
+        "info",
+        True,
+    )
     decay = CHANGED._replace(name="weight_decay", before=0.01, after=0.1)
     assert only(WorseLoss, run_with([2, 1, 1.5, 1.5], decay)).severity == "info"
 

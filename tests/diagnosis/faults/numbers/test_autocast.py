@@ -67,6 +67,16 @@ def test_a_large_part_in_float32_is_told_and_a_head_is_noted():
     ]
 
 
+class InBfloat16(nn.Linear):
+    def forward(self, x):
+        with bf16():
+            return super().forward(x)
+
+
+def test_a_model_that_opens_autocast_for_a_part_by_itself_is_a_note():
+    assert watched(net(head=InBfloat16(16, 8)), model_in=False, loss_in=False) == [("info", "0")]
+
+
 def test_autocast_around_the_loss_only_is_told(monkeypatch):
     monkeypatch.setattr(autocast, "compile_counts", lambda what: {})  # of tests before
     assert watched(net(), model_in=False) == [("warning", "")]
