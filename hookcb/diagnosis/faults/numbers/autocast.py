@@ -46,7 +46,8 @@ class OutsideAutocast(Fault):
         self._is_of_model = False  # whether the model itself opens it, for a part, as it was not called in it
         self._n_looks = self._n_opened = 0  # batches; those in which it was opened after the model was called
         self._device = ""
-        self._is_called = self._is_opened = False  # in this batch
+        # in this batch: whether a layer was called, the model has ended, and autocast was opened after that
+        self._is_called = self._is_over = self._is_opened = False
         self._hook: CallHook | None = None
         self._trained: set[int] = set()
 
@@ -56,13 +57,13 @@ class OutsideAutocast(Fault):
         self.done = not self._trained
 
     def on_batch(self, run: Run) -> None:
-        self._is_called = self._is_opened = False
+        self._is_called = self._is_over = self._is_opened = False
         if run.looking and self._hook is None and not compile_counts("frames"):  # else it may compile anew
             self._hook = CallHook(torch.autocast, "__enter__", self._see_open, self.failed)
 
     def _see_open(self, context: torch.autocast, *args: Any, **kwargs: Any) -> Generator[None, Any, None]:
         yield
-        self._is_opened |= self._is_called and torch.is_autocast_enabled(context.device)
+        self._is_opened |= self._is_over and torch.is_autocast_enabled(context.device)
 
     def on_output(self, run: Run, name: str, m: nn.Module, output: Any) -> None:
         if torch.compiler.is_compiling() or id(m) not in self._trained or not isinstance(output, Tensor):
@@ -77,10 +78,14 @@ class OutsideAutocast(Fault):
         if weight.dtype == torch.float32:
             self._sizes.setdefault(name, output.numel() * (weight.numel() // weight.shape[0]))
             self._is_outside[name] = output.dtype == torch.float32
+            self._uses_autocast |= output.dtype in (
+                torch.bfloat16,
+                torch.float16,
+            )  # opened by the layer itself
 
     def on_prediction(self, run: Run) -> None:
         is_on = bool(self._device) and torch.is_autocast_enabled(self._device)
-        self._is_of_model = self._uses_autocast and not is_on
+        self._is_of_model, self._is_over = self._uses_autocast and not is_on, self._is_called
         self._uses_autocast |= is_on
 
     def on_gradients(self, run: Run) -> None:
