@@ -184,6 +184,21 @@ def with_dropout(seed: int, cbs: Callbacks, before: float, after: float) -> Run:
     return follow(model, token_loss, opt, batches, cbs, seed, clip=1.0, after_step=change)
 
 
+@fault(CHANGES, "LM: the same batch for 60 steps in mid-run", ["input.repeated"], planted_at=AT)
+def stuck_loader(seed: int, cbs: Callbacks) -> Run:
+    batches = character_batches(seed, N_STEP)
+    batches[AT : AT + 60] = [batches[AT]] * 60
+    model = LanguageModel()
+    return follow(model, token_loss, adamw(model, lr=3e-3), batches, cbs, seed, clip=1.0)
+
+
+@control(CHANGE_CONTROLS, "LM: eight steps on each batch", target=2.9)
+def several_steps_on_each(seed: int, cbs: Callbacks) -> Run:
+    batches = [x for x in character_batches(seed, 40) for _ in range(8)]
+    model = LanguageModel()
+    return follow(model, token_loss, adamw(model, lr=3e-3), batches, cbs, seed, clip=1.0)
+
+
 @control(CHANGE_CONTROLS, "LM: beta2 of 0.99 and no weight decay from mid-run on", target=2.6)
 def longer_second_moment(seed: int, cbs: Callbacks) -> Run:
     return with_setting(seed, cbs, betas=(0.9, 0.99), weight_decay=0.0)

@@ -1,0 +1,76 @@
+"""input.repeated: the same inputs again and again in the middle of a training."""
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import groupby
+
+from torch import Tensor
+
+from hookcb.diagnosis.fault import NOTES, Fault, Result, Site, fault
+from hookcb.diagnosis.measurements.replicas import hash_of
+from hookcb.diagnosis.run import Run, Skipped
+
+MIN_SAME, MIN_SPAN, MIN_DIFFERENT = 6, 16, 8  # batches, steps between them, and batches before
+N_KEPT = 4_096
+
+
+@fault("input.repeated", Site.INPUT, needs="batches", leads_to="loss.* grad.* update.* valid.*", exact=True)
+class RepeatedInputs(Fault):
+    """The same inputs in many batches in a row, after batches that all differed.
+
+    Exact: hashes of the inputs of six noted batches or more in a row are the same, over 16 steps or more, and
+    those of the eight noted batches before are all different. Noted are the first 64 batches, and of each
+    eight later ones one at random. A training on one batch from its beginning is meant, as are several steps
+    on each batch, as in reinforcement learning.
+
+    Source: a loader that is at its end or stuck gives its last batch again; `next(iter(loader))` without
+    shuffling gives the first one.
+    """
+
+    headline = "The same batch comes again and again"
+    severity = "warning"
+    cadence = NOTES
+    passed = "the same batch again and again"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._hashes = deque[tuple[int, Tensor]](maxlen=N_KEPT)
+        self._read: list[tuple[int, int]] = []  # steps and hashes
+
+    def on_batch(self, run: Run) -> None:
+        if (found := hash_of(run.loop.xb)) is not None:
+            self._hashes.append((run.step, found))
+
+    def tell(self, run: Run) -> None:
+        self._read = [(step, int(x)) for step, x in self._hashes]
+
+    def freeze(self) -> None:
+        self._hashes.clear()
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        runs = [[step for step, _ in same] for _, same in groupby(self._read, key=lambda x: x[1])]
+        hashes = [x for x, _ in groupby(x for _, x in self._read)]
+        found = [
+            self.finding(
+                f"The inputs are the same in all {len(steps)} batches that were noted from step {steps[0]:,} "
+                f"to {steps[-1]:,}, while those of the {MIN_DIFFERENT} noted before all differ.",
+                when=(steps[0], steps[-1]),
+                value=float(len(steps)),
+                limit=float(MIN_SAME),
+                causes=(
+                    "a loader or an index that no longer moves on",
+                    "next(iter(loader)) in the loop, which begins anew each time",
+                ),
+                next_steps=(f"Look at how the batch of step {steps[0] + 1:,} is chosen",),
+            )
+            for i, steps in enumerate(runs)
+            if len(steps) >= MIN_SAME
+            and steps[-1] - steps[0] >= MIN_SPAN
+            and all(len(x) == 1 for x in runs[max(0, i - MIN_DIFFERENT) : i])
+            and len(set(hashes[max(0, i - MIN_DIFFERENT) : i])) == MIN_DIFFERENT
+        ]
+        few = Skipped(f"fewer than {MIN_DIFFERENT + MIN_SAME} batches with inputs were noted")
+        if found:
+            yield found[0]
+        else:
+            yield from self.told(run, (), "" if len(self._read) >= MIN_DIFFERENT + MIN_SAME else few)
