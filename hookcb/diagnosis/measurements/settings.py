@@ -49,7 +49,7 @@ class Change(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What has changed, how and when, as a clause without a verb."""
+        """Words on what has changed, how and when, without a verb."""
         when = f"at step {self.step:,}"
         if self.step > self.last + 1:  # it was looked at in these only
             when = f"between steps {self.last:,} and {self.step:,}"
