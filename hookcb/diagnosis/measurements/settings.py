@@ -50,9 +50,6 @@ class Change(NamedTuple):
     @property
     def text(self) -> str:
         """Words on what has changed, how and when, without a verb."""
-        when = f"at step {self.step:,}"
-        if self.step > self.last + 1:  # it was looked at in these only
-            when = f"between steps {self.last:,} and {self.step:,}"
         how = f"from {self.before} to {self.after}"
         if self.name == OPERATIONS:
             new, old = (
@@ -63,7 +60,12 @@ class Change(NamedTuple):
             how = ", ".join(
                 f"{way} {join_names([*names.elements()], 4)}" for way, names in ways.items() if names
             )
-        return f"{self.name} of {self.of}, {how or 'in another order'} {when}"
+        return f"{self.name} of {self.of}, {how or 'in another order'} {when_of(self.last, self.step)}"
+
+
+def when_of(last: int, step: int) -> str:
+    """Words on a change between two steps that were looked at, of which `last` is the one before it."""
+    return f"between steps {last:,} and {step:,}" if step > last + 1 else f"at step {step:,}"
 
 
 class _Known:

@@ -10,7 +10,7 @@ from hookcb.diagnosis.fault import Fault, Result, Site, fault, findings_of
 from hookcb.diagnosis.measurements.group_rates import JUMP, RISE, GroupRates
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.schedules import Schedules
-from hookcb.diagnosis.measurements.settings import CLIPPED, OPERATIONS, Settings
+from hookcb.diagnosis.measurements.settings import CLIPPED, OPERATIONS, Settings, when_of
 from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.rules import SIGMA, median, rates
 from hookcb.diagnosis.run import Passed, Run, Series, Skipped
@@ -65,9 +65,11 @@ class WorseLoss(Fault):
         if len(run.loss) < 3 * N:
             yield Skipped(f"fewer than {3 * N} batches")
             return
-        is_told = any(f.severity != "info" for f in findings_of("loss.spike", run))
-        found = None if is_told else self._after_change(run)
-        if not (found or is_told or _rises_again(run)):
+        if any(f.severity != "info" for f in findings_of("loss.spike", run)):
+            yield Skipped("loss.spike tells what came first")
+            return
+        found = self._after_change(run)
+        if found is None and not _rises_again(run):
             found = self._with_rate(run)
         yield found or Passed("a loss that is higher since a setting of the training has changed")
 
@@ -140,7 +142,7 @@ def _changes(run: Run) -> Iterator[Cause]:
     if not _rises_again(run):
         for (last, before), (step, rate) in pairwise(rates(run)):
             if 0 < JUMP * before <= rate:
-                text = f"the learning rate, from {before:.3g} to {rate:.3g} at step {step:,}"
+                text = f"the learning rate, from {before:.3g} to {rate:.3g} {when_of(last, step)}"
                 yield Cause(step, last, text)
         for jump in run.measured(GroupRates).jumps:
             yield Cause(jump.step, jump.step - 1, jump.text)
