@@ -52,15 +52,11 @@ class Change(NamedTuple):
         """Words on what has changed, how and when, without a verb."""
         how = f"from {self.before} to {self.after}"
         if self.name == OPERATIONS:
-            new, old = (
-                (Counter(self.after) - Counter(self.before)),
-                Counter(self.before) - Counter(self.after),
-            )
-            ways = {"now with": new, "without": old}
-            how = ", ".join(
-                f"{way} {join_names([*names.elements()], 4)}" for way, names in ways.items() if names
-            )
-        return f"{self.name} of {self.of}, {how or 'in another order'} {when_of(self.last, self.step)}"
+            before, after = Counter(self.before), Counter(self.after)
+            ways = ("now with", after - before), ("without", before - after)
+            said = [f"{way} {join_names([*names.elements()], 4)}" for way, names in ways if names]
+            how = ", ".join(said) or "in another order"
+        return f"{self.name} of {self.of}, {how} {when_of(self.last, self.step)}"
 
 
 def when_of(last: int, step: int) -> str:
