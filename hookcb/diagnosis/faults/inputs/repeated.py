@@ -4,14 +4,16 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import groupby
 
+import torch
 from torch import Tensor
 
 from hookcb.diagnosis.fault import NOTES, Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.replicas import hash_of
 from hookcb.diagnosis.run import Run, Skipped
+from hookcb.records.store import Transfer
 
 MIN_SAME, MIN_SPAN, MIN_DIFFERENT = 6, 16, 8  # batches, steps between them, and batches before
-N_KEPT = 4_096
+N_KEPT, N_SENT = 4_096, 16  # hashes that are kept; those that leave a GPU at once
 
 
 @fault("input.repeated", Site.INPUT, needs="batches", leads_to="loss.* grad.* update.* valid.*", exact=True)
@@ -34,18 +36,40 @@ class RepeatedInputs(Fault):
 
     def __init__(self) -> None:
         super().__init__()
-        self._hashes = deque[tuple[int, Tensor]](maxlen=N_KEPT)
-        self._read: list[tuple[int, int]] = []  # steps and hashes
+        self._read = deque[tuple[int, int]](maxlen=N_KEPT)  # steps and hashes
+        # those that are on their way from a GPU, and that wait there
+        self._sent = deque[tuple[list[int], Transfer]]()
+        self._waiting: list[tuple[int, Tensor]] = []
 
     def on_batch(self, run: Run) -> None:
-        if (found := hash_of(run.loop.xb)) is not None:
-            self._hashes.append((run.step, found))
+        if (found := hash_of(run.loop.xb)) is None:
+            return
+        if found.is_cpu:
+            self._read.append((run.step, int(found)))
+            return
+        self._waiting.append((run.step, found))
+        if len(self._waiting) >= N_SENT and found.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self._send()
+        while self._sent and self._sent[0][1].is_there:
+            self._receive()
+
+    def _send(self) -> None:
+        steps, hashes = zip(*self._waiting, strict=True)
+        self._sent.append((list(steps), Transfer(torch.stack(hashes))))
+        self._waiting.clear()
+
+    def _receive(self) -> None:
+        steps, hashes = self._sent.popleft()
+        self._read.extend(zip(steps, hashes.arrived().tolist(), strict=True))
 
     def tell(self, run: Run) -> None:
-        self._read = [(step, int(x)) for step, x in self._hashes]
+        while self._sent:
+            self._receive()
+        self._read.extend((step, int(x)) for step, x in self._waiting)
+        self._waiting.clear()
 
     def freeze(self) -> None:
-        self._hashes.clear()
+        self._waiting.clear()
 
     def findings(self, run: Run) -> Iterator[Result]:
         runs = [[step for step, _ in same] for _, same in groupby(self._read, key=lambda x: x[1])]

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from hookcb.diagnosis.faults.inputs.repeated import RepeatedInputs
@@ -31,6 +32,21 @@ def test_one_batch_from_the_beginning_or_several_steps_on_each_are_meant():
     assert isinstance(result([x for x in range(10) for _ in range(20)]), Passed)
     assert isinstance(result([0, 1] * 10 + [1] * 30), Passed)  # a data set of two batches
     assert isinstance(result([*range(40), *[40] * 5, *range(50, 60)]), Passed)
+
+
+@pytest.mark.cuda
+def test_hashes_leave_a_gpu_without_waiting():
+    part, run = RepeatedInputs(), Run(loop=SimpleNamespace(xb=(), train_iter=0))
+    x = torch.arange(100, device="cuda").clamp_(max=40).float()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    for step in range(100):
+        run.loop.train_iter, run.loop.xb = step, (x[step : step + 1].expand(6),)
+        part.on_batch(run)
+    torch.cuda.set_sync_debug_mode("default")
+    part.tell(run)
+    (found,) = part.findings(run)
+    assert (found.step, found.last_step) == (40, 99)
 
 
 def test_few_batches_or_batches_without_tensors_are_not_judged():
