@@ -11,6 +11,7 @@ from hookcb import Diagnose, Finding, Learner, watch
 from hookcb.diagnosis.faults.loss.spike import LossSpikes
 from hookcb.diagnosis.judge import explained
 from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.settings import Change, Settings
 from hookcb.diagnosis.measurements.spikes import (
     N_KEPT,
     N_SENT,
@@ -165,6 +166,27 @@ def test_a_loss_that_jumps_while_the_steps_before_were_usual_is_not_blamed_on_th
     assert found.next_steps == ("Look at the batches and the model at step 100",)
     spike.norms = (*spike.norms[:-1], (99, 9.0))
     assert "so the weights have moved" in only(LossSpikes, run).message
+
+
+def test_a_jump_is_left_open_if_no_norms_are_known():
+    found = only(LossSpikes, spiky(lasting(start=5.0), {}))
+    assert "so the weights have moved, or these batches are unusual, too" in found.message
+    assert found.next_steps[0] == "Look at the batches and the model at step 100"
+
+
+def test_what_the_program_had_changed_just_before_comes_first():
+    for change, is_told in (
+        (Change(99, 98, "eps", 1e-8, 1.0), True),
+        (Change(104, 92, "p", 0.0, 0.9, "drop", "drop"), True),
+        (Change(60, 59, "eps", 1e-8, 1.0), False),  # long before
+        (Change(104, 101, "eps", 1e-8, 1.0), False),  # afterwards
+        (Change(104, 40, "p", 0.0, 0.9, "drop", "drop"), False),  # at any of 64 steps
+    ):
+        run = spiky(lasting(), {})
+        run.measured(Settings).changes.append(change)
+        found = only(LossSpikes, run)
+        assert (f"the program had changed {change.text}" in found.message) is is_told
+        assert ("without this change" in found.next_steps[0]) is is_told
 
 
 def test_a_batch_with_few_different_tokens_comes_first():
