@@ -133,11 +133,12 @@ class Settings(Measurement):
 
     def on_model(self, run: Run) -> None:
         for name, m in named_modules(run.loop.model).items():
-            numbers, dtypes = tuple(_settings(vars(m))), tuple(buffers_of(m))
+            attributes, buffers = vars(m), buffers_of(m)
+            buffers = buffers if isinstance(buffers, dict) else {}  # not those of TorchScript
+            numbers, dtypes = tuple(_settings(attributes)), tuple(buffers)
             if numbers or dtypes:
-                kept = name, vars(m), buffers_of(m)
-                values = _values_of(vars(m), buffers_of(m), numbers, dtypes)
-                self._of_layers.append(_Followed(*kept, _Known(values, run.step), numbers, dtypes))
+                known = _Known(_values_of(attributes, buffers, numbers, dtypes), run.step)
+                self._of_layers.append(_Followed(name, attributes, buffers, known, numbers, dtypes))
 
     def on_batch(self, run: Run) -> None:
         layers = self._of_layers

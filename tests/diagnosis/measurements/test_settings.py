@@ -16,6 +16,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.body, self.drop, self.norm = nn.Linear(4, 4), nn.Dropout(0.0), nn.BatchNorm1d(4)
+        self.scripted = torch.jit.script(nn.BatchNorm1d(4))
         self.calls, self._private = 0, 1
 
 
