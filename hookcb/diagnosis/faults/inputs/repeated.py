@@ -7,8 +7,11 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from hookcb.activations.stats import has_stats
+from hookcb.core.batch import parts
 from hookcb.diagnosis.fault import NOTES, Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.replicas import hash_of
+from hookcb.diagnosis.measurements.samples import flat, spread
 from hookcb.diagnosis.run import Run, Skipped
 from hookcb.records.store import Transfer
 
@@ -20,10 +23,10 @@ N_KEPT, N_SENT = 4_096, 16  # hashes that are kept; those that leave a GPU at on
 class RepeatedInputs(Fault):
     """The same inputs in many batches in a row, after batches that all differed.
 
-    Exact: hashes of the inputs of six noted batches or more in a row are the same, over 16 steps or more, and
-    those of the eight noted batches before are all different. Noted are the first 64 batches, and of each
-    eight later ones one at random. A training on one batch from its beginning is meant, as are several steps
-    on each batch, as in reinforcement learning.
+    Exact: hashes of up to 1,024 elements of each input are the same in six noted batches or more in a row,
+    over 16 steps or more, and those of the eight noted batches before are all different. Noted are the
+    first 64 batches, and of each eight later ones one at random. A training on one batch from its beginning
+    is meant, as are several steps on each batch, as in reinforcement learning.
 
     Source: a loader that is at its end or stuck gives its last batch again; `next(iter(loader))` without
     shuffling gives the first one.
@@ -42,7 +45,8 @@ class RepeatedInputs(Fault):
         self._waiting: list[tuple[int, Tensor]] = []
 
     def on_batch(self, run: Run) -> None:
-        if (found := hash_of(run.loop.xb)) is None:
+        inputs = [x for _, x in parts(run.loop.xb) if isinstance(x, Tensor) and has_stats(x) and x.numel()]
+        if (found := hash_of([spread(flat(x)) for x in inputs])) is None:
             return
         if found.is_cpu:
             self._read.append((run.step, int(found)))
