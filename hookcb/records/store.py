@@ -1,8 +1,9 @@
 """StatStore: numbers of layers, record by record, on their way from the device to the host."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from math import nan
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,7 +11,9 @@ from torch.nn.functional import pad
 
 from hookcb.records.thinned import Thinned
 
+T = TypeVar("T")
 MAX_QUEUED = 1024
+N_SENT = 16  # numbers that leave a GPU at once
 MIN_WRITTEN = 64  # records of a layer that are written together, as a write takes as long as for one
 
 
@@ -236,6 +239,45 @@ class Transfer:
         if self._event is not None:
             self._event.synchronize()
         return self._host
+
+
+class Arriving(Generic[T]):
+    """Numbers on a device, each with a key, that come to the host sixteen at a time; nothing waits for them.
+
+    They leave a GPU only; those on another device, up to `most`, wait there until `rest`.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._waiting = deque[tuple[T, Tensor]](maxlen=most)
+        self._sent = deque[tuple[list[T], Transfer]]()
+
+    def add(self, key: T, value: Tensor) -> None:
+        """Adds a number, a tensor of no dimension, which must not be written to."""
+        self._waiting.append((key, value))
+        if len(self._waiting) >= N_SENT and value.is_cuda and not torch.cuda.is_current_stream_capturing():
+            self.send()
+
+    def send(self) -> None:
+        """Starts the transfer of those that wait."""
+        if self._waiting:
+            values = torch.stack([value for _, value in self._waiting])
+            self._sent.append(([key for key, _ in self._waiting], Transfer(values)))
+            self._waiting.clear()
+
+    def there(self) -> Iterator[tuple[T, Any]]:
+        """Takes those that have arrived, in their order."""
+        while self._sent and self._sent[0][1].is_there:
+            yield from self._next()
+
+    def rest(self) -> Iterator[tuple[T, Any]]:
+        """Takes all, in their order; waits for the device."""
+        self.send()
+        while self._sent:
+            yield from self._next()
+
+    def _next(self) -> Iterator[tuple[T, Any]]:
+        keys, transfer = self._sent.popleft()
+        yield from zip(keys, transfer.arrived().tolist(), strict=True)
 
 
 def read_numbers(values: list[float | Tensor], first: int = 0) -> list[float]:

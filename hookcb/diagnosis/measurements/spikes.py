@@ -25,7 +25,7 @@ from hookcb.diagnosis.measurements.step_scales import OfSteps, StepScales
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.rules import SIGMA, median
 from hookcb.diagnosis.run import Run
-from hookcb.records.store import Transfer, read_numbers
+from hookcb.records.store import Arriving, read_numbers
 from hookcb.training.checkpoint.callback import Checkpoint
 
 SPIKE = 6.0  # standard deviations above the usual loss
@@ -33,7 +33,7 @@ WINDOW, NEAR, MIN_BEFORE = 128, 4, 32  # batches whose noise counts, the last of
 NOISE = SIGMA / math.sqrt(2)  # a difference of two losses has the noise of both
 CALM, N_AFTER = 3, 128  # batches in a row that end a spike, and after which it has not healed
 N_RATES, N_KEPT, N_SHARED = 64, 32, 8  # steps whose rates are kept; spikes that are, and of each rank
-N_SENT, MAX_WAITING = 16, 4_096  # losses that leave a GPU at once, and that wait on another device
+MAX_WAITING = 4_096  # losses on a device that is no GPU
 N_WORST = 3  # samples that are named
 MIN_SQUARE, ROUNDING = 1e-30, 0.01  # second moment that is no rounded zero; error of the ratio by rounding
 MIN_INPUTS, TINY = 8, 1e-12  # inspected batches with which inputs are compared, and their smallest size
@@ -206,10 +206,7 @@ class Spikes(Measurement):
     def __init__(self) -> None:
         self._finder = SpikeFinder()
         self._rates = deque[tuple[int, float]](maxlen=2 * N_RATES)
-        # step, epoch and batch of the losses that are on their way or wait
-        self._places = deque[tuple[int, int, int]](maxlen=MAX_WAITING)
-        self._sent = deque[Transfer]()
-        self._waiting = deque[Tensor](maxlen=MAX_WAITING)  # losses that were not sent yet, or cannot be
+        self._arriving = Arriving[tuple[int, int, int]](MAX_WAITING)  # losses by step, epoch and batch
         self.n, self.found = 0, list[Spike]()
         self._inputs: list[float] = []  # the largest of each inspected batch
         self._values: list[Values] = []  # of each inspected batch, if they are integers
@@ -222,9 +219,11 @@ class Spikes(Measurement):
         self.folder = os.path.relpath(folders[0]) if folders else ""
 
     def on_batch(self, run: Run) -> None:
-        if run.looking and (size := largest_input(run.loop.xb)) is not None:
+        if not run.looking:
+            return
+        if (size := largest_input(run.loop.xb)) is not None:
             self._inputs.append(size)
-        if run.looking and (values := values_in(run.loop.xb)) is not None:
+        if (values := values_in(run.loop.xb)) is not None:
             self._values.append(values)
 
     def on_loss(self, run: Run) -> None:
@@ -234,12 +233,9 @@ class Spikes(Measurement):
             if value is not None:
                 self._see(run, value, place, is_here=True)
             return
-        self._places.append(place)
-        self._waiting.append(value)
-        if len(self._waiting) >= N_SENT and value.is_cuda and not torch.cuda.is_current_stream_capturing():
-            self._send()
-        while self._sent and self._sent[0].is_there:
-            self._receive(run, self._sent.popleft().arrived().tolist())
+        self._arriving.add(place, value)
+        for at, number in self._arriving.there():
+            self._see(run, number, at)
 
     def on_step(self, run: Run) -> None:
         spike, self._new, opt = self._new, None, run.loop.opt
@@ -253,14 +249,6 @@ class Spikes(Measurement):
             if id(opt) not in self._betas:
                 self._betas[id(opt)] = betas_of(opt)
             self._rates.append((run.step, run.measured(Curves).last_rate))
-
-    def _send(self) -> None:
-        self._sent.append(Transfer(torch.stack([*self._waiting])))
-        self._waiting.clear()
-
-    def _receive(self, run: Run, values: Sequence[float]) -> None:
-        for value in values:
-            self._see(run, value, self._places.popleft())
 
     def _see(self, run: Run, value: float, place: tuple[int, int, int], is_here: bool = False) -> None:
         if (spike := self._finder.add(value, *place)) is None:
@@ -278,16 +266,13 @@ class Spikes(Measurement):
             _add_samples(spike, run)
 
     def tell(self, run: Run) -> None:
-        while self._sent:
-            self._receive(run, self._sent.popleft().arrived().tolist())
-        self._receive(run, read_numbers([*self._waiting]))
-        self._waiting.clear()
+        for at, number in self._arriving.rest():
+            self._see(run, number, at)
         self.n = self._finder.n
         self.found = [_as_read(spike) for spike in self._finder.found]
 
     def freeze(self) -> None:
-        self._finder = SpikeFinder()
-        self._waiting.clear()
+        self._finder, self._arriving = SpikeFinder(), Arriving(MAX_WAITING)
 
     def state(self, run: Run) -> list[dict[str, Any]]:
         largest = sorted(self.found, key=lambda spike: -spike.excess)[:N_SHARED]

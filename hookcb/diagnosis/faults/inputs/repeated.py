@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import groupby
 
-import torch
 from torch import Tensor
 
 from hookcb.activations.stats import has_stats
@@ -13,10 +12,11 @@ from hookcb.diagnosis.fault import NOTES, Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.replicas import hash_of
 from hookcb.diagnosis.measurements.samples import flat, spread
 from hookcb.diagnosis.run import Run, Skipped
-from hookcb.records.store import Transfer
+from hookcb.diagnosis.verdict import Finding
+from hookcb.records.store import Arriving
 
 MIN_SAME, MIN_SPAN, MIN_DIFFERENT = 6, 16, 8  # batches, steps between them, and batches before
-N_KEPT, N_SENT = 4_096, 16  # hashes that are kept; those that leave a GPU at once
+N_KEPT = 4_096  # hashes
 
 
 @fault("input.repeated", Site.INPUT, needs="batches", leads_to="loss.* grad.* update.* valid.*", exact=True)
@@ -40,9 +40,7 @@ class RepeatedInputs(Fault):
     def __init__(self) -> None:
         super().__init__()
         self._read = deque[tuple[int, int]](maxlen=N_KEPT)  # steps and hashes
-        # those that are on their way from a GPU, and that wait there
-        self._sent = deque[tuple[list[int], Transfer]]()
-        self._waiting: list[tuple[int, Tensor]] = []
+        self._arriving = Arriving[int](N_KEPT)
 
     def on_batch(self, run: Run) -> None:
         inputs = [x for _, x in parts(run.loop.xb) if isinstance(x, Tensor) and has_stats(x) and x.numel()]
@@ -50,55 +48,40 @@ class RepeatedInputs(Fault):
             return
         if found.is_cpu:
             self._read.append((run.step, int(found)))
-            return
-        self._waiting.append((run.step, found))
-        if len(self._waiting) >= N_SENT and found.is_cuda and not torch.cuda.is_current_stream_capturing():
-            self._send()
-        while self._sent and self._sent[0][1].is_there:
-            self._receive()
-
-    def _send(self) -> None:
-        steps, hashes = zip(*self._waiting, strict=True)
-        self._sent.append((list(steps), Transfer(torch.stack(hashes))))
-        self._waiting.clear()
-
-    def _receive(self) -> None:
-        steps, hashes = self._sent.popleft()
-        self._read.extend(zip(steps, hashes.arrived().tolist(), strict=True))
+        else:
+            self._arriving.add(run.step, found)
+            self._read.extend(self._arriving.there())
 
     def tell(self, run: Run) -> None:
-        while self._sent:
-            self._receive()
-        self._read.extend((step, int(x)) for step, x in self._waiting)
-        self._waiting.clear()
+        self._read.extend(self._arriving.rest())
 
     def freeze(self) -> None:
-        self._waiting.clear()
+        self._arriving = Arriving(N_KEPT)
 
     def findings(self, run: Run) -> Iterator[Result]:
-        runs = [[step for step, _ in same] for _, same in groupby(self._read, key=lambda x: x[1])]
-        hashes = [x for x, _ in groupby(x for _, x in self._read)]
-        found = [
-            self.finding(
-                f"The inputs are the same in all {len(steps)} batches that were noted from step {steps[0]:,} "
-                f"to {steps[-1]:,}, while those of the {MIN_DIFFERENT} noted before all differ.",
-                when=(steps[0], steps[-1]),
-                value=float(len(steps)),
-                limit=float(MIN_SAME),
-                causes=(
-                    "a loader or an index that no longer moves on",
-                    "next(iter(loader)) in the loop, which begins anew each time",
-                ),
-                next_steps=(f"Look at how the batch of step {steps[0] + 1:,} is chosen",),
-            )
-            for i, steps in enumerate(runs)
-            if len(steps) >= MIN_SAME
-            and steps[-1] - steps[0] >= MIN_SPAN
-            and all(len(x) == 1 for x in runs[max(0, i - MIN_DIFFERENT) : i])
-            and len(set(hashes[max(0, i - MIN_DIFFERENT) : i])) == MIN_DIFFERENT
-        ]
-        few = Skipped(f"fewer than {MIN_DIFFERENT + MIN_SAME} batches with inputs were noted")
-        if found:
-            yield found[0]
-        else:
-            yield from self.told(run, (), "" if len(self._read) >= MIN_DIFFERENT + MIN_SAME else few)
+        if len(self._read) < MIN_DIFFERENT + MIN_SAME:
+            yield Skipped(f"fewer than {MIN_DIFFERENT + MIN_SAME} batches with inputs were noted")
+            return
+        runs = [(x, [step for step, _ in same]) for x, same in groupby(self._read, key=lambda x: x[1])]
+        for i, (_, steps) in enumerate(runs):
+            before = runs[max(0, i - MIN_DIFFERENT) : i]
+            is_long = len(steps) >= MIN_SAME and steps[-1] - steps[0] >= MIN_SPAN
+            differ = len({x for x, same in before if len(same) == 1}) == MIN_DIFFERENT
+            if is_long and differ:
+                yield self._found(steps)
+                return
+        yield from self.told(run, ())
+
+    def _found(self, steps: list[int]) -> Finding:
+        return self.finding(
+            f"The inputs are the same in all {len(steps)} batches that were noted from step {steps[0]:,} "
+            f"to {steps[-1]:,}, while those of the {MIN_DIFFERENT} noted before all differ.",
+            when=(steps[0], steps[-1]),
+            value=float(len(steps)),
+            limit=float(MIN_SAME),
+            causes=(
+                "a loader or an index that no longer moves on",
+                "next(iter(loader)) in the loop, which begins anew each time",
+            ),
+            next_steps=(f"Look at how the batch of step {steps[0] + 1:,} is chosen",),
+        )

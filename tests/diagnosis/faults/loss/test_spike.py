@@ -14,13 +14,13 @@ from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.settings import Change, Settings
 from hookcb.diagnosis.measurements.spikes import (
     N_KEPT,
-    N_SENT,
     SpikeFinder,
     Spikes,
     excess_of_moments,
     values_in,
 )
 from hookcb.diagnosis.run import Layer, Passed, Run, Skipped
+from hookcb.records.store import N_SENT
 from tests.diagnosis.faults.loss.support import losses, noisy
 from tests.diagnosis.support import only, series
 
@@ -259,7 +259,7 @@ def test_losses_on_their_way_from_a_device_are_all_seen_in_order():
         run.measured(Curves).last_loss = torch.tensor(x)  # as on a GPU
         measured.on_loss(run)
         if step % 50 == N_SENT:
-            measured._send()
+            measured._arriving.send()
     measured.tell(run)
     assert [(x.step, x.batch, x.lasted, x.worst) for x in measured.found] == [(150, 150, 1, ())]
 
