@@ -69,9 +69,9 @@ def fault_of_torch_2_6(error):
     fault = next((fault for said, fault in OF_TORCH_2_6.items() if said in text), "")
     if not fault:
         return ""
-    import torch
+    from tests.ranks.support import HAS_FSDP2
 
-    return "" if hasattr(torch.cpu.Stream, "record_event") else fault
+    return "" if HAS_FSDP2 else fault
 
 
 @pytest.hookimpl(wrapper=True)

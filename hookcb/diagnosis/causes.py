@@ -24,6 +24,8 @@ MIN_NORMS, CUT = 8, 1 / 2  # known norms before a limit of clipping ended, and t
 OF_LAYERS = {"std": "standard deviation of the output", "abs_max": "largest output"}
 OF_PARAMS = {"rms": "RMS of the gradient", "weight_norm": "norm"}
 
+UNFITTING = "a change of the training that does not fit it at this point"
+
 Kind = Literal[
     "batch",
     "scaler",
@@ -137,6 +139,11 @@ def _of_setting(spike: Spike, run: Run) -> Cause | None:
     at = run.layers.get(first.layer) if first.layer is not None else None
     said = "; ".join(dict.fromkeys(x.text for x in near))
     return Cause("setting", f"the program had changed {said}", at, since=first.last + 1)
+
+
+def undo_from(step: int) -> str:
+    """Advice to leave a change out."""
+    return f"Go on from a checkpoint before step {step:,} without this change"
 
 
 def text_of_limit(change: LimitChange) -> str:

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from hookcb import Learner, accuracy
 from tests.support import start
 
+HAS_FSDP2 = hasattr(torch.cpu.Stream, "record_event")  # on CPUs, which torch 2.6 lacks
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 15.0  # seconds of the group, which turn a hang into a failure
 

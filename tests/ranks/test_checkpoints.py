@@ -1,9 +1,8 @@
 """Checkpoints of several ranks: any number of ranks, and a plain model, reads what another has written."""
 
 import pytest
-import torch
 
-from tests.ranks.support import launched, shared
+from tests.ranks.support import HAS_FSDP2, launched, shared
 
 pytestmark = pytest.mark.slow
 
@@ -78,9 +77,7 @@ def test_any_number_of_ranks_reads_what_others_have_written(launches, world, nam
 
 
 # where one of FSDP2 fails, those that read its files do, too
-WITH_FSDP2 = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="torch 2.6 has no FSDP2 on CPUs"
-)
+WITH_FSDP2 = pytest.mark.skipif(not HAS_FSDP2, reason="torch 2.6 has no FSDP2 on CPUs")
 
 
 @pytest.mark.parametrize(

@@ -9,23 +9,15 @@ from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    CosineAnnealingWarmRestarts,
-    CyclicLR,
-    LRScheduler,
-    OneCycleLR,
-    SequentialLR,
-)
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, SequentialLR
 
 from hookcb.diagnosis.heard import Ear, heard
 from hookcb.diagnosis.measurements.group_rates import RISE, as_number
 from hookcb.diagnosis.measurements.loads import RATES
-from hookcb.diagnosis.measurements.schedules import Schedulers, inner_of, length_of, position
+from hookcb.diagnosis.measurements.schedules import RISING, Schedulers, inner_of, length_of, position
 
 Observer = Generator[None, Any, None]
 Rates = tuple[float, float]  # largest `lr` and largest `initial_lr` of the groups
-RISING = CosineAnnealingWarmRestarts, CyclicLR  # by themselves
 ENDED = 1e-3  # share of the highest rate at which a schedule has come to its end, as for lr.schedule
 MAX_KEPT, MAX_ITEMS, MAX_DEPTH = 1_000, 64, 4
 # attributes of a scheduler that are not its settings

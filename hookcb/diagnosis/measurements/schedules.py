@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CosineAnnealingLR,
     CosineAnnealingWarmRestarts,
+    CyclicLR,
     LRScheduler,
     MultiStepLR,
     OneCycleLR,
@@ -26,6 +27,7 @@ from hookcb.hooks.optimizer_steps import params_of
 
 Observer = Generator[None, Any, None]
 MAX_KNOWN = 1_000  # schedulers
+RISING = CosineAnnealingWarmRestarts, CyclicLR  # whose rate rises again by themselves
 WITH_ITERS = lr_scheduler.LinearLR, lr_scheduler.ConstantLR, lr_scheduler.PolynomialLR
 
 
@@ -195,6 +197,11 @@ class Schedules(Measurement):
         self.n_epochs = self.n_validations = 0  # epochs: 0 if it is unknown when they end
         self._n_heard = -1
         self._rates: dict[int, tuple[float, float]] = {}  # smallest and largest of each optimizer, by its id
+
+    @property
+    def rises_again(self) -> bool:
+        """Whether a scheduler is meant to raise the rate again."""
+        return any(one.kind in {kind.__name__ for kind in RISING} for one, _ in self.used)
 
     def on_model(self, run: Run) -> None:
         ear = heard(Schedulers)

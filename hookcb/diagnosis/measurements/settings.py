@@ -163,15 +163,17 @@ class Settings(Measurement):
         if not isinstance(opt, Optimizer):
             return
         step, values = run.step, {BACKWARDS: n, CLIPPED: run.measured(StepScales).n_clipped}
-        self.changes += self._of_steps.setdefault(opt, _Known(values, step)).changed(values, step)
+        if (of_steps := self._of_steps.get(opt)) is None:
+            of_steps = self._of_steps[opt] = _Known(values, step)
+        self.changes += of_steps.changed(values, step)
         groups = opt.param_groups[:MAX_GROUPS]
         known = self._of_groups.setdefault(opt, [])
         for i, group in enumerate(groups):
             if i == len(known):
                 known.append(_Known(_settings(group), step))
-            new = known[i].changed({name: group.get(name) for name in known[i].values}, step)
-            of = f"parameter group {i}" if len(groups) > 1 else "the optimizer"
-            self.changes += [x._replace(of=of) for x in new]
+            for change in known[i].changed({name: group.get(name) for name in known[i].values}, step):
+                of = f"parameter group {i}" if len(groups) > 1 else "the optimizer"
+                self.changes.append(change._replace(of=of))
 
     def freeze(self) -> None:
         self._of_layers, self._of_loss, self._of_groups, self._of_steps = [], None, {}, {}

@@ -8,6 +8,7 @@ from hookcb.core.text import as_layer
 from hookcb.diagnosis.causes import (
     MAX_NORM,
     N_NEAR,
+    UNFITTING,
     Cause,
     Kind,
     cause_of,
@@ -15,6 +16,7 @@ from hookcb.diagnosis.causes import (
     own_cause,
     samples_of,
     text_of_limit,
+    undo_from,
 )
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.moments import Moments
@@ -159,7 +161,7 @@ CAUSES: dict[Kind, tuple[str, ...]] = {
         "several damaged or mislabeled batches, or data of another kind",
         "a program that writes to weights, or changes a mode or a setting of the model",
     ),
-    "setting": ("a change of the training that does not fit it at this point",),
+    "setting": (UNFITTING,),
     "unsure": (
         "an update that was too large, as the optimizer's state lags, or a rate that is too high",
         "several damaged or mislabeled batches in a row, or data of another kind",
@@ -254,8 +256,8 @@ def _next_steps(spike: Spike, cause: Cause, run: Run) -> tuple[str, ...]:
         samples = "the samples that are named" if samples_of(spike) else "the samples"
         look = f"Look at {samples}, in the batch of step {spike.step}"
         return f"{look}: {again}" if again else look, run.advise("clip")
-    if cause.kind == "setting":
-        return (f"Go on from a checkpoint before step {cause.since:,} without this change",)
+    if cause.kind == "setting" and cause.since is not None:
+        return (undo_from(cause.since),)
     if cause.kind in ("batches", "unsure"):
         look = f"Look at the batches and the model at step {spike.step}"
         clip = (run.advise("clip"),) if cause.kind == "unsure" else ()

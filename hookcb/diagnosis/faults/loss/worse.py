@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from hookcb.diagnosis.causes import text_of_limit
+from hookcb.diagnosis.causes import UNFITTING, text_of_limit, undo_from
 from hookcb.diagnosis.fault import Fault, Result, Site, fault, findings_of
 from hookcb.diagnosis.measurements.group_rates import JUMP, RISE, GroupRates
 from hookcb.diagnosis.measurements.loss import Loss
@@ -22,11 +22,10 @@ MIN_RISE = 0.05  # of the level before
 SIGMAS_AT, SIGMAS = 4.0, 6.0
 NEAR = 32  # steps after the first change within which others are told beside it
 MAY_BE_MEANT = {OPERATIONS, "weight_decay"}  # another loss, or a step against overfitting
-MEANT = {"CosineAnnealingWarmRestarts", "CyclicLR"}  # schedulers whose rate rises again
 
 
-class Cause(NamedTuple):
-    """A change that is a fact: its step, that of the last batch before it, and a clause on it."""
+class Fact(NamedTuple):
+    """A change: its step, that of the last batch before it, and a clause on it."""
 
     step: int
     last: int
@@ -69,15 +68,15 @@ class WorseLoss(Fault):
             yield Skipped("loss.spike tells what came first")
             return
         found = self._after_change(run)
-        if found is None and not _rises_again(run):
+        if found is None and not run.measured(Schedules).rises_again:
             found = self._with_rate(run)
         yield found or Passed("a loss that is higher since a setting of the training has changed")
 
     def _after_change(self, run: Run) -> Finding | None:
-        causes = sorted(_changes(run))
-        for cause in causes:
-            if (levels := _risen(run.loss, cause)) is not None:
-                near = [x for x in causes if cause.step <= x.step <= cause.step + NEAR]
+        facts = sorted(_facts(run))
+        for fact in facts:
+            if (levels := _risen(run.loss, fact)) is not None:
+                near = [x for x in facts if fact.step <= x.step <= fact.step + NEAR]
                 return self._told(run, near, levels)
         return None
 
@@ -97,31 +96,30 @@ class WorseLoss(Fault):
         since, rate = _begin_of_rise(series)
         text = f"the learning rate, from {rate:.3g} to {end:.3g} in the steps from {since:,} on"
         is_slow = since <= step + N  # else the rate has moved in other ways as well
-        cause = Cause(since, since, text)
-        return self._told(run, [cause], (low, last, last)) if is_slow else None
+        return self._told(run, [Fact(since, since, text)], (low, last, last)) if is_slow else None
 
-    def _told(self, run: Run, causes: list[Cause], levels: tuple[float, float, float]) -> Finding:
+    def _told(self, run: Run, facts: list[Fact], levels: tuple[float, float, float]) -> Finding:
         before, after, last = levels
         is_over = last <= (before + after) / 2
-        is_sure = run.measured(Loss).kind and not is_over and not all(cause.may_be_meant for cause in causes)
+        is_sure = run.measured(Loss).kind and not is_over and not all(fact.may_be_meant for fact in facts)
         then = "" if after == last else f"; in the end it is {last:.3g}"
         return self.finding(
             f"The loss has risen from {before:.3g} to {after:.3g}{then}. What changed before: "
-            f"{'; '.join(dict.fromkeys(cause.text for cause in causes))}.",
+            f"{'; '.join(dict.fromkeys(fact.text for fact in facts))}.",
             "warning" if is_sure else "info",
-            at=causes[0].layer or None,
-            when=(causes[0].step, run.loss.steps[-1]),
+            at=facts[0].layer or None,
+            when=(facts[0].step, run.loss.steps[-1]),
             value=after,
             limit=before + MIN_RISE * abs(before),
-            causes=("a change of the training that does not fit it at this point",),
-            next_steps=(f"Go on from a checkpoint before step {causes[0].step:,} without this change",),
+            causes=(UNFITTING,),
+            next_steps=(undo_from(facts[0].step),),
         )
 
 
-def _risen(loss: Series, cause: Cause) -> tuple[float, float, float] | None:
+def _risen(loss: Series, fact: Fact) -> tuple[float, float, float] | None:
     """Levels of the loss before a change, after it, and in the end, if it has risen and not come back."""
-    before = [x for step, x in loss if step <= cause.last][-N:]
-    later = [x for step, x in loss if step > cause.step]
+    before = [x for step, x in loss if step <= fact.last][-N:]
+    later = [x for step, x in loss if step > fact.step]
     if len(before) < N or len(later) < N:
         return None
     low, last = median(before), median(later[-N:])
@@ -138,21 +136,21 @@ def _least_rise(losses: Sequence[float], low: float, n: int = N, sigmas: float =
     return max(sigmas * noise * math.sqrt(math.pi / 2 * (1 / N + 1 / n)), MIN_RISE * abs(low))
 
 
-def _changes(run: Run) -> Iterator[Cause]:
-    if not _rises_again(run):
+def _facts(run: Run) -> Iterator[Fact]:
+    if not run.measured(Schedules).rises_again:
         for (last, before), (step, rate) in pairwise(rates(run)):
             if 0 < JUMP * before <= rate:
                 text = f"the learning rate, from {before:.3g} to {rate:.3g} {when_of(last, step)}"
-                yield Cause(step, last, text)
+                yield Fact(step, last, text)
         for jump in run.measured(GroupRates).jumps:
-            yield Cause(jump.step, jump.step - 1, jump.text)
+            yield Fact(jump.step, jump.step - 1, jump.text)
     limit = run.measured(StepScales).limit_change(run.loss.steps[-1], run.loss.steps[-1])
     if limit is not None:
-        yield Cause(limit.step, limit.step - 1, text_of_limit(limit))
+        yield Fact(limit.step, limit.step - 1, text_of_limit(limit))
     for change in run.measured(Settings).changes:
         if change.name != CLIPPED or 0 not in (change.before, change.after):  # else its limit has ended
             may_be_meant = change.layer is not None or change.name in MAY_BE_MEANT
-            yield Cause(change.step, change.last, change.text, change.layer or "", may_be_meant)
+            yield Fact(change.step, change.last, change.text, change.layer or "", may_be_meant)
 
 
 def _begin_of_rise(series: Series) -> tuple[int, float]:
@@ -164,7 +162,3 @@ def _begin_of_rise(series: Series) -> tuple[int, float]:
     while i + 1 < len(series) and series.values[i] == lowest:
         i += 1
     return series.steps[i], lowest
-
-
-def _rises_again(run: Run) -> bool:
-    return any(one.kind in MEANT for one, _ in run.measured(Schedules).used)

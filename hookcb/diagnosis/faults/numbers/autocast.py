@@ -10,7 +10,7 @@ from hookcb.core.call_hook import CallHook
 from hookcb.core.text import as_layer, join_names
 from hookcb.core.torch_private import Convolution, compile_counts
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
-from hookcb.diagnosis.frame import own_weight
+from hookcb.diagnosis.frame import LOW_PRECISION, own_weight
 from hookcb.diagnosis.run import Absent, Passed, Run, Skipped
 from hookcb.hooks.modules import named_modules
 
@@ -78,10 +78,7 @@ class OutsideAutocast(Fault):
         if weight.dtype == torch.float32:
             self._sizes.setdefault(name, output.numel() * (weight.numel() // weight.shape[0]))
             self._is_outside[name] = output.dtype == torch.float32
-            self._uses_autocast |= output.dtype in (
-                torch.bfloat16,
-                torch.float16,
-            )  # opened by the layer itself
+            self._uses_autocast |= output.dtype in LOW_PRECISION  # opened by the layer itself
 
     def on_prediction(self, run: Run) -> None:
         is_on = bool(self._device) and torch.is_autocast_enabled(self._device)
