@@ -19,8 +19,10 @@ from hookcb.diagnosis.causes import (
     undo_from,
 )
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.first_change import first_change
 from hookcb.diagnosis.measurements.moments import Moments
 from hookcb.diagnosis.measurements.settings import Settings
+from hookcb.diagnosis.measurements.spike_looks import SpikeLooks
 from hookcb.diagnosis.measurements.spikes import CALM, MIN_BEFORE, N_AFTER, Spike, Spikes
 from hookcb.diagnosis.measurements.step_scales import LimitChange, OfSteps
 from hookcb.diagnosis.rules import median
@@ -79,7 +81,7 @@ class LossSpikes(Fault):
     """
 
     headline = "The loss spikes"
-    uses = (Spikes, Moments, Settings)
+    uses = (Spikes, SpikeLooks, Moments, Settings)
     severity = "info"
 
     def findings(self, run: Run) -> Iterator[Result]:
@@ -107,12 +109,13 @@ class LossSpikes(Fault):
         has_stayed = any(_has_stayed(x, run) for x in spikes)
         if cause.kind == "batch" and _has_stayed(spike, run):
             cause = cause._replace(kind="batches")
+        shown = first_change(spike, run) if cause.kind in WITHOUT_PLACE else None
         return self.finding(
             f"The loss jumps to {spike.value:.3g} at step {spike.step:,}{_place(spike)}, while up to "
-            f"{spike.limit:.3g} is noise: {cause.text}.{_before(spike, cause)} "
+            f"{spike.limit:.3g} is noise: {cause.text}.{shown.text if shown else ''}{_before(spike, cause)} "
             f"{_healing(spike, run)}{_repeated(spike, others)}{_smaller(smaller)}",
             "warning" if cause.kind in WRONG or (cause.kind in HARSHER and has_stayed) else "info",
-            at=cause.at,
+            at=cause.at or (shown.layer if shown else None),
             when=(first, spikes[-1].step),
             value=spike.value,
             limit=spike.limit,
@@ -148,6 +151,7 @@ def _by_cause(spikes: Sequence[Spike], run: Run) -> list[tuple[Cause, list[Spike
 
 
 WRONG: tuple[Kind, ...] = ("state", "scaler")
+WITHOUT_PLACE: tuple[Kind, ...] = ("batches", "unsure", "weights", "unknown")
 HARSHER: tuple[Kind, ...] = ("rate", "clip")  # larger steps, as the program has it
 CAUSES: dict[Kind, tuple[str, ...]] = {
     "batch": ("unusual or damaged samples",),
