@@ -13,7 +13,8 @@ from hookcb.diagnosis.rules import format_factor, in_order, median
 from hookcb.diagnosis.run import Layer, Run
 
 OF_OUTPUTS = {"std": "standard deviation", "abs_max": "largest magnitude", "mean": "mean"}
-LIMITS = {"std": math.log(1.5), "abs_max": math.log(1.5), "mean": 0.5}  # of a mean, in standard deviations
+LIMITS = {"std": math.log(1.25), "abs_max": math.log(1.25), "mean": 0.5}  # a mean in standard deviations
+OF_LAST = math.log(1.5) / math.log(1.25)  # times these, of the last layer, which learns first from other targets
 TIMES = 2.0  # of a jump to the largest change between the looks it is compared with
 N_LATER, SOON = 2, 32  # inspected batches that stand in for looks at a spike, and steps after it
 
@@ -26,6 +27,16 @@ class FirstChange(NamedTuple):
     layer: Layer | None
     text: str
 
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """What may have changed there."""
+        return ("a mode, a scale, a mask, a dtype or a buffer that changed there",) if self.layer else ()
+
+    def next_steps(self, step: int) -> tuple[str, ...]:
+        """Where to look first."""
+        name = as_layer(self.layer.name) if self.layer else ""
+        return (f"Look at what {name} gets and computes from step {step} on",) if name else ()
+
 
 def first_change(spike: Spike, run: Run) -> FirstChange | None:
     """Finds where a spike shows first in the forward; None if that is not known.
@@ -36,9 +47,11 @@ def first_change(spike: Spike, run: Run) -> FirstChange | None:
     """
     looks = run.measured(SpikeLooks).found.get(spike.step) or _inspected(spike, run)
     n_known = n_unknown = 0
-    for layer in in_order(run) if looks else ():
-        after = [layers.get(layer.name, {}) for layers in looks.values()]
-        jumps = {stat: _jump(layer, stat, spike.step, after) for stat in OF_OUTPUTS}
+    layers = in_order(run) if looks else []
+    for layer in layers:
+        after = [seen.get(layer.name, {}) for seen in looks.values()]
+        times = OF_LAST if layer is layers[-1] else 1.0
+        jumps = {stat: _jump(layer, stat, spike.step, after, times * LIMITS[stat]) for stat in OF_OUTPUTS}
         known = {stat: jump for stat, jump in jumps.items() if not math.isnan(jump)}
         stat = max(known, key=lambda stat: abs(known[stat]) / LIMITS[stat], default="")
         if stat and known[stat]:
@@ -61,7 +74,9 @@ def _inspected(spike: Spike, run: Run) -> Looks:
     return {step: found[step] for step in sorted(found)[:N_LATER]}
 
 
-def _jump(layer: Layer, stat: str, until: int, after: Sequence[Mapping[str, float]]) -> float:
+def _jump(
+    layer: Layer, stat: str, until: int, after: Sequence[Mapping[str, float]], limit: float
+) -> float:
     """By how much a statistic has left its band, of a size in logarithms; 0 if it has not, NaN if unknown."""
     std = median([x for step, x in layer.series("std") if step < until][-N_RECENT:])
 
@@ -75,7 +90,7 @@ def _jump(layer: Layer, stat: str, until: int, after: Sequence[Mapping[str, floa
     if len(usual) < N_BAND or not all(map(math.isfinite, later)):
         return math.nan
     recent = usual[-N_RECENT:]
-    least = max(LIMITS[stat], TIMES * max(abs(y - x) for x, y in pairwise(recent)))
+    least = max(limit, TIMES * max(abs(y - x) for x, y in pairwise(recent)))
     above, below = min(later) - max(recent), min(recent) - max(later)
     return above if above > least else -below if below > least else 0.0
 
@@ -89,8 +104,8 @@ def _told(looks: Looks, layer: Layer, stat: str, jump: float, n_before: int, n_u
     first = f"{_when(looks)} {what} was {how}"
     if not n_before:
         return f"{first}; it is the first layer, so that its inputs may have changed."
-    which = f"{'' if n_unknown else 'the '}{n_before} layer{'s' * (n_before > 1)} before it"
-    return f"{first}, while {which} in the forward {'were' if n_before > 1 else 'was'} as before."
+    which = f"{'' if n_unknown else 'the '}{n_before} layers" if n_before > 1 else "the layer"
+    return f"{first}, while {which} before it in the forward {'were' if n_before > 1 else 'was'} as before."
 
 
 def _when(looks: Looks) -> str:

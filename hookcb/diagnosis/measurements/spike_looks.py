@@ -10,13 +10,13 @@ from hookcb.core.batch import parts
 from hookcb.core.torch_private import in_transform
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.led import LedStats
-from hookcb.diagnosis.measurements.spikes import CALM, Spikes
+from hookcb.diagnosis.measurements.spikes import Spikes
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import has_compiled
 from hookcb.processes.groups import is_sharded
 
-AFTER = (CALM, 4 * CALM)  # known losses after the first one of a spike, at which it is looked
+AFTER = (1, 4)  # known losses after the first one of a spike, from which on it is looked, if the last is high
 N_SPIKES = 8  # of a run that are looked at
 
 
@@ -46,7 +46,7 @@ class SpikeLooks(Measurement):
         if spike is None or (spike.step not in self._seen and len(self._seen) == N_SPIKES):
             return
         n = len(self._seen.get(spike.step, ()))
-        is_due = n < len(AFTER) and len(spike.after) >= AFTER[n]
+        is_due = n < len(AFTER) and len(spike.after) >= AFTER[n] and spike.after[-1] > spike.limit
         if is_due and not (has_compiled() or is_sharded(run.loop.model)):
             self._put_on(run, self._seen.setdefault(spike.step, {}).setdefault(run.step, {}))
 

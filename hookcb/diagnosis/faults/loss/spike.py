@@ -19,7 +19,7 @@ from hookcb.diagnosis.causes import (
     undo_from,
 )
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
-from hookcb.diagnosis.first_change import first_change
+from hookcb.diagnosis.first_change import FirstChange, first_change
 from hookcb.diagnosis.measurements.moments import Moments
 from hookcb.diagnosis.measurements.settings import Settings
 from hookcb.diagnosis.measurements.spike_looks import SpikeLooks
@@ -72,6 +72,12 @@ class LossSpikes(Fault):
     at most the largest of the 24 before these. Otherwise, if later losses are higher or keep half of the
     excess, the weights, if the loss climbs to twice the first excess, or a norm in the eight steps before
     was four times the median norm before; else the weights or several batches. What is not known is said.
+    For these, and for a layer that had jumped, it is told where the loss shows first in the forward: the
+    first layer whose output, in each of two batches while it is high, has a standard deviation or largest
+    magnitude above or below those of the last five looks before by a factor of 1.25, 1.5 of the last layer,
+    or a mean by half a standard deviation, and by twice the largest change between these looks. These two
+    begin with the second or third batch of the spike, and are no inspected batches; in compiled code, they
+    are inspected ones within 32 steps. What shows first need not be the cause.
     For what came first besides a batch, it is told if in the eight steps before the scale of a GradScaler
     has changed, or a norm was four times the median norm before.
 
@@ -109,18 +115,20 @@ class LossSpikes(Fault):
         has_stayed = any(_has_stayed(x, run) for x in spikes)
         if cause.kind == "batch" and _has_stayed(spike, run):
             cause = cause._replace(kind="batches")
-        shown = first_change(spike, run) if cause.kind in WITHOUT_PLACE else None
+        shown = first_change(spike, run) if cause.kind in LOCALIZED else None
+        if shown is None or (shown.layer is None and cause.kind not in ("batches", "unsure")):
+            shown = FirstChange(None, "")
         return self.finding(
             f"The loss jumps to {spike.value:.3g} at step {spike.step:,}{_place(spike)}, while up to "
-            f"{spike.limit:.3g} is noise: {cause.text}.{shown.text if shown else ''}{_before(spike, cause)} "
+            f"{spike.limit:.3g} is noise: {cause.text}.{shown.text}{_before(spike, cause)} "
             f"{_healing(spike, run)}{_repeated(spike, others)}{_smaller(smaller)}",
             "warning" if cause.kind in WRONG or (cause.kind in HARSHER and has_stayed) else "info",
-            at=cause.at or (shown.layer if shown else None),
+            at=shown.layer or cause.at,
             when=(first, spikes[-1].step),
             value=spike.value,
             limit=spike.limit,
-            causes=CAUSES[cause.kind],
-            next_steps=_next_steps(spike, cause, run),
+            causes=(*shown.causes, *CAUSES[cause.kind]),
+            next_steps=(*shown.next_steps(spike.step), *_next_steps(spike, cause, run)),
             ranks=spike.ranks,
         )
 
@@ -151,7 +159,7 @@ def _by_cause(spikes: Sequence[Spike], run: Run) -> list[tuple[Cause, list[Spike
 
 
 WRONG: tuple[Kind, ...] = ("state", "scaler")
-WITHOUT_PLACE: tuple[Kind, ...] = ("batches", "unsure", "weights", "unknown")
+LOCALIZED: tuple[Kind, ...] = ("layer", "batches", "unsure", "weights", "unknown")
 HARSHER: tuple[Kind, ...] = ("rate", "clip")  # larger steps, as the program has it
 CAUSES: dict[Kind, tuple[str, ...]] = {
     "batch": ("unusual or damaged samples",),
