@@ -15,6 +15,7 @@ from hookcb.diagnosis.run import Layer, Run
 OF_OUTPUTS = {"std": "standard deviation", "abs_max": "largest magnitude", "mean": "mean"}
 LIMITS = {"std": math.log(1.25), "abs_max": math.log(1.25), "mean": 0.5}  # a mean in standard deviations
 OF_LAST = math.log(1.5) / math.log(1.25)  # times these, of the last layer, which learns first from other targets
+SHIFT = 0.2  # root of the mean square by which channels differ, in standard deviations of the output
 TIMES = 2.0  # of a jump to the largest change between the looks it is compared with
 N_LATER, SOON = 2, 32  # inspected batches that stand in for looks at a spike, and steps after it
 
@@ -54,12 +55,13 @@ def first_change(spike: Spike, run: Run) -> FirstChange | None:
         jumps = {stat: _jump(layer, stat, spike.step, after, times * LIMITS[stat]) for stat in OF_OUTPUTS}
         known = {stat: jump for stat, jump in jumps.items() if not math.isnan(jump)}
         stat = max(known, key=lambda stat: abs(known[stat]) / LIMITS[stat], default="")
-        if stat and known[stat]:
-            return FirstChange(layer, _told(looks, layer, stat, known[stat], n_known, n_unknown))
+        what = _of_stat(layer, stat, known[stat]) if stat and known[stat] else ""
+        if what or (what := _of_profile(layer, times, spike.step, run)):
+            return FirstChange(layer, _told(looks, what, n_known, n_unknown))
         n_known, n_unknown = n_known + bool(stat), n_unknown + (not stat)
     if not n_known or n_unknown:
         return None
-    return FirstChange(None, f"{_when(looks)} the outputs of all {n_known} layers were as before.")
+    return FirstChange(None, f"{_when(looks)} the outputs of all {n_known} layers were of their usual size.")
 
 
 def _inspected(spike: Spike, run: Run) -> Looks:
@@ -95,13 +97,35 @@ def _jump(
     return above if above > least else -below if below > least else 0.0
 
 
-def _told(looks: Looks, layer: Layer, stat: str, jump: float, n_before: int, n_unknown: int) -> str:
-    what = f"the {OF_OUTPUTS[stat]} of the output of {as_layer(layer.name)}"
+def _of_stat(layer: Layer, stat: str, jump: float) -> str:
+    what = f"the {OF_OUTPUTS[stat]} of the output of {as_layer(layer.name)} was"
     if stat == "mean":
-        how = f"{abs(jump):.2g} standard deviations {'above' if jump > 0 else 'below'} its usual values"
-    else:
-        how = f"{format_factor(math.exp(jump))} times its usual value"
-    first = f"{_when(looks)} {what} was {how}"
+        return f"{what} {abs(jump):.2g} standard deviations {'above' if jump > 0 else 'below'} its usual values"
+    return f"{what} {format_factor(math.exp(jump))} times its usual value"
+
+
+def _of_profile(layer: Layer, times: float, step: int, run: Run) -> str:
+    """A clause on the channels of an output, if they have left their band; else ""."""
+    found = run.measured(SpikeLooks).profiles.get(step, {})
+    before = [x[layer.name] for at, x in found.items() if at < step and layer.name in x]
+    after = [x[layer.name] for at, x in found.items() if at > step and layer.name in x]
+    n = len(before[-1]) if before else 0
+    if len(before) < N_RECENT or not after or any(len(x) != n for x in (*before, *after)):
+        return ""
+    size = median(math.hypot(*x[n // 2 :]) for x in before) / math.sqrt(n // 2)
+    change = max(math.dist(a, b) for a, b in pairwise(before)) / math.sqrt(n)
+    jump = min(math.dist(a, b) for a in before for b in after) / math.sqrt(n)
+    if not jump > times * max(SHIFT * size, TIMES * change):
+        return ""
+    many = f"{format_factor(jump / change)} times as far" if change else "far"
+    return (
+        f"the means and standard deviations of the channels of the output of {as_layer(layer.name)} were "
+        f"{many} from those of the looks before as these are from each other"
+    )
+
+
+def _told(looks: Looks, what: str, n_before: int, n_unknown: int) -> str:
+    first = f"{_when(looks)} {what}"
     if not n_before:
         return f"{first}; it is the first layer, so that its inputs may have changed."
     which = f"{'' if n_unknown else 'the '}{n_before} layers" if n_before > 1 else "the layer"
