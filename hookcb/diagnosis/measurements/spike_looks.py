@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookcb.activations.stats import LAYER_STATS, has_stats, layer_stats
+from hookcb.activations.stats import has_stats
 from hookcb.core.batch import parts
 from hookcb.core.torch_private import in_transform
 from hookcb.diagnosis.fault import EVERY, Measurement
@@ -19,11 +19,11 @@ from hookcb.hooks.modules import has_compiled
 from hookcb.processes.groups import is_sharded
 
 AFTER = (1, 4)  # known losses after the first one of a spike, from which on it is looked, if the last is high
-N_SPIKES, N_BEFORE = 8, 5  # of a run that are looked at, and inspected batches before each
+N_SPIKES, N_BEFORE = 8, 4  # of a run that are looked at, and inspected batches before each
 MAX_CHANNELS, MAX_ROWS = 32, 2_048  # of an output in a profile
 
-Profiles = dict[str, Tensor]  # by layer
-Look = dict[str, tuple[Tensor, Tensor]]  # statistics and profile, by layer
+Seen = dict[int, dict[str, Tensor]]  # profiles by step and layer
+Told = dict[int, dict[str, list[float]]]
 
 
 class SpikeLooks(Measurement):
@@ -34,21 +34,20 @@ class SpikeLooks(Measurement):
     was compiled, as that would compile it again, nor in a model that is divided between ranks.
 
     Attributes:
-        found: the statistics of `LAYER_STATS` of the first output of each layer, by the first step of a spike,
-            the step of a look, and the layer's name.
-        profiles: the profiles of these outputs, see `profile`, likewise; and of up to five inspected batches
-            before the spike.
+        after: profiles of the first output of each layer, see `profile`, by the first step of a spike, the
+            step of a look, and the layer's name.
+        before: likewise, of the last four inspected batches before the spike.
     """
 
     cadence = EVERY
     uses = (Spikes,)
 
     def __init__(self) -> None:
-        self.found: dict[int, dict[int, dict[str, dict[str, float]]]] = {}
-        self.profiles: dict[int, dict[int, dict[str, list[float]]]] = {}
-        self._seen: dict[int, dict[int, Look]] = {}
-        self._before: dict[int, dict[int, Profiles]] = {}  # by the first step of a spike
-        self._recent = deque[tuple[int, Profiles]](maxlen=N_BEFORE + 1)  # the last one may be in a spike
+        self.after: dict[int, Told] = {}
+        self.before: dict[int, Told] = {}
+        self._after: dict[int, Seen] = {}
+        self._before: dict[int, Seen] = {}
+        self._recent = deque[tuple[int, dict[str, Tensor]]](maxlen=N_BEFORE + 1)  # the last may be in a spike
         self._last_step = -1  # of the optimizer, in which it was inspected
         self._hooks: list[Hook] = []
 
@@ -58,21 +57,20 @@ class SpikeLooks(Measurement):
             self._last_step = run.n_steps
             self._recent.append((run.step, {}))
         spike = run.measured(Spikes).under_way
-        if spike is None or (spike.step not in self._seen and len(self._seen) == N_SPIKES):
+        if spike is None or (spike.step not in self._after and len(self._after) == N_SPIKES):
             return
-        n = len(self._seen.get(spike.step, ()))
+        n = len(self._after.get(spike.step, ()))
         is_due = n < len(AFTER) and len(spike.after) >= AFTER[n] and spike.after[-1] > spike.limit
         if is_due and not (has_compiled() or is_sharded(run.loop.model)):
-            before = {step: seen for step, seen in self._recent if step < spike.step}
-            self._before.setdefault(spike.step, before)
-            self._put_on(run, self._seen.setdefault(spike.step, {}).setdefault(run.step, {}))
+            before = [x for x in self._recent if x[0] < spike.step][-N_BEFORE:]
+            self._before.setdefault(spike.step, dict(before))
+            self._put_on(run, self._after.setdefault(spike.step, {}).setdefault(run.step, {}))
 
     def on_output(self, run: Run, name: str, m: nn.Module, output: Any) -> None:
-        if not torch.compiler.is_compiling() and self._recent and name not in self._recent[-1][1]:
-            if (x := _first(output)) is not None:
-                self._recent[-1][1][name] = profile(x)
+        if self._recent and not torch.compiler.is_compiling():
+            _take(self._recent[-1][1], name, m, (), output)
 
-    def _put_on(self, run: Run, seen: Look) -> None:
+    def _put_on(self, run: Run, seen: dict[str, Tensor]) -> None:
         loop = run.loop
         layers = next((cb.layers for cb in loop.cbs if isinstance(cb, LedStats)), {})
         for name, m in layers.items():
@@ -94,18 +92,15 @@ class SpikeLooks(Measurement):
         self._take_off()
 
     def tell(self, run: Run) -> None:
-        self.found, self.profiles = {}, {}
-        for first, looks in self._seen.items():
-            before = self._before[first].items()
-            self.profiles[first] = {step: {k: x.tolist() for k, x in seen.items()} for step, seen in before}
-            for step, seen in looks.items():
-                numbers = {name: (stats.tolist(), x.tolist()) for name, (stats, x) in seen.items()}
-                stats = {name: dict(zip(LAYER_STATS, x, strict=True)) for name, (x, _) in numbers.items()}
-                self.found.setdefault(first, {})[step] = stats
-                self.profiles[first][step] = {name: x for name, (_, x) in numbers.items()}
+        self.after = {first: _told(seen) for first, seen in self._after.items()}
+        self.before = {first: _told(seen) for first, seen in self._before.items()}
 
     def freeze(self) -> None:
-        self._seen, self._before, self._recent = {}, {}, deque()
+        self._after, self._before, self._recent = {}, {}, deque()
+
+
+def _told(seen: Seen) -> Told:
+    return {step: {name: x.tolist() for name, x in layers.items()} for step, layers in seen.items()}
 
 
 def profile(x: Tensor) -> Tensor:
@@ -117,22 +112,17 @@ def profile(x: Tensor) -> Tensor:
     Returns:
         A float32 tensor `(2 c,)` on the device of `x`, in the unit of `x`.
     """
-    x = x.detach()
-    rows = (x.movedim(1, -1) if x.ndim == 4 else x).reshape(-1, x.shape[1 if x.ndim == 4 else -1] if x.ndim else 1)
+    x = x.detach().movedim(1, -1) if x.ndim == 4 else x.detach()
+    rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
     rows = rows[:: max(1, len(rows) // MAX_ROWS), :: max(1, rows.shape[1] // MAX_CHANNELS)]
     std, mean = torch.std_mean(rows[:, :MAX_CHANNELS].float(), 0, correction=0)
     return torch.cat([mean, std])
 
 
-def _first(output: Any) -> Tensor | None:
-    """The first output that has statistics."""
-    if in_transform():
-        return None
+def _take(seen: dict[str, Tensor], name: str, m: nn.Module, inputs: Any, output: Any) -> None:
+    """Takes the profile of the first output of the first call of a layer."""
+    if name in seen or in_transform():
+        return
     tensors = [output] if isinstance(output, Tensor) else [x for _, x in parts(output)]
-    return next((x for x in tensors if has_stats(x) and x.numel()), None)
-
-
-def _take(seen: Look, name: str, m: nn.Module, inputs: Any, output: Any) -> None:
-    """Takes the first output of the first call of a layer."""
-    if name not in seen and (x := _first(output)) is not None:
-        seen[name] = layer_stats(x), profile(x)
+    if (x := next((x for x in tensors if has_stats(x) and x.numel()), None)) is not None:
+        seen[name] = profile(x)

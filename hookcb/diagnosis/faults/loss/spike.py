@@ -72,12 +72,11 @@ class LossSpikes(Fault):
     at most the largest of the 24 before these. Otherwise, if later losses are higher or keep half of the
     excess, the weights, if the loss climbs to twice the first excess, or a norm in the eight steps before
     was four times the median norm before; else the weights or several batches. What is not known is said.
-    For these, and for a layer that had jumped, it is told where the loss shows first in the forward: the
-    first layer whose output, in each of two batches while it is high, has a standard deviation or largest
-    magnitude above or below those of the last five looks before by a factor of 1.25, 1.5 of the last layer,
-    or a mean by half a standard deviation, and by twice the largest change between these looks. These two
-    begin with the second or third batch of the spike, and are no inspected batches; in compiled code, they
-    are inspected ones within 32 steps. What shows first need not be the cause.
+    For these, and for a layer that had jumped, it is told where the loss shows first in the forward, which
+    need not be the cause: the first layer whose output, in each of two batches from the third one of the
+    spike on, has means and standard deviations of channels whose distance to those of the last two looks
+    before is twice the largest one between four looks before, and a fifth of its standard deviation; of the
+    last layer, half as much again. These batches are no inspected ones; nothing is seen in compiled code.
     For what came first besides a batch, it is told if in the eight steps before the scale of a GradScaler
     has changed, or a norm was four times the median norm before.
 
@@ -118,6 +117,11 @@ class LossSpikes(Fault):
         shown = first_change(spike, run) if cause.kind in LOCALIZED else None
         if shown is None or (shown.layer is None and cause.kind not in ("batches", "unsure")):
             shown = FirstChange(None, "")
+        place = (
+            (f"Look at what {as_layer(shown.layer.name)} gets and computes from step {spike.step} on",)
+            if shown.layer
+            else ()
+        )
         return self.finding(
             f"The loss jumps to {spike.value:.3g} at step {spike.step:,}{_place(spike)}, while up to "
             f"{spike.limit:.3g} is noise: {cause.text}.{shown.text}{_before(spike, cause)} "
@@ -127,8 +131,8 @@ class LossSpikes(Fault):
             when=(first, spikes[-1].step),
             value=spike.value,
             limit=spike.limit,
-            causes=(*shown.causes, *CAUSES[cause.kind]),
-            next_steps=(*shown.next_steps(spike.step), *_next_steps(spike, cause, run)),
+            causes=CAUSES[cause.kind],
+            next_steps=(*place, *_next_steps(spike, cause, run)),
             ranks=spike.ranks,
         )
 
