@@ -119,7 +119,8 @@ class StepScales(Measurement):
         self._norms = deque[tuple[int, Number]](maxlen=N_KEPT)  # before clipping, of steps that are clipped
         self._scales = deque[tuple[int, Number]](maxlen=N_KEPT)  # of the loss of each batch
         self._rescaled = deque[Rescaled](maxlen=N_SPANS)
-        self.n_clipped = 0  # parameters that were given to clipping before the last step
+        # of the last step: parameters that were given to clipping, and its limit, inf without any
+        self.n_clipped, self.limit = 0, math.inf
 
     def on_model(self, run: Run) -> None:
         self._begin = heard(Clipping).n
@@ -146,11 +147,11 @@ class StepScales(Measurement):
         since = self._n_heard.get(id(opt), self._begin)
         self._n_heard[id(opt)] = ear.n
         new = [call for key, call in ear.latest.items() if call.n > since and self._is_own(opt, key)]
-        limit, self.n_clipped = math.inf, sum(call.n_params for call in new)
+        self.limit, self.n_clipped = math.inf, sum(call.n_params for call in new)
         if new:
-            _, limit, norm, _ = max(new)
+            _, self.limit, norm, _ = max(new)
             self._norms.append((run.step, norm))
-        spans = self._spans.setdefault(id(opt), [])
+        limit, spans = self.limit, self._spans.setdefault(id(opt), [])
         if spans and spans[-1].limit == limit:
             spans[-1] = spans[-1]._replace(n=spans[-1].n + 1)
         else:

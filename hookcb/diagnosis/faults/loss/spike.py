@@ -27,6 +27,7 @@ from hookcb.diagnosis.rules import median
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
 
+MINOR = 1 / 4  # of the largest rise, below which a spike of a single batch gets no finding of its own
 N_SPIKES, ALONE, ALONE_RATIO = 2, 8.0, 1.25  # how many, or how far above in noise and in relation
 
 
@@ -90,13 +91,21 @@ class LossSpikes(Fault):
             yield Passed(f"spikes of the loss ({measured.n})")
         else:
             groups = _by_cause(spikes, run)
-            largest = max(groups, key=lambda group: max(map(_rise, group[1])))
-            # smaller spikes without a known cause are told beside the largest one
-            rest = [
-                x for group in groups if group is not largest and group[0].kind == "unknown" for x in group[1]
+            largest = max(groups, key=lambda group: _largest_rise(group[1]))
+            least = MINOR * _largest_rise(largest[1])
+            # smaller spikes of single batches, or without a known cause, are told beside the largest one
+            minor = [
+                group
+                for group in groups
+                if group is not largest
+                and (
+                    group[0].kind == "unknown"
+                    or (group[0].kind == "batch" and _largest_rise(group[1]) < least)
+                )
             ]
+            rest = sorted((x for _, spikes in minor for x in spikes), key=lambda spike: spike.step)
             for group in groups:
-                if group is largest or group[0].kind != "unknown":
+                if group not in minor:
                     yield self._finding(run, *group, rest if group is largest else ())
 
     def _finding(self, run: Run, cause: Cause, spikes: Sequence[Spike], smaller: Sequence[Spike]) -> Finding:
@@ -124,6 +133,10 @@ class LossSpikes(Fault):
 
 def _rise(spike: Spike) -> float:
     return spike.value - spike.middle
+
+
+def _largest_rise(spikes: Sequence[Spike]) -> float:
+    return max(map(_rise, spikes))
 
 
 def _by_cause(spikes: Sequence[Spike], run: Run) -> list[tuple[Cause, list[Spike]]]:
@@ -240,7 +253,7 @@ def _smaller(spikes: Sequence[Spike]) -> str:
     if not spikes:
         return ""
     shown = ", ".join(f"{x.step:,}" for x in spikes[:5]) + " …" * (len(spikes) > 5)
-    return f" Smaller ones, whose cause was not seen, are at step {shown}."
+    return f" Smaller ones are at step {shown}."
 
 
 def _stands_out(spike: Spike) -> bool:
