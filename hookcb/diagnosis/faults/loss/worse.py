@@ -11,7 +11,7 @@ from hookcb.diagnosis.fault import Fault, Result, Site, fault, findings_of
 from hookcb.diagnosis.measurements.group_rates import JUMP, RISE, GroupRates
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.schedules import Schedules
-from hookcb.diagnosis.measurements.settings import CLIPPED, LIMIT, OPERATIONS, Settings, when_of
+from hookcb.diagnosis.measurements.settings import CLIPPED, LIMIT, MIN_SPAN, OPERATIONS, Settings, when_of
 from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.rules import SIGMA, median, rates
 from hookcb.diagnosis.run import Passed, Run, Series, Skipped
@@ -176,7 +176,7 @@ def _facts(run: Run) -> Iterator[Fact]:
 class ChangedSettings(Fault):
     """A setting that a program changes in mid-run: what and when, as a note.
 
-    Exact: the facts of `loss.worse`, whatever the loss does after them. A setting that has changed three
+    Exact: the facts of `loss.worse` after the first 32 steps, whatever the loss does then. A setting that has changed three
     times or more follows a schedule, and is left out, as is what `loss.worse` or `loss.spike` names.
 
     Source: none is needed; a program has set these numbers, and it may mean them. That a value had stayed for
@@ -189,10 +189,11 @@ class ChangedSettings(Fault):
     passed = "settings that change in mid-run"
 
     def findings(self, run: Run) -> Iterator[Result]:
-        told = "".join(f.message for code in ("loss.worse", "loss.spike") for f in findings_of(code, run))
-        facts = sorted(_facts(run))
+        told = [f for code in ("loss.worse", "loss.spike") for f in findings_of(code, run)]
+        facts = [x for x in sorted(_facts(run)) if x.last >= MIN_SPAN]  # not in a warmup
         n_changes = Counter(fact.what for fact in facts)
-        new = [x for x in facts if x.text not in told and (not x.what or n_changes[x.what] < SCHEDULE)]
+        is_schedule = {what for what, n in n_changes.items() if what and n >= SCHEDULE}
+        new = [x for x in facts if x.what not in is_schedule and not any(_tells(f, x) for f in told)]
         yield self._found(new) if new else Passed(self.passed)
 
     def _found(self, facts: Sequence[Fact]) -> Finding:
@@ -215,3 +216,7 @@ def _begin_of_rise(series: Series) -> tuple[int, float]:
     while i + 1 < len(series) and series.values[i] == lowest:
         i += 1
     return series.steps[i], lowest
+
+
+def _tells(finding: Finding, fact: Fact) -> bool:
+    return fact.text in finding.message or fact.last < (finding.step or 0) <= fact.step

@@ -132,6 +132,15 @@ def test_what_is_told_with_a_loss_that_rose_and_what_follows_a_schedule_are_left
     assert only(ChangedSettings, run_with([2, 1, 0.9, 0.8], *steps[:2])).step == 60
 
 
+def test_a_rate_that_rises_in_a_warmup_or_leads_to_a_spike_is_no_change_to_note():
+    warmup = [1e-3 * min(1, (i + 1) / 10) for i in range(100)]
+    run = run_with([2, 1, 0.9, 0.8], rates=warmup + [3e-3] * 100)
+    found = only(ChangedSettings, run)
+    assert "What changed: the learning rate, from 0.001 to 0.003 at step 100. This" in found.message
+    run._kept["loss.spike"] = [Finding("loss.spike", "info", step=100)]
+    assert isinstance(only(ChangedSettings, run), Passed)
+
+
 def test_of_many_changes_four_are_listed():
     many = [CHANGED._replace(name=f"p{i}") for i in range(6)]
     assert "; and 2 more. This may be" in only(ChangedSettings, run_with([2, 1, 0.9, 0.8], *many)).message
