@@ -176,8 +176,9 @@ def _facts(run: Run) -> Iterator[Fact]:
 class ChangedSettings(Fault):
     """A setting that a program changes in mid-run: what and when, as a note.
 
-    Exact: the facts of `loss.worse` after the first 32 steps, whatever the loss does then. A setting that has changed three
-    times or more follows a schedule, and is left out, as is what `loss.worse` or `loss.spike` names.
+    Exact: the facts of `loss.worse` after the first 32 steps, whatever the loss does then. A setting that has
+    changed three times or more follows a schedule, and is left out, as is what `loss.worse` or `loss.spike`
+    names.
 
     Source: none is needed; a program has set these numbers, and it may mean them. That a value had stayed for
     32 steps, and that rates and limits have changed by half or more, are limits of ours.
