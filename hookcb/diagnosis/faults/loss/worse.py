@@ -50,18 +50,18 @@ class WorseLoss(Fault):
 
     Formula: the median of 32 losses after a change, of 128, or of all, is above that of the 32 before it by
     four standard errors and by 5 %, and that of the last 32 is not below it. A change is a fact: a learning
-    rate that has risen by half or more in one step, of all groups or one; a limit of clipping by torch that
-    has ended or risen by half or more, after 32 steps; another setting of a group of the optimizer, such as
-    `betas`, `eps`, `momentum` or `weight_decay`; a number in an attribute of a layer, such as `p` of dropout,
-    or the dtype of a buffer; the number of backwards before a step, of parameters that are clipped, or the
-    operations of the loss next to it. All of these had stayed for 32 steps before and stayed for eight. Or
-    the learning rate has doubled or more, step by step, since the 32 batches with the lowest median, the
-    first ones excepted, and the median of the last 32 is above it by six standard errors and by 5 %. A note
-    if half of the rise is gone, if the kind of the loss is not known, or if the change may be meant: of the
-    loss, of `weight_decay`, or in a layer, as of dropout. A rate that rises again by
-    `CosineAnnealingWarmRestarts` or `CyclicLR` is meant, and not told. A warning, too, where `update.spike`
-    warns of steps that are too large soon after the change. The noise is that of differences between losses
-    in a row. Not told where `loss.spike` warns.
+    rate that has risen by half or more in one step, of all groups or one, or of one step by step to twice
+    that of the others; a limit of clipping by torch that has ended or risen by half or more, after 32 steps;
+    another setting of a group of the optimizer, such as `betas`, `eps`, `momentum` or `weight_decay`; a
+    number in an attribute of a layer, such as `p` of dropout, or the dtype of a buffer; the number of
+    backwards before a step, of parameters that are clipped, or the operations of the loss next to it. All of
+    these had stayed for 32 steps before and stayed for eight. Or the learning rate has doubled or more, step
+    by step, since the 32 batches with the lowest median, the first ones excepted, and the median of the last
+    32 is above it by six standard errors and by 5 %. A note if half of the rise is gone, if the kind of the
+    loss is not known, or if the change may be meant: of the loss, of `weight_decay`, or in a layer, as of
+    dropout. A rate that rises again by `CosineAnnealingWarmRestarts` or `CyclicLR` is meant, and not told. A
+    warning, too, where `update.spike` warns of steps that are too large soon after the change. The noise is
+    that of differences between losses in a row. Not told where `loss.spike` warns.
 
     Source: J. von Neumann et al., "The mean square successive difference", 1941, for noise around a trend.
     That a change led to the rise is not shown by these facts; the limits are ours.
@@ -159,6 +159,9 @@ def _facts(run: Run) -> Iterator[Fact]:
                 yield Fact(step, last, text)
         for jump in run.measured(GroupRates).jumps:
             yield Fact(jump.step, jump.step - 1, jump.text)
+        for rise in run.measured(GroupRates).rises:
+            step = rise.step if rise.since is None else rise.since
+            yield Fact(step, step - 1, rise.text)
     limit = run.measured(StepScales).limit_change(run.loss.steps[-1], run.loss.steps[-1])
     if limit is not None:
         yield Fact(limit.step, limit.step - 1, text_of_limit(limit))

@@ -51,7 +51,7 @@ class ScaledClipping(Fault):
         yield self._heard(run) or self._recorded(run)
 
     def _heard(self, run: Run) -> Finding | None:
-        """What the order of calls shows, of clipping and of a scaler."""
+        """A finding on the order in which clipping and a scaler were called."""
         if (heard := run.measured(StepScales).scaled) is None or heard.n < MIN_STEPS:
             return None
         (scale,) = read_numbers([heard.scale])
@@ -62,8 +62,8 @@ class ScaledClipping(Fault):
         return self._finding(
             run,
             f"In {heard.n:,} steps in a row, from step {heard.first:,} on, clip_grad_norm_ came before "
-            f"scaler.unscale_: gradients were clipped to {heard.limit:g} while still multiplied by the scale, "
-            f"now {scale:,.6g}, so that the step gets a norm of {heard.limit / scale:.3g} at most.",
+            f"scaler.unscale_: gradients were clipped to {heard.limit:g} while still multiplied by the "
+            f"scale, now {scale:,.6g}, so that the step gets a norm of {heard.limit / scale:.3g} at most.",
             when=(heard.first, heard.last),
             value=heard.limit / scale,
             limit=heard.limit,
@@ -82,7 +82,7 @@ class ScaledClipping(Fault):
         )
 
     def _recorded(self, run: Run) -> Result:
-        """What the norms of gradients show."""
+        """A finding on the norms of gradients."""
         scales = {step: x for step, x in run.steps.get("scale", Series()) if MIN_SCALE <= x < math.inf}
         norms = dict(run.steps.get("clipped_total_norm", Series()))
         before = dict(run.steps.get("total_norm", Series()))
