@@ -34,11 +34,11 @@ def batches_with(seed: int, rows: int, n_step: int = N_STEP) -> list[Batch]:
     return batches
 
 
-@spike("LM: a quarter of a batch is noise, clipped at 1", says="it is this batch alone")
+@spike("LM: half of a batch is noise, clipped at 1", says="it is this batch alone")
 def noisy_rows(seed: int, cbs: Callbacks) -> Run:
     model = LanguageModel()
     opt = adamw(model, lr=3e-3)
-    return follow(model, token_loss, opt, batches_with(seed, 6), cbs, seed, clip=1.0)
+    return follow(model, token_loss, opt, batches_with(seed, 8), cbs, seed, clip=1.0)
 
 
 @spike("LM: a whole batch is noise, by a Learner", says="it is this batch alone")

@@ -1,5 +1,6 @@
 """Settings: what a program changes while it trains: numbers of optimizers and layers, clipping, the loss."""
 
+import math
 from collections import Counter, deque
 from collections.abc import MutableMapping
 from typing import Any, ClassVar, NamedTuple
@@ -25,6 +26,7 @@ PLAIN = {*NUMBERS, tuple, str, torch.dtype, type(None)}
 LEFT_OUT = {"lr", "initial_lr", "training"}  # which have records of their own
 SAVED = {"exponent": None, "reduction": None, "alpha": 1}  # of operations of the loss, and what is usual
 BACKWARDS, CLIPPED, OPERATIONS = "backwards per step", "parameters that are clipped", "operations"
+LIMIT = "limit of clip_grad_norm_"  # inf without any
 
 
 class Change(NamedTuple):
@@ -50,13 +52,19 @@ class Change(NamedTuple):
     @property
     def text(self) -> str:
         """Words on what has changed, how and when, without a verb."""
-        how = f"from {self.before} to {self.after}"
+        how = f"from {_shown(self.before)} to {_shown(self.after)}"
         if self.name == OPERATIONS:
             before, after = Counter(self.before), Counter(self.after)
             ways = ("now with", after - before), ("without", before - after)
             said = [f"{way} {join_names([*names.elements()], 4)}" for way, names in ways if names]
             how = ", ".join(said) or "in another order"
         return f"{self.name} of {self.of}, {how} {when_of(self.last, self.step)}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if math.isfinite(value) else "none"
+    return str(value)
 
 
 def when_of(last: int, step: int) -> str:
@@ -75,23 +83,32 @@ class _Known:
         self._before = values, step
 
     def changed(self, values: dict[str, Any], step: int) -> list[Change]:
-        """Takes the values of a step; returns those that are new and have stayed, if the old ones had."""
+        """Takes the values of a step; returns what has left a value that had stayed, and not come back."""
         if not PLAIN.issuperset(map(type, values.values())):
             return []  # a tensor, which cannot be compared at no cost
+        if self._new:
+            return self._left(values, step)
         if values == self.values:
             self.last = step
-            if self._new and step - self.since >= MIN_STAY:
-                new, self._new = self._new, []
-                return new
-            return []
-        if self._new and values == self._before[0]:  # they are back
-            (self.values, self.since), self.last, self._new = self._before, step, []
             return []
         old, is_long = self.values, self.last - self.since >= MIN_SPAN
         names = [name for name in values if is_long and values[name] != old.get(name)]
         self._new = [Change(step, self.last, name, old.get(name), values[name]) for name in names]
         self._before, self.values, self.since, self.last = (old, self.since), values, step, step
         return []
+
+    def _left(self, values: dict[str, Any], step: int) -> list[Change]:
+        """Takes values after a change that is not told yet; they may be others by now, as of a schedule."""
+        if values == self._before[0]:
+            (self.values, self.since), self.last, self._new = self._before, step, []
+            return []
+        if values != self.values:
+            self.values, self.since = values, step
+        self.last = step
+        if step - self._new[0].step < MIN_STAY:
+            return []
+        new, self._new = self._new, []
+        return [x._replace(after=values[x.name]) for x in new if values[x.name] != x.before]
 
 
 class _Followed(NamedTuple):
@@ -111,12 +128,12 @@ class Settings(Measurement):
     Those of a layer are its attributes that are numbers, such as `p`, `eps` and `momentum`, without private
     ones, and the dtypes of its buffers: of all layers in inspected batches, and of one in each other batch,
     in turn. Of the loss, its operations next to it, in batches of `Run.noting`. Of each step, the number of
-    backwards before it, and of parameters that torch's clipping was given. What changes often, as by a
-    schedule, or changes back at once, was not changed by a program once.
+    backwards before it, of parameters that torch's clipping was given, and its limit. What changes often, as
+    by a schedule, or changes back at once, was not changed by a program once.
 
     Attributes:
         changes: the last 16, where nothing of the group, layer or loss had changed for 32 steps before, and
-            nothing changed for eight afterwards.
+            it has not come back in eight afterwards.
     """
 
     cadence = EVERY
@@ -127,7 +144,7 @@ class Settings(Measurement):
         self.changes = deque[Change](maxlen=N_CHANGES)
         self._of_layers: list[_Followed] = []
         self._of_groups: MutableMapping[Optimizer, list[_Known]] = WeakKeyDictionary()
-        self._of_steps: MutableMapping[Optimizer, _Known] = WeakKeyDictionary()
+        self._of_steps: MutableMapping[Optimizer, list[_Known]] = WeakKeyDictionary()
         self._of_loss: _Known | None = None
         self._n_backward = 0
 
@@ -162,10 +179,13 @@ class Settings(Measurement):
         opt, n, self._n_backward = run.loop.opt, self._n_backward, 0
         if not isinstance(opt, Optimizer):
             return
-        step, values = run.step, {BACKWARDS: n, CLIPPED: run.measured(StepScales).n_clipped}
-        if (of_steps := self._of_steps.get(opt)) is None:
-            of_steps = self._of_steps[opt] = _Known(values, step)
-        self.changes += of_steps.changed(values, step)
+        step, scales = run.step, run.measured(StepScales)
+        of_steps: list[dict[str, Any]] = [{BACKWARDS: n, CLIPPED: scales.n_clipped}]
+        of_steps.append({LIMIT: scales.limit})  # which may change often
+        if opt not in self._of_steps:
+            self._of_steps[opt] = [_Known(values, step) for values in of_steps]
+        for own, values in zip(self._of_steps[opt], of_steps, strict=True):
+            self.changes += own.changed(values, step)
         groups = opt.param_groups[:MAX_GROUPS]
         known = self._of_groups.setdefault(opt, [])
         for i, group in enumerate(groups):

@@ -52,7 +52,7 @@ def test_settings_of_groups_and_numbers_and_dtypes_of_layers_are_followed():
     first, second, third = changes(change)
     assert first == Change(60, 59, "betas", (0.9, 0.999), (0.9, 0.5), "parameter group 1")
     assert second == Change(102, 98, "p", 0.0, 0.3, "drop", "drop")
-    assert second.text == "p of drop, from 0.0 to 0.3 between steps 98 and 102"
+    assert second.text == "p of drop, from 0 to 0.3 between steps 98 and 102"
     assert (third.name, third.before, third.after) == (
         "dtype of running_mean",
         torch.float32,
@@ -88,6 +88,17 @@ def test_counters_schedules_rates_and_early_or_short_changes_are_no_settings():
             model.drop.p = 0.3
 
     assert changes(change) == []
+
+
+def test_a_setting_that_begins_to_follow_a_schedule_is_told_once():
+    def change(model, opt, step, run):
+        run.measured(StepScales).limit = 5.0 * 0.9 ** max(0, step - 99)
+        opt.param_groups[1]["betas"] = (0.9, 0.999 - 0.01 * (step > 60) * (1 + step % 3))
+
+    assert [x.text for x in changes(change)] == [
+        "betas of parameter group 1, from (0.9, 0.999) to (0.9, 0.989) at step 61",
+        "limit of clip_grad_norm_ of the optimizer, from 5 to 1.937 at step 100",
+    ]
 
 
 def test_a_tensor_is_not_compared():

@@ -29,6 +29,7 @@ from hookcb.diagnosis.rules import median
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
 
+MINOR = 1 / 4  # of the largest rise, below which a spike of a single batch gets no finding of its own
 N_SPIKES, ALONE, ALONE_RATIO = 2, 8.0, 1.25  # how many, or how far above in noise and in relation
 
 
@@ -97,13 +98,21 @@ class LossSpikes(Fault):
             yield Passed(f"spikes of the loss ({measured.n})")
         else:
             groups = _by_cause(spikes, run)
-            largest = max(groups, key=lambda group: max(map(_rise, group[1])))
-            # smaller spikes without a known cause are told beside the largest one
-            rest = [
-                x for group in groups if group is not largest and group[0].kind == "unknown" for x in group[1]
+            largest = max(groups, key=lambda group: _largest_rise(group[1]))
+            least = MINOR * _largest_rise(largest[1])
+            # smaller spikes of single batches, or without a known cause, are told beside the largest one
+            minor = [
+                group
+                for group in groups
+                if group is not largest
+                and (
+                    group[0].kind == "unknown"
+                    or (group[0].kind == "batch" and _largest_rise(group[1]) < least)
+                )
             ]
+            rest = sorted((x for _, spikes in minor for x in spikes), key=lambda spike: spike.step)
             for group in groups:
-                if group is largest or group[0].kind != "unknown":
+                if group not in minor:
                     yield self._finding(run, *group, rest if group is largest else ())
 
     def _finding(self, run: Run, cause: Cause, spikes: Sequence[Spike], smaller: Sequence[Spike]) -> Finding:
@@ -114,14 +123,9 @@ class LossSpikes(Fault):
         has_stayed = any(_has_stayed(x, run) for x in spikes)
         if cause.kind == "batch" and _has_stayed(spike, run):
             cause = cause._replace(kind="batches")
-        shown = first_change(spike, run) if cause.kind in LOCALIZED else None
-        if shown is None or (shown.layer is None and cause.kind not in ("batches", "unsure")):
-            shown = FirstChange(None, "")
-        place = (
-            (f"Look at what {as_layer(shown.layer.name)} gets and computes from step {spike.step} on",)
-            if shown.layer
-            else ()
-        )
+        shown = _where(spike, cause, run)
+        name = as_layer(shown.layer.name) if shown.layer else ""
+        look = (f"Look at what {name} gets and computes from step {spike.step} on",) if name else ()
         return self.finding(
             f"The loss jumps to {spike.value:.3g} at step {spike.step:,}{_place(spike)}, while up to "
             f"{spike.limit:.3g} is noise: {cause.text}.{shown.text}{_before(spike, cause)} "
@@ -132,13 +136,25 @@ class LossSpikes(Fault):
             value=spike.value,
             limit=spike.limit,
             causes=CAUSES[cause.kind],
-            next_steps=(*place, *_next_steps(spike, cause, run)),
+            next_steps=(*look, *_next_steps(spike, cause, run)),
             ranks=spike.ranks,
         )
 
 
+def _where(spike: Spike, cause: Cause, run: Run) -> FirstChange:
+    """Where it shows first, if nothing better is known; or that nothing has changed."""
+    found = first_change(spike, run) if cause.kind in LOCALIZED else None
+    if found is None or (found.layer is None and cause.kind not in ("batches", "unsure")):
+        return FirstChange(None, "")
+    return found
+
+
 def _rise(spike: Spike) -> float:
     return spike.value - spike.middle
+
+
+def _largest_rise(spikes: Sequence[Spike]) -> float:
+    return max(map(_rise, spikes))
 
 
 def _by_cause(spikes: Sequence[Spike], run: Run) -> list[tuple[Cause, list[Spike]]]:
@@ -256,7 +272,7 @@ def _smaller(spikes: Sequence[Spike]) -> str:
     if not spikes:
         return ""
     shown = ", ".join(f"{x.step:,}" for x in spikes[:5]) + " …" * (len(spikes) > 5)
-    return f" Smaller ones, whose cause was not seen, are at step {shown}."
+    return f" Smaller ones are at step {shown}."
 
 
 def _stands_out(spike: Spike) -> bool:

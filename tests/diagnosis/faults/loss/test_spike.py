@@ -445,7 +445,7 @@ def test_the_largest_jump_is_told_and_smaller_ones_without_a_cause_beside_it():
     found = only(LossSpikes, run)
     assert found.value == 3.0
     assert "its inputs are 40 times as large" in found.message
-    assert found.message.endswith("Smaller ones, whose cause was not seen, are at step 80.")
+    assert found.message.endswith("Smaller ones are at step 80.")
 
 
 def test_a_divergence_follows_from_a_cause_that_is_known():
