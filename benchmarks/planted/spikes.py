@@ -140,6 +140,36 @@ def scale_between(seed: int, cbs: Callbacks) -> Run:
     return scaled(seed, cbs, after_backward=2.0**12, after_step=None)
 
 
+class Between(LanguageModel):
+    """A language model with something between its two blocks that depends on the step, in no attribute."""
+
+    def __init__(self, change) -> None:
+        super().__init__()
+        self.step, self.change = [0], change
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.position(self.places(tokens))
+        x = self.blocks[1](self.change(self.blocks[0](x), self.step[0]))
+        return self.head(self.norm(x))
+
+    def train_on(self, seed: int, cbs: Callbacks) -> Run:
+        """Train, and count steps."""
+        batches, opt = character_batches(seed, N_STEP), adamw(self, lr=3e-3)
+        return follow(
+            self, token_loss, opt, batches, cbs, seed, after_step=lambda i: self.step.__setitem__(0, i + 1)
+        )
+
+
+@spike("LM: the sign of what a layer gets is flipped", says="before it in the forward had not changed")
+def other_sign(seed: int, cbs: Callbacks) -> Run:
+    return Between(lambda x, step: -x if step >= AT else x).train_on(seed, cbs)
+
+
+@control(SPIKE_CONTROLS, "LM: a scale between two layers that grows slowly", target=3.1)
+def slow_scale(seed: int, cbs: Callbacks) -> Run:
+    return Between(lambda x, step: x * 1.005**step).train_on(seed, cbs)
+
+
 @control(SPIKE_CONTROLS, "LM: clipping to 10 ends, which cuts nothing", target=3.1)
 def clipping_of_nothing(seed: int, cbs: Callbacks) -> Run:
     return clipped_until(seed, cbs, limit=10.0, lr=0.3)

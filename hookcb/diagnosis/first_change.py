@@ -41,8 +41,12 @@ def first_change(spike: Spike, run: Run) -> FirstChange | None:
         if len(old) < N_BEFORE or len(new) < len(after) or len({*map(len, old), *map(len, new)}) > 1:
             n_unknown += 1
         elif what := _changed(old, new, OF_LAST if layer is layers[-1] else 1.0):
-            text = f"{when} {what.format(as_layer(layer.name))}{_rest(n_known, n_unknown)}."
-            return FirstChange(layer, text)
+            text = f"{when} {what.format(as_layer(layer.name))}{_rest(n_known, n_unknown)}"
+            if layer is layers[-1]:
+                return FirstChange(
+                    None, f"{text}; it is the last layer, so that its targets may have changed."
+                )
+            return FirstChange(layer, f"{text}.")
         else:
             n_known += 1
     if not n_known or n_unknown:

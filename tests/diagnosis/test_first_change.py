@@ -71,6 +71,13 @@ def test_of_the_first_layer_the_inputs_may_have_changed():
     assert text.endswith("it is the first layer, so that its inputs may have changed.")
 
 
+def test_of_the_last_layer_the_targets_may_have_changed():
+    layer, text = first_change(SPIKE, run_with({102: (1.0, 3.0)}, inp=USUAL, head=USUAL))
+    assert layer is None  # as it learns within a few steps
+    assert "the output of head was 3 times that before" in text
+    assert text.endswith("it is the last layer, so that its targets may have changed.")
+
+
 @pytest.mark.parametrize(
     ("before", "looks"),
     [

@@ -123,7 +123,7 @@ class LossSpikes(Fault):
         has_stayed = any(_has_stayed(x, run) for x in spikes)
         if cause.kind == "batch" and _has_stayed(spike, run):
             cause = cause._replace(kind="batches")
-        shown = _where(spike, cause, run)
+        shown = _where(_origin(spike, spikes), cause, run)
         name = as_layer(shown.layer.name) if shown.layer else ""
         look = (f"Look at what {name} gets and computes from step {spike.step} on",) if name else ()
         return self.finding(
@@ -141,8 +141,16 @@ class LossSpikes(Fault):
         )
 
 
+def _origin(spike: Spike, spikes: Sequence[Spike]) -> Spike:
+    """The first one of those in a row before a spike that have not healed."""
+    i = spikes.index(spike)
+    while i and spikes[i - 1].lasted is None:
+        i -= 1
+    return spikes[i]
+
+
 def _where(spike: Spike, cause: Cause, run: Run) -> FirstChange:
-    """Where it shows first, if nothing better is known; or that nothing has changed."""
+    """The layer in which it shows first, if nothing better is known; or that none has changed."""
     found = first_change(spike, run) if cause.kind in LOCALIZED else None
     if found is None or (found.layer is None and cause.kind not in ("batches", "unsure")):
         return FirstChange(None, "")
