@@ -44,11 +44,11 @@ Kind = Literal[
 
 
 class Cause(NamedTuple):
-    """Cause of a spike: its kind, the end of a sentence on it, and the layer or parameter it is about."""
+    """Cause of a spike: its kind, the end of a sentence on it, and its layer, by name or not, or parameter."""
 
     kind: Kind
     text: str
-    at: Layer | Param | None = None
+    at: Layer | Param | str | None = None
     since: int | None = None  # step of what is a fact
 
 
@@ -137,7 +137,7 @@ def _of_setting(spike: Spike, run: Run) -> Cause | None:
     if not near or spike.lasted == 1:
         return None
     first = min(near, key=lambda x: x.last)
-    at = run.layers.get(first.layer) if first.layer is not None else None
+    at = run.layers.get(first.layer) or first.layer if first.layer else None  # may have layers inside
     said = "; ".join(dict.fromkeys(x.text for x in near))
     return Cause("setting", f"the program had changed {said}", at, since=first.last + 1)
 

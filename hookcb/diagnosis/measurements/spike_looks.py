@@ -67,7 +67,7 @@ class SpikeLooks(Measurement):
             self._put_on(run, self._after.setdefault(spike.step, {}).setdefault(run.step, {}))
 
     def on_output(self, run: Run, name: str, m: nn.Module, output: Any) -> None:
-        if self._recent and not torch.compiler.is_compiling():
+        if name and not torch.compiler.is_compiling() and self._recent:
             _take(self._recent[-1][1], name, m, (), output)
 
     def _put_on(self, run: Run, seen: dict[str, Tensor]) -> None:

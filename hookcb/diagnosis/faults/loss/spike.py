@@ -26,7 +26,7 @@ from hookcb.diagnosis.measurements.spike_looks import SpikeLooks
 from hookcb.diagnosis.measurements.spikes import CALM, MIN_BEFORE, N_AFTER, Spike, Spikes
 from hookcb.diagnosis.measurements.step_scales import LimitChange, OfSteps
 from hookcb.diagnosis.rules import median
-from hookcb.diagnosis.run import Passed, Run, Skipped
+from hookcb.diagnosis.run import Layer, Param, Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
 
 MINOR = 1 / 4  # of the largest rise, below which a spike of a single batch gets no finding of its own
@@ -313,7 +313,7 @@ def _next_steps(spike: Spike, cause: Cause, run: Run) -> tuple[str, ...]:
     if cause.kind == "reset":
         return "Warm the learning rate up again after the state of the optimizer is new", run.advise("clip")
     if cause.kind == "layer":
-        place = as_layer(cause.at.name) if cause.at else "that layer"
+        place = as_layer(cause.at.name) if isinstance(cause.at, Layer | Param) else "that layer"
         return f"Look at {place} from that step on", run.advise("clip")
     adam = "with Adam, lower beta2 to 0.95, so that it follows gradients that grow"
     steps = run.advise("clip"), f"Lower the learning rate, or {adam}"

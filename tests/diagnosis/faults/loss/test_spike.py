@@ -187,6 +187,7 @@ def test_what_the_program_had_changed_just_before_comes_first():
         found = only(LossSpikes, run)
         assert (f"the program had changed {change.text}" in found.message) is is_told
         assert ("without this change" in found.next_steps[0]) is is_told
+        assert found.layer == ("drop" if is_told and change.layer else "")  # with or without an output
 
 
 def test_a_batch_with_few_different_tokens_comes_first():
