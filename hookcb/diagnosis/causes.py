@@ -44,7 +44,7 @@ Kind = Literal[
 
 
 class Cause(NamedTuple):
-    """Cause of a spike: its kind, the end of a sentence on it, and its layer, by name or not, or parameter."""
+    """Cause of a spike: its kind, the end of a sentence on it, and the layer, or its name, or parameter."""
 
     kind: Kind
     text: str
