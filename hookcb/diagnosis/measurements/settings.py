@@ -59,7 +59,8 @@ class Change(NamedTuple):
         if self.name == OPERATIONS:
             how = _difference(self.before, self.after)
         if self.name == GRAPH:
-            how = f"{_difference(self.before, self.after)}{f', near {as_layer(self.layer)}' * bool(self.layer)},"
+            place = f", near {as_layer(self.layer)}" if self.layer else ""
+            how = f"{_difference(self.before, self.after)}{place},"
         return f"{self.name} of {self.of}, {how} {when_of(self.last, self.step)}"
 
 
