@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hookcb import Diagnose, watch
 from hookcb.diagnosis.measurements.settings import Change, Settings, operations_of
 from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.run import Run
@@ -75,6 +76,30 @@ def test_backwards_parameters_that_are_clipped_and_operations_of_the_loss_are_fo
         "parameters that are clipped of the optimizer, from 0 to 2 at step 90",
         "operations of the loss, now with Sum, without Mean at step 120",
     ]
+
+
+def test_the_graph_of_the_model_is_followed_where_it_is_looked_at():
+    scaled = []
+
+    class Scaled(nn.Sequential):
+        def forward(self, x):
+            h = self[0](x)
+            return self[1](h * 0.5 if scaled else h)
+
+    torch.manual_seed(0)
+    model = Scaled(nn.Linear(4, 8), nn.Linear(8, 3))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, opt, Diagnose(show=False)) as w:
+        for step in range(700):
+            scaled.extend([step] * (step == 300))
+            opt.zero_grad()
+            F.cross_entropy(model(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
+            opt.step()
+    (found,) = [x for x in w.diagnose().findings if x.code == "train.changed"]
+    assert found.message.startswith(
+        "What changed: autograd graph of the model, now with Mul, near layer 0, between"
+    )
+    assert found.layer == "0"
 
 
 def test_counters_schedules_rates_and_early_or_short_changes_are_no_settings():

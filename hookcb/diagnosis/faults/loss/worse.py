@@ -54,14 +54,15 @@ class WorseLoss(Fault):
     that of the others; a limit of clipping by torch that has ended or risen by half or more, after 32 steps;
     another setting of a group of the optimizer, such as `betas`, `eps`, `momentum` or `weight_decay`; a
     number in an attribute of a layer, such as `p` of dropout, or the dtype of a buffer; the number of
-    backwards before a step, of parameters that are clipped, or the operations of the loss next to it. All of
-    these had stayed for 32 steps before and stayed for eight. Or the learning rate has doubled or more, step
-    by step, since the 32 batches with the lowest median, the first ones excepted, and the median of the last
-    32 is above it by six standard errors and by 5 %. A note if half of the rise is gone, if the kind of the
-    loss is not known, or if the change may be meant: of the loss, of `weight_decay`, or in a layer, as of
-    dropout. A rate that rises again by `CosineAnnealingWarmRestarts` or `CyclicLR` is meant, and not told. A
-    warning, too, where `update.spike` warns of steps that are too large soon after the change. The noise is
-    that of differences between losses in a row. Not told where `loss.spike` warns.
+    backwards before a step, of parameters that are clipped, the operations of the loss next to it, or the
+    autograd graph of the model. All of these had stayed for 32 steps before and stayed for eight. Or the
+    learning rate has doubled or more, step by step, since the 32 batches with the lowest median, the first
+    ones excepted, and the median of the last 32 is above it by six standard errors and by 5 %. A note if half
+    of the rise is gone, if the kind of the loss is not known, or if the change may be meant: of the loss, of
+    `weight_decay`, or in a layer, as of dropout. A rate that rises again by `CosineAnnealingWarmRestarts` or
+    `CyclicLR` is meant, and not told. A warning, too, where `update.spike` warns of steps that are too large
+    soon after the change. The noise is that of differences between losses in a row. Not told where
+    `loss.spike` warns.
 
     Source: J. von Neumann et al., "The mean square successive difference", 1941, for noise around a trend.
     That a change led to the rise is not shown by these facts; the limits are ours.
