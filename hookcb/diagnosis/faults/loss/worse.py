@@ -163,7 +163,7 @@ def _facts(run: Run) -> Iterator[Fact]:
         for rise in run.measured(GroupRates).rises:
             step = rise.step if rise.since is None else rise.since
             yield Fact(step, step - 1, rise.text)
-    limit = run.measured(StepScales).limit_change(run.loss.steps[-1], run.loss.steps[-1])
+    limit = run.measured(StepScales).limit_change(run.n_batches, run.n_batches)
     if limit is not None:
         yield Fact(limit.step, limit.step - 1, text_of_limit(limit))
     for change in run.measured(Settings).changes:
@@ -194,7 +194,7 @@ class ChangedSettings(Fault):
     passed = "settings that change in mid-run"
 
     def findings(self, run: Run) -> Iterator[Result]:
-        told = [f for code in ("loss.worse", "loss.spike") for f in findings_of(code, run)]
+        told = findings_of("loss.worse", run) + findings_of("loss.spike", run)
         facts = [x for x in sorted(_facts(run)) if x.last >= MIN_SPAN]  # not in a warmup
         n_changes = Counter(fact.what for fact in facts)
         is_schedule = {what for what, n in n_changes.items() if what and n >= SCHEDULE}
