@@ -16,6 +16,7 @@ from hookcb.diagnosis.measurements.spikes import Spike
 from hookcb.diagnosis.run import Layer, Run
 from hookcb.testing import count_hooks
 
+
 @pytest.fixture(autouse=True)
 def _nothing_was_compiled(monkeypatch):
     monkeypatch.setattr("hookcb.hooks.modules.compile_counts", lambda kind: {})  # whatever tests before have
