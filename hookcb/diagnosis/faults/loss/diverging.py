@@ -9,6 +9,7 @@ from hookcb.diagnosis.advice import lower_rate
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.shifts import Growth, Shifts
 from hookcb.diagnosis.run import Passed, Run, Series, Skipped
 
 MAX_RISE_UNKNOWN = 4.0  # like MAX_RISE, for a loss that may be one side of a game
@@ -42,7 +43,7 @@ class DivergingLoss(Fault):
     """
 
     headline = "The loss rises and stays high"
-    uses = (Curves, Loss)
+    uses = (Curves, Loss, Shifts)
 
     def findings(self, run: Run) -> Iterator[Result]:
         smooth, first, known = run.smooth_loss(), run.first_loss, run.measured(Loss)
@@ -77,18 +78,17 @@ class DivergingLoss(Fault):
         # a large first step may leave nothing that moves any more
         is_large = rules.first_update(run) > rules.MAX_FIRST_UPDATE
         is_large = is_large or any(map(rules.has_large_updates, rules.weights(run)))
+        growth = run.measured(Shifts).growth
+        growth = growth if growth is not None and growth.step <= span.first + NEAR else None
         yield self.finding(
             f"The loss has risen from {first:.3g} to {last:.3g} and has stayed above the limit of "
-            f"{limit:.3g} for {span.n:,} batches.",
+            f"{limit:.3g} for {span.n:,} batches{_of_targets(growth)}.",
             "error" if known.kind or run.is_by_closure or is_large else "info",
             when=span,
             value=last,
             limit=limit,
-            causes=("the learning rate is too high", "a loss with the wrong sign", "growing targets"),
-            next_steps=(
-                *(lower_rate(run) or (run.advise("rate"),)),
-                "Look for a minus sign in the loss, and check whether its targets grow",
-            ),
+            causes=(TARGETS if growth else OTHERS)[0],
+            next_steps=(TARGETS if growth else OTHERS)[1],
         )
 
 

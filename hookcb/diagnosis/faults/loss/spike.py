@@ -21,6 +21,7 @@ from hookcb.diagnosis.causes import (
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.moments import Moments
 from hookcb.diagnosis.measurements.settings import Settings
+from hookcb.diagnosis.measurements.shifts import Shifts
 from hookcb.diagnosis.measurements.spikes import CALM, MIN_BEFORE, N_AFTER, Spike, Spikes
 from hookcb.diagnosis.measurements.step_scales import LimitChange, OfSteps
 from hookcb.diagnosis.rules import median
@@ -79,7 +80,7 @@ class LossSpikes(Fault):
     """
 
     headline = "The loss spikes"
-    uses = (Spikes, Moments, Settings)
+    uses = (Spikes, Moments, Settings, Shifts)
     severity = "info"
 
     def findings(self, run: Run) -> Iterator[Result]:

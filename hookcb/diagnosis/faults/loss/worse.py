@@ -11,6 +11,7 @@ from hookcb.diagnosis.measurements.group_rates import JUMP, RISE, GroupRates
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.schedules import Schedules
 from hookcb.diagnosis.measurements.settings import CLIPPED, OPERATIONS, Settings, when_of
+from hookcb.diagnosis.measurements.shifts import Shifts
 from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.rules import SIGMA, median, rates
 from hookcb.diagnosis.run import Passed, Run, Series, Skipped
@@ -34,7 +35,7 @@ class Fact(NamedTuple):
     may_be_meant: bool = False
 
 
-@fault("loss.worse", Site.RUN, needs="loss", leads_to="loss.* nonfinite.* valid.*", shown_by="run.loss")
+@fault("loss.worse", Site.RUN, needs="loss", leads_to="loss.* update.spike nonfinite.* valid.*", shown_by="run.loss")
 class WorseLoss(Fault):
     """A loss that is higher since a setting of the training has changed: what, when, and by how much.
 
@@ -58,7 +59,7 @@ class WorseLoss(Fault):
 
     headline = "The loss is higher since a setting has changed"
     severity = "warning"
-    uses = (GroupRates, Loss, Schedules, Settings, StepScales)
+    uses = (GroupRates, Loss, Schedules, Settings, Shifts, StepScales)
 
     def findings(self, run: Run) -> Iterator[Result]:
         if len(run.loss) < 3 * N:
@@ -151,6 +152,10 @@ def _facts(run: Run) -> Iterator[Fact]:
         if change.name != CLIPPED or 0 not in (change.before, change.after):  # else its limit has ended
             may_be_meant = change.layer is not None or change.name in MAY_BE_MEANT
             yield Fact(change.step, change.last, change.text, change.layer or "", may_be_meant)
+    start = median(run.loss.values[:N])
+    for shift in run.measured(Shifts).found:  # meant, as in a curriculum, unless all is lost
+        is_lost = median(run.loss.values[-N:]) >= start
+        yield Fact(shift.step, shift.step - 1, shift.text, may_be_meant=not is_lost)
 
 
 def _begin_of_rise(series: Series) -> tuple[int, float]:

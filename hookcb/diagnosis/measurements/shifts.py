@@ -1,0 +1,332 @@
+"""Shifts: numbers of the inputs and of the targets of batches that leave their range for good."""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hookcb.activations.stats import has_stats
+from hookcb.core.batch import parts
+from hookcb.diagnosis.fault import EVERY, Measurement
+from hookcb.diagnosis.measurements.loss_terms import main_term, read_terms
+from hookcb.diagnosis.measurements.samples import flat, spread
+from hookcb.diagnosis.measurements.tally import at_path, path_to, saved_labels
+from hookcb.diagnosis.rules import median
+from hookcb.diagnosis.run import Run
+from hookcb.gradients.samples import SKETCH
+from hookcb.records.store import Arriving
+from hookcb.records.thinned import Thinned
+
+N_BEFORE, N_STAY, MIN_OUT = 32, 8, 7  # batches before, and after the first one, so many of which stay out
+WIDER, MIN_CHANGE = 1.0, 0.1  # margins of a range: of its width, and of the largest standard deviation
+N_BLOCK, MAX_BLOCKS, N_KEPT = 16, 256, 16  # batches that are measured at a time; blocks, and shifts
+MAX_POINTS, MIN_GROWTH = 512, 4.0  # of the curve of the targets' size; what counts as growth
+
+
+class Left(NamedTuple):
+    """A number that has left its range: its name, the range before, and the range since, low and high."""
+
+    name: str
+    before: tuple[float, float]
+    since: tuple[float, float]
+
+    @property
+    def text(self) -> str:
+        """Words on it, without the step."""
+        since, before = (f"{low:.3g} to {high:.3g}" for low, high in (self.since, self.before))
+        return f"{self.name} {since}, before {before}"
+
+
+class Shift(NamedTuple):
+    """A change of the batches for good: its first batch, what of them has changed, and its numbers."""
+
+    step: int
+    of: str  # "inputs" or "targets"
+    left: tuple[Left, ...]
+
+    @property
+    def text(self) -> str:
+        """A clause on it."""
+        numbers = "; ".join(x.text for x in self.left)
+        return f"the {self.of} of the batches from step {self.step:,} on are unlike those before: {numbers}"
+
+
+class Growth(NamedTuple):
+    """Targets that have grown: since which step, and their root mean square at first and in the end."""
+
+    step: int
+    before: float
+    after: float
+
+    @property
+    def text(self) -> str:
+        """A clause on it."""
+        return f"the targets have grown from {self.before:.3g} to {self.after:.3g} since step {self.step:,}"
+
+
+class _Range:
+    """A range of numbers, `low` to `high`, without the smallest and the largest, which may be odd."""
+
+    def __init__(self) -> None:
+        self.lowest = self.low = math.inf
+        self.highest = self.high = -math.inf
+
+    def add(self, x: float) -> None:
+        if x < self.low:
+            self.lowest, self.low = min(x, self.lowest), max(x, self.lowest)
+        if x > self.high:
+            self.highest, self.high = max(x, self.highest), min(x, self.highest)
+
+
+class ShiftFinder:
+    """Finds where the mean or the size of batches, added one by one, leaves its range for good.
+
+    The range is that of all batches before, 32 or more, without the smallest and the largest number, as one
+    batch may be odd. It is widened on both sides by its own width, and by a tenth of the largest size, as
+    that is a standard deviation or a root mean square. Outside for good is a batch if seven of the eight
+    after it are, on the same side. Where the whole of an epoch was seen, its range is known; a slow drift
+    takes its range along. Numbers that are not finite are left out.
+
+    Source: the limits are ours.
+
+    Args:
+        of: what the numbers are of.
+        names: of the two numbers.
+    """
+
+    def __init__(self, of: str, names: tuple[str, str]) -> None:
+        self.of, self.names, self.n = of, names, 0
+        self._ranges = _Range(), _Range()
+        self.last = deque[tuple[int, tuple[float, float]]]()  # up to eight whose next ones are not known
+
+    def add(self, step: int, mean: float, size: float) -> Shift | None:
+        """Adds the numbers of a batch; returns the shift that is known since then."""
+        if not (math.isfinite(mean) and math.isfinite(size)):
+            return None
+        self.last.append((step, (mean, size)))
+        if len(self.last) <= N_STAY:
+            return None
+        left = tuple(self._left()) if self.n >= N_BEFORE else ()
+        begin = self.last[0][0]
+        self._take()
+        if not left:
+            return None
+        while self.last:  # else the next ones would be found again
+            self._take()
+        return Shift(begin, self.of, left)
+
+    def _take(self) -> None:
+        """Adds the oldest batch to the ranges."""
+        self.n += 1
+        for known, x in zip(self._ranges, self.last.popleft()[1], strict=True):
+            known.add(x)
+
+    def _left(self) -> Iterator[Left]:
+        """The numbers that have left their range with the oldest batch."""
+        least = MIN_CHANGE * self._ranges[1].high
+        for i, known in enumerate(self._ranges):
+            x, margin = self.last[0][1][i], max(WIDER * (known.high - known.low), least)
+            if known.low - margin <= x <= known.high + margin:
+                continue
+            values = [numbers[i] for _, numbers in self.last]
+            is_above = x > known.high
+            out = [v for v in values if (v > known.high + margin if is_above else v < known.low - margin)]
+            if len(out) > MIN_OUT:
+                yield Left(self.names[i], (known.lowest, known.highest), (min(out), max(out)))
+
+
+class _Moments:
+    """Mean and standard deviation of samples of one tensor of each batch, 16 batches at a time.
+
+    A sample of up to 1,024 elements is copied as float32, so that no tensor of the program is kept. Numbers
+    leave a GPU without a wait; on a device that is neither a GPU nor a CPU they wait until `rest`.
+    """
+
+    def __init__(self) -> None:
+        self._rows: tuple[Tensor, ...] = ()
+        self._buffer = torch.empty(0, device="cpu")
+        self._steps: list[int] = []
+        self._sizes: list[int] = []
+        self._arriving = Arriving[tuple[int, ...]](MAX_BLOCKS)
+        self._here: list[tuple[int, float, float]] = []
+
+    def add(self, step: int, x: Tensor) -> bool:
+        """Adds the tensor of a batch; returns whether numbers have come for `there`."""
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph would write to the rows for good
+            return False
+        if not self._rows or x.device != self._buffer.device:
+            self._send()
+            self._buffer = torch.zeros(N_BLOCK, SKETCH, dtype=torch.float32, device=x.device)
+            self._rows = self._buffer.unbind(0)
+        sample = sample_of(x)
+        n, row = sample.numel(), self._rows[len(self._steps)]
+        (row if n == SKETCH else row[:n]).view(sample.shape).copy_(sample)
+        self._steps.append(step)
+        self._sizes.append(n)
+        if len(self._steps) < N_BLOCK:
+            return False
+        self._send()
+        return True
+
+    def _send(self) -> None:
+        if not self._steps:
+            return
+        steps, self._steps, sizes, self._sizes = tuple(self._steps), [], self._sizes, []
+        numbers = _moments_of(self._buffer, sizes)
+        if numbers.is_cpu:
+            self._here += zip(steps, *numbers.tolist(), strict=False)  # rows without a batch come last
+        else:
+            self._arriving.add(steps, numbers)
+
+    def there(self) -> Iterator[tuple[int, float, float]]:
+        """Takes steps, means and standard deviations that are there, in order."""
+        here, self._here = self._here, []
+        yield from here
+        for steps, numbers in self._arriving.there():
+            yield from zip(steps, *numbers, strict=False)
+
+    def rest(self) -> Iterator[tuple[int, float, float]]:
+        """Takes all; waits for the device."""
+        self._send()
+        for steps, numbers in self._arriving.rest():
+            yield from zip(steps, *numbers, strict=False)
+        yield from self.there()
+
+
+def _moments_of(rows: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Mean and standard deviation of the first elements of each row, `(2, len(rows))`."""
+    if len({*sizes}) == 1:
+        var, mean = torch.var_mean(rows[:, : sizes[0]], 1, correction=0)
+    else:
+        each = [torch.var_mean(row[:n], correction=0) for row, n in zip(rows, sizes, strict=False)]
+        each += [each[0]] * (len(rows) - len(each))
+        var, mean = (torch.stack(x) for x in zip(*each, strict=True))
+    return torch.stack([mean, var.sqrt()])
+
+
+def sample_of(x: Tensor) -> Tensor:
+    """A view of up to 1,024 elements of a tensor, evenly spread; nothing is copied, whatever its strides."""
+    if x.is_contiguous():
+        return spread(flat(x))
+    x, n = x.detach(), x.numel()
+    for dim in sorted(range(x.ndim), key=x.shape.__getitem__, reverse=True):
+        if n > SKETCH:
+            size = x.shape[dim]
+            x = x[(*[slice(None)] * dim, slice(None, None, min(size, math.ceil(n / SKETCH))))]
+            n = n // size * x.shape[dim]
+    return x
+
+
+class Shifts(Measurement):
+    """Follows the mean and the size of the inputs and of the targets of each batch.
+
+    Of inputs, the largest tensor of the first batch; of targets, the first that the loop tells, or what a
+    loss of torch has saved. Targets of other losses in a loop that does not tell them are unknown. Of each, a
+    sample of up to 1,024 elements, at the same places in batches of one shape: its mean, and its standard
+    deviation, or its root mean square if it is of float targets. What is kept is bounded.
+
+    Attributes:
+        found: the first 16 shifts, in order.
+        growth: float targets whose root mean square in the last eight batches is four times the largest of
+            the first 32 or more; None if they have not grown.
+    """
+
+    cadence = EVERY
+
+    def __init__(self) -> None:
+        self.found: list[Shift] = []
+        self.growth: Growth | None = None
+        self._path: str | None = None  # of the tensor in the inputs
+        self._to_labels: tuple[int, ...] | None = None  # from the loss to the node that has saved them
+        self._inputs, self._targets = _Moments(), _Moments()
+        self._of_inputs = ShiftFinder("inputs", ("mean", "standard deviation"))
+        self._of_targets = ShiftFinder("targets", ("mean", "standard deviation"))
+        self._are_float = False  # whether the targets are
+        self._first: list[float] = []  # sizes of targets
+        self._curve = Thinned[tuple[int, float]](MAX_POINTS)
+
+    def on_batch(self, run: Run) -> None:
+        x = self._main_of(run.loop.xb)
+        if x is not None and self._inputs.add(run.step, x):
+            self._see_inputs(self._inputs.there())
+
+    def _main_of(self, xb: Any) -> Tensor | None:
+        """The tensor in a batch of inputs that is followed."""
+        if self._path is None:
+            known = [(path, x) for path, x in parts(xb) if _has_numbers(x)]
+            if not known:
+                return None
+            self._path = max(known, key=lambda pair: pair[1].numel())[0]
+        for path, x in parts(xb):
+            if path == self._path:
+                return x if _has_numbers(x) else None
+        return None
+
+    def on_first_graph(self, run: Run) -> None:
+        main = main_term(read_terms(run.loop.loss_node))
+        if main is not None and main.target is not None:
+            self._to_labels = path_to(run.loop.loss_node, main.node)
+
+    def on_loss(self, run: Run) -> None:
+        y: Any = None
+        if len(run.loop.yb):
+            y = next((x for _, x in parts(run.loop.yb) if isinstance(x, Tensor)), None)
+        elif self._to_labels is not None:
+            y = saved_labels(at_path(run.loop.loss_node, self._to_labels))
+        if not _has_numbers(y):
+            return
+        if y.is_floating_point() and not self._are_float:
+            self._are_float = True
+            self._of_targets = ShiftFinder("targets", ("mean", "root mean square"))
+        if self._targets.add(run.step, y):
+            self._see_targets(self._targets.there())
+
+    def _see_inputs(self, numbers: Iterator[tuple[int, float, float]]) -> None:
+        for step, mean, std in numbers:
+            self._keep(self._of_inputs.add(step, mean, std))
+
+    def _see_targets(self, numbers: Iterator[tuple[int, float, float]]) -> None:
+        for step, mean, std in numbers:
+            size = math.hypot(mean, std) if self._are_float else std
+            self._keep(self._of_targets.add(step, mean, size))
+            if self._are_float and math.isfinite(size):
+                if len(self._first) < N_BEFORE:
+                    self._first.append(size)
+                self._curve.add((step, size))
+
+    def _keep(self, shift: Shift | None) -> None:
+        if shift is not None and len(self.found) < N_KEPT:
+            self.found.append(shift)
+            self.found.sort(key=lambda x: x.step)
+
+    def near(self, step: int, before: int) -> Shift | None:
+        """The last shift that begins in that step or in so many before it."""
+        return next((x for x in reversed(self.found) if step - before <= x.step <= step), None)
+
+    def tell(self, run: Run) -> None:
+        self._see_inputs(self._inputs.rest())
+        self._see_targets(self._targets.rest())
+        self.growth = self._growth()
+
+    def _growth(self) -> Growth | None:
+        points = self._curve.items
+        if len(self._first) < N_BEFORE:
+            return None
+        largest, last = max(self._first), [size for _, (_, size) in self._of_targets.last]
+        now = median(last) if last else points[-1][1]
+        if not now > MIN_GROWTH * largest > 0:
+            return None
+        last_usual = next((at for at, size in reversed(points) if size <= 2 * largest), points[0][0])
+        after = range(last_usual + 1, last_usual + self._curve.stride + 1)  # of which a point is the last
+        step = next((x.step for x in self.found if x.of == "targets" and x.step in after), after[0])
+        return Growth(step, median(self._first), now)
+
+    def freeze(self) -> None:
+        self._inputs, self._targets = _Moments(), _Moments()
+
+
+def _has_numbers(x: Any) -> bool:
+    return has_stats(x) and x.dtype is not torch.bool and x.numel() > 0
