@@ -37,6 +37,7 @@ Kind = Literal[
     "setting",
     "layer",
     "batches",
+    "data",
     "weights",
     "unsure",
     "unknown",
@@ -146,7 +147,7 @@ def _of_setting(spike: Spike, run: Run) -> Cause | None:
 def _of_data(spike: Spike, run: Run) -> Cause | None:
     """Inputs or targets that are others for good, from a step near the spike on."""
     shift = run.measured(Shifts).near(spike.step, N_NEAR)
-    return None if shift is None or spike.lasted == 1 else Cause("batches", shift.text, since=shift.step)
+    return None if shift is None or spike.lasted == 1 else Cause("data", shift.text, since=shift.step)
 
 
 def undo_from(step: int) -> str:

@@ -9,7 +9,7 @@ from hookcb.diagnosis.advice import lower_rate
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.loss import Loss
-from hookcb.diagnosis.measurements.shifts import Growth, Shifts
+from hookcb.diagnosis.measurements.shifts import Shifts
 from hookcb.diagnosis.run import Passed, Run, Series, Skipped
 
 MAX_RISE_UNKNOWN = 4.0  # like MAX_RISE, for a loss that may be one side of a game
@@ -17,6 +17,10 @@ SOLVED = 0.01  # share of the loss of guessing below which a loss does not diver
 NOISE = 3.0  # standard deviations of the losses of single batches
 MAX_OF_MINIMUM, MIN_SMOOTHED = 2.0, 20  # times the smallest moving average; number of averages
 INFLATED = 5.0  # times the first batch: the first ten already diverge
+OTHERS = ("the learning rate is too high", "a loss with the wrong sign", "growing targets")
+LOOK = "Look for a minus sign in the loss, and check whether its targets grow"
+MADE = ("targets that the model makes, and that feed on themselves", "targets on another scale")
+LOOK_AT_MADE = "Look at the code that makes the targets: masks, flags, a discount, detach, a target network"
 
 
 @fault(
@@ -37,6 +41,10 @@ class DivergingLoss(Fault):
     before it, the RMS of the outputs exceeds that of the errors by more than the RMS of the first outputs
     plus that of the first errors. By the triangle inequality the targets have then grown, as values in
     reinforcement learning do.
+
+    Float targets are named first if they have grown with the loss: the root mean square of up to 1,024
+    elements, in the last eight batches, is four times the largest in the first 32, and has stayed above
+    twice that since before the loss left its limit.
 
     Source: Ben Braiek & Khomh, "Testing Feedforward Neural Networks Training Programs", 2023, who look for a
     loss that rises repeatedly; the limits are ours.
@@ -79,16 +87,20 @@ class DivergingLoss(Fault):
         is_large = rules.first_update(run) > rules.MAX_FIRST_UPDATE
         is_large = is_large or any(map(rules.has_large_updates, rules.weights(run)))
         growth = run.measured(Shifts).growth
-        growth = growth if growth is not None and growth.step <= span.first + NEAR else None
+        causes, steps = OTHERS, (*(lower_rate(run) or (run.advise("rate"),)), LOOK)
+        of_targets = ""
+        if growth is not None and growth.step <= span.first:
+            of_targets = f"T{growth.text[1:]}: they may be made by the model itself. "
+            causes, steps = MADE, (LOOK_AT_MADE,)
         yield self.finding(
-            f"The loss has risen from {first:.3g} to {last:.3g} and has stayed above the limit of "
-            f"{limit:.3g} for {span.n:,} batches{_of_targets(growth)}.",
+            f"{of_targets}The loss has risen from {first:.3g} to {last:.3g} and has stayed above the limit "
+            f"of {limit:.3g} for {span.n:,} batches.",
             "error" if known.kind or run.is_by_closure or is_large else "info",
             when=span,
             value=last,
             limit=limit,
-            causes=(TARGETS if growth else OTHERS)[0],
-            next_steps=(TARGETS if growth else OTHERS)[1],
+            causes=causes,
+            next_steps=steps,
         )
 
 

@@ -21,7 +21,7 @@ from hookcb.diagnosis.causes import (
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.moments import Moments
 from hookcb.diagnosis.measurements.settings import Settings
-from hookcb.diagnosis.measurements.shifts import Shifts
+from hookcb.diagnosis.measurements.shifts import OTHER_DATA, Shifts, compare_from
 from hookcb.diagnosis.measurements.spikes import CALM, MIN_BEFORE, N_AFTER, Spike, Spikes
 from hookcb.diagnosis.measurements.step_scales import LimitChange, OfSteps
 from hookcb.diagnosis.rules import median
@@ -73,6 +73,15 @@ class LossSpikes(Fault):
     was four times the median norm before; else the weights or several batches. What is not known is said.
     For what came first besides a batch, it is told if in the eight steps before the scale of a GradScaler
     has changed, or a norm was four times the median norm before.
+
+    Other data come before a layer, and before a batch that is unusual: inputs or targets that are others for
+    good, from one of the eight steps before on or from the batch itself, if the loss is high for more than
+    one batch. Their mean, their standard deviation or, of float targets, their root mean square has left the
+    range of all batches before, 32 or more, and does so on that side in seven of the eight batches after the
+    first. The range is without the smallest and the largest number, and is widened on both sides by its
+    width, and at least by a tenth of the largest standard deviation or root mean square. Of each batch these
+    are numbers of up to 1,024 elements of its largest input, and of what the loop tells as targets, or what
+    a loss of torch has saved.
 
     Source: J. von Neumann et al., "The mean square successive difference", 1941, and P. J. Huber, "Robust
     Statistics", 1981, for the noise. The batch or the state of the weights: A. Chowdhery et al., "PaLM",
@@ -162,6 +171,7 @@ CAUSES: dict[Kind, tuple[str, ...]] = {
         "several damaged or mislabeled batches, or data of another kind",
         "a program that writes to weights, or changes a mode or a setting of the model",
     ),
+    "data": (OTHER_DATA,),
     "setting": (UNFITTING,),
     "unsure": (
         "an update that was too large, as the optimizer's state lags, or a rate that is too high",
@@ -177,7 +187,7 @@ CAUSES: dict[Kind, tuple[str, ...]] = {
 
 def _before(spike: Spike, cause: Cause) -> str:
     """Further sentences on the steps before a spike that may have led to it."""
-    if cause.kind in ("batch", "batches", *WRONG):
+    if cause.kind in ("batch", "batches", "data", *WRONG):
         return ""
     said = []
     if spike.limit_change and cause.kind != "clip":
@@ -259,6 +269,8 @@ def _next_steps(spike: Spike, cause: Cause, run: Run) -> tuple[str, ...]:
         return f"{look}: {again}" if again else look, run.advise("clip")
     if cause.kind == "setting" and cause.since is not None:
         return (undo_from(cause.since),)
+    if cause.kind == "data" and cause.since is not None:
+        return (compare_from(cause.since),)
     if cause.kind in ("batches", "unsure"):
         look = f"Look at the batches and the model at step {spike.step}"
         clip = (run.advise("clip"),) if cause.kind == "unsure" else ()
