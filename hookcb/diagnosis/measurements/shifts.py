@@ -1,7 +1,6 @@
 """Shifts: numbers of the inputs and of the targets of batches that leave their range for good."""
 
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from hookcb.activations.stats import has_stats
 from hookcb.core.batch import parts
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.loss_terms import main_term, read_terms
+from hookcb.diagnosis.measurements.ranges import N_BEFORE, N_KEPT, Shift, ShiftFinder
 from hookcb.diagnosis.measurements.tally import at_path, path_to, saved_labels
 from hookcb.diagnosis.rules import median
 from hookcb.diagnosis.run import Run
@@ -19,40 +19,10 @@ from hookcb.gradients.samples import SKETCH
 from hookcb.records.store import Arriving
 from hookcb.records.thinned import Thinned
 
-N_BEFORE, N_STAY, MIN_OUT = 32, 8, 7  # batches before, and after the first one, so many of which stay out
-WIDER, MIN_CHANGE = 1.0, 0.1  # margins of a range: of its width, and of the largest standard deviation
-N_BLOCK, MAX_BLOCKS, N_KEPT = 16, 256, 16  # batches that are measured at a time; blocks, and shifts
+N_BLOCK, MAX_BLOCKS = 16, 256  # batches that are measured at a time, and blocks that wait on a device
 MAX_POINTS, MIN_GROWTH = 512, 4.0  # of the curve of the targets' size; what counts as growth
 
 OTHER_DATA = "data of another source, scale or order, or that were changed in place"
-
-
-class Left(NamedTuple):
-    """A number that has left its range: its name, the range before, and the range since, low and high."""
-
-    name: str
-    before: tuple[float, float]
-    since: tuple[float, float]
-
-    @property
-    def text(self) -> str:
-        """Words on it, without the step."""
-        since, before = (f"{low:.3g} to {high:.3g}" for low, high in (self.since, self.before))
-        return f"{self.name} {since}, before {before}"
-
-
-class Shift(NamedTuple):
-    """A change of the batches for good: its first batch, what of them has changed, and its numbers."""
-
-    step: int
-    of: str  # "inputs" or "targets"
-    left: tuple[Left, ...]
-
-    @property
-    def text(self) -> str:
-        """A clause on it."""
-        numbers = "; ".join(x.text for x in self.left)
-        return f"the {self.of} of the batches from step {self.step:,} on are unlike those before: {numbers}"
 
 
 class Growth(NamedTuple):
@@ -66,77 +36,6 @@ class Growth(NamedTuple):
     def text(self) -> str:
         """A clause on it."""
         return f"the targets have grown from {self.before:.3g} to {self.after:.3g} since step {self.step:,}"
-
-
-class _Range:
-    """A range of numbers, `low` to `high`, without the smallest and the largest, which may be odd."""
-
-    def __init__(self) -> None:
-        self.lowest = self.low = math.inf
-        self.highest = self.high = -math.inf
-
-    def add(self, x: float) -> None:
-        if x < self.low:
-            self.lowest, self.low = min(x, self.lowest), max(x, self.lowest)
-        if x > self.high:
-            self.highest, self.high = max(x, self.highest), min(x, self.highest)
-
-
-class ShiftFinder:
-    """Finds where the mean or the size of batches, added one by one, leaves its range for good.
-
-    The range is that of all batches before, 32 or more, without the smallest and the largest number, as one
-    batch may be odd. It is widened on both sides by its own width, and by a tenth of the largest size, as
-    that is a standard deviation or a root mean square. Outside for good is a batch if seven of the eight
-    after it are, on the same side. Where the whole of an epoch was seen, its range is known; a slow drift
-    takes its range along. Numbers that are not finite are left out.
-
-    Source: the limits are ours.
-
-    Args:
-        of: what the numbers are of.
-        names: of the two numbers.
-    """
-
-    def __init__(self, of: str, names: tuple[str, str]) -> None:
-        self.of, self.names, self.n = of, names, 0
-        self._ranges = _Range(), _Range()
-        self.last = deque[tuple[int, tuple[float, float]]]()  # up to eight whose next ones are not known
-
-    def add(self, step: int, mean: float, size: float) -> Shift | None:
-        """Adds the numbers of a batch; returns the shift that is known since then."""
-        if not (math.isfinite(mean) and math.isfinite(size)):
-            return None
-        self.last.append((step, (mean, size)))
-        if len(self.last) <= N_STAY:
-            return None
-        left = tuple(self._left()) if self.n >= N_BEFORE else ()
-        begin = self.last[0][0]
-        self._take()
-        if not left:
-            return None
-        while self.last:  # else the next ones would be found again
-            self._take()
-        return Shift(begin, self.of, left)
-
-    def _take(self) -> None:
-        """Adds the oldest batch to the ranges."""
-        self.n += 1
-        for known, x in zip(self._ranges, self.last.popleft()[1], strict=True):
-            known.add(x)
-
-    def _left(self) -> Iterator[Left]:
-        """The numbers that have left their range with the oldest batch."""
-        least = MIN_CHANGE * self._ranges[1].high
-        for i, known in enumerate(self._ranges):
-            x, margin = self.last[0][1][i], max(WIDER * (known.high - known.low), least)
-            if known.low - margin <= x <= known.high + margin:
-                continue
-            values = [numbers[i] for _, numbers in self.last]
-            is_above = x > known.high
-            out = [v for v in values if (v > known.high + margin if is_above else v < known.low - margin)]
-            if len(out) > MIN_OUT:
-                yield Left(self.names[i], (known.lowest, known.highest), (min(out), max(out)))
 
 
 class _Moments:

@@ -1,0 +1,189 @@
+"""Shifts: inputs and targets of batches that are others for good."""
+
+import gc
+import math
+import random
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hookcb import Diagnose, watch
+from hookcb.diagnosis.measurements.ranges import ShiftFinder
+from hookcb.diagnosis.measurements.shifts import Shifts, sample_of
+from hookcb.diagnosis.run import Run
+
+
+def found_in(means, sizes=None):
+    """Shifts in means, and sizes, of batches."""
+    finder = ShiftFinder("inputs", ("mean", "standard deviation"))
+    of_each = enumerate(zip(means, sizes or [1.0] * len(means), strict=True))
+    return [x for step, numbers in of_each if (x := finder.add(step, *numbers)) is not None]
+
+
+def noise(n, level=0.0, size=0.05, seed=0):
+    random_ = random.Random(seed)
+    return [random_.gauss(level, size) for _ in range(n)]
+
+
+def test_the_first_batch_of_others_is_found_and_told_with_both_ranges():
+    (shift,) = found_in(noise(100) + noise(60, 1.0))
+    assert (shift.step, shift.of, [x.name for x in shift.left]) == (100, "inputs", ["mean"])
+    assert shift.text.startswith(
+        "the inputs of the batches from step 100 on are unlike those before: mean 0.9"
+    )
+    assert min(noise(100)) == shift.left[0].before[0]
+    assert shift.left[0].since[0] > 0.8
+
+
+def test_a_size_that_changes_alone_is_found_and_so_is_a_second_change():
+    first, second = found_in(noise(150), noise(50, 1.0) + noise(50, 0.3) + noise(50, 4.0))
+    assert (first.step, second.step) == (50, 100)
+    assert [x.name for x in first.left] == ["standard deviation"]
+    assert [x.step for x in found_in(noise(50) + noise(50, 1.0) + noise(50) + noise(50, 0.5))] == [50, 150]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_noise_drift_and_repeated_epochs_are_no_shift(seed):
+    random_ = random.Random(seed)
+    assert not found_in(noise(3_000, seed=seed))
+    assert not found_in([random_.paretovariate(1.2) for _ in range(3_000)])  # of heavy tails
+    assert not found_in([x + i / 200 for i, x in enumerate(noise(1_000, seed=seed))])
+    ramp = [i / 50 for i in range(50)] * 6  # in order, with a range that is known after the first epoch
+    assert not found_in(ramp)
+
+
+def test_odd_batches_are_no_shift_and_do_not_hide_one():
+    means = noise(100)
+    means[60] = 1e6
+    assert not found_in(means)
+    assert [x.step for x in found_in(means + noise(20, 1.0))] == [100]
+    several = noise(100)
+    several[50:56] = [5.0] * 6
+    assert not found_in(several)
+
+
+def test_one_batch_that_is_as_before_does_not_end_a_shift_and_nan_counts_for_nothing():
+    means = noise(100) + noise(20, 1.0)
+    means[104] = 0.0
+    assert [x.step for x in found_in(means)] == [100]
+    means[30], means[102], means[110] = math.nan, math.inf, math.nan
+    assert [x.step for x in found_in(means)] == [100]
+
+
+def test_fewer_than_32_batches_before_or_eight_after_are_not_judged():
+    assert not found_in(noise(30) + noise(200, 1.0))
+    assert not found_in(noise(100) + noise(8, 1.0))
+
+
+def test_changes_that_are_small_against_the_numbers_themselves_are_none():
+    assert not found_in([0.1] * 100 + [0.1 + 1e-7] * 50)  # rounding
+    assert not found_in([0.1] * 100 + [0.15] * 50)
+    assert found_in([0.1] * 100 + [0.25] * 50)
+
+
+def test_samples_are_views_of_any_layout():
+    base = torch.arange(40_000.0).view(10, 40, 100)
+    for x in (
+        base,
+        base[:, :, :-1],
+        base.transpose(0, 2),
+        base[0, 0, 0],
+        base[:1, :1],
+        base[0, :1].expand(3000, 100),
+    ):
+        sample = sample_of(x)
+        assert min(x.numel(), 400) <= sample.numel() <= 1_024
+        assert sample.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+        assert set(sample.flatten().tolist()) <= set(x.flatten().tolist())
+
+
+def followed(batches, targets=()):
+    """Shifts of batches and targets that a loop tells."""
+    part, run = Shifts(), Run(loop=SimpleNamespace(xb=(), yb=(), train_iter=0, loss_node=None))
+    part.on_first_graph(run)
+    for step, x in enumerate(batches):
+        run.loop.train_iter, run.loop.xb = step, x if isinstance(x, tuple) else (x,)
+        run.loop.yb = (targets[step],) if targets else ()
+        part.on_batch(run)
+        part.on_loss(run)
+    part.tell(run)
+    part.freeze()
+    return part
+
+
+def test_the_largest_tensor_of_the_inputs_is_followed_in_batches_of_any_length():
+    torch.manual_seed(0)
+    batches = [
+        (torch.ones(4), torch.randint(5 + 20 * (step >= 50), (4, 5 + step % 7)), torch.ones(4, 12).bool())
+        for step in range(80)
+    ]
+    (shift,) = followed(batches).found
+    assert (shift.step, shift.of) == (50, "inputs")
+    assert {x.name for x in shift.left} == {"mean", "standard deviation"}
+
+
+def test_numbers_are_those_of_the_sample_whatever_its_dtype():
+    for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8):
+        x = torch.full((40, 3), 5, dtype=dtype)
+        x[::2] = 1
+        (shift,) = followed([x] * 40 + [x * 3] * 20).found
+        (mean, std) = shift.left
+        assert (mean.before, mean.since) == ((3.0, 3.0), (9.0, 9.0))
+        assert (std.before, std.since) == ((2.0, 2.0), (6.0, 6.0))
+
+
+def test_batches_without_numbers_are_left_out():
+    part = followed(["text", torch.zeros(0, 3), torch.ones(3).bool(), torch.ones(3).to_sparse()] * 20)
+    assert not part.found
+
+
+def test_targets_that_have_grown_are_told_with_their_first_step():
+    torch.manual_seed(0)
+    sizes = [1.0] * 200 + [1.05**i for i in range(100)]
+    growth = followed([torch.ones(4)] * 300, [s * torch.randn(50, 20) for s in sizes]).growth
+    assert 214 <= growth.step <= 216
+    assert growth.before == pytest.approx(1, abs=0.05)
+    assert growth.after == pytest.approx(1.05**96, rel=0.1)
+    assert growth.text.startswith("the targets have grown from 1")
+    assert followed([torch.ones(4)] * 300, [s * torch.randn(50, 20) for s in reversed(sizes)]).growth is None
+    assert followed([torch.ones(4)] * 300, [(9 * s * torch.rand(50)).long() for s in sizes]).growth is None
+
+
+def test_inputs_that_are_changed_in_place_are_seen_under_watch_and_nothing_is_kept():
+    torch.manual_seed(0)
+    data, labels, kept = torch.randn(400, 6) + 3, torch.randint(3, (400,)), []
+    model, diagnose = nn.Linear(6, 3), Diagnose(show=False)
+    opt = torch.optim.SGD(model.parameters(), 0.01)
+    with watch(model, opt, diagnose) as w:
+        for step in range(150):
+            at = slice(step % 50 * 8, step % 50 * 8 + 8)
+            x, y = data[at].sub_(3.0), labels[at] + 0
+            kept += [weakref.ref(x), weakref.ref(y)]
+            w.report_loss(F.cross_entropy(model(x), y)).backward()
+            opt.step()
+            opt.zero_grad()
+    del x, y
+    gc.collect()
+    assert not any(ref() is not None for ref in kept)
+    first, second = diagnose.evidence().measured(Shifts).found
+    assert (first.step, second.step, first.of) == (50, 100, "inputs")
+
+
+@pytest.mark.cuda
+def test_numbers_leave_a_gpu_without_waiting():
+    torch.manual_seed(0)
+    x = torch.randn(600, 4, 6, device="cuda")
+    x[300:] += 2
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    part, run = Shifts(), Run(loop=SimpleNamespace(xb=(), yb=(), train_iter=0, loss_node=None))
+    for step in range(600):
+        run.loop.train_iter, run.loop.xb = step, (x[step],)
+        part.on_batch(run)
+    torch.cuda.set_sync_debug_mode("default")
+    part.tell(run)
+    assert [shift.step for shift in part.found] == [300]
