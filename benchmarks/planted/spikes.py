@@ -6,8 +6,8 @@ from data import Batch, digit_batches, generator
 from language import LENGTH, N_CHARACTER, LanguageModel, adamw, character_batches
 from nets import stack, token_loss
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
