@@ -8,6 +8,9 @@ from typing import NamedTuple
 N_BEFORE, N_STAY, MIN_OUT = 32, 8, 7  # batches before, and after the first one, so many of which stay out
 WIDER, MIN_CHANGE = 1.0, 0.1  # margins of a range: of its width, and of the largest size
 N_KEPT = 16  # shifts
+# of a pattern: blocks before, how far and how many times their largest distance the new ones must be away
+MIN_BLOCKS, MIN_FAR, TIMES = 4, 0.1, 2.0
+N_BLOCK, SLACK = 16, 4  # batches of a block, and by how many the first one may be missed
 
 
 class Left(NamedTuple):
@@ -25,17 +28,33 @@ class Left(NamedTuple):
 
 
 class Shift(NamedTuple):
-    """A change of the batches for good: its first batch, what of them has changed, and its numbers."""
+    """A change of the batches for good.
+
+    Attributes:
+        step: its first batch.
+        of: "inputs" or "targets".
+        left: its numbers.
+        slack: steps by which it may have begun earlier or later.
+    """
 
     step: int
-    of: str  # "inputs" or "targets"
+    of: str
     left: tuple[Left, ...]
+    slack: int = 0
+
+    @property
+    def last(self) -> int:
+        """The last batch that is as before, as far as is known."""
+        return self.step - self.slack - 1
 
     @property
     def text(self) -> str:
         """A clause on it."""
-        numbers = "; ".join(x.text for x in self.left)
-        return f"the {self.of} of the batches from step {self.step:,} on are unlike those before: {numbers}"
+        numbers, since = (
+            "; ".join(x.text for x in self.left),
+            f"{'about ' * bool(self.slack)}step {self.step:,}",
+        )
+        return f"the {self.of} of the batches from {since} on are unlike those before: {numbers}"
 
 
 class _Range:
@@ -118,3 +137,51 @@ class ShiftFinder:
                 out = [x for x in values if (x > known.high) == is_above and not self._is_in(ranges, x)]
                 if len(out) > MIN_OUT:
                     yield Left(self.names[i], (known.lowest, known.highest), (min(out), max(out)))
+
+
+class PatternFinder:
+    """Finds where the distance of blocks of batches to all before rises for good; see `Pattern`.
+
+    The distances of two blocks in a row are more than twice the largest one before, of four blocks or more,
+    and larger than that by 0.1. Of the batches of these blocks and the one before, the distances of single
+    ones then tell where it begins: their means before and after it differ most, as an analysis of variance
+    has it.
+
+    Source: the limits are ours.
+    """
+
+    def __init__(self) -> None:
+        self._n, self._largest = 0, 0.0
+        self._far: float | None = None  # distance of the last block, if that is far
+        self._batches = deque[tuple[int, float]](maxlen=3 * N_BLOCK)
+
+    def add(self, step: int, of_block: float, of_batch: float) -> Shift | None:
+        """Adds a batch, and its block at the first one; returns the shift that is known since then."""
+        found = self._add_block(of_block) if math.isfinite(of_block) else None
+        if math.isfinite(of_batch):
+            self._batches.append((step, of_batch))
+        return found
+
+    def _add_block(self, distance: float) -> Shift | None:
+        first, self._far = self._far, None
+        limit, before = max(TIMES * self._largest, self._largest + MIN_FAR), self._largest
+        is_far = self._n >= MIN_BLOCKS and distance > limit
+        if is_far and first is None:
+            self._far = distance
+            return None
+        for x in (distance,) if first is None else (first, distance):
+            self._n, self._largest = self._n + 1, max(self._largest, x)
+        if first is None or not is_far:
+            return None
+        left = Left("distance of their pattern", (0.0, before), (min(first, distance), max(first, distance)))
+        return Shift(self._beginning(), "inputs", (left,), SLACK)
+
+    def _beginning(self) -> int:
+        """Step at which the distances of single batches rise."""
+        steps, x = zip(*self._batches, strict=True)
+        n, total, sum_before, best = len(x), sum(x), 0.0, (0.0, steps[0])
+        for i in range(1, n):
+            sum_before += x[i - 1]
+            rise = (total - sum_before) / (n - i) - sum_before / i
+            best = max(best, (rise * abs(rise) * i * (n - i), steps[i]))
+        return best[1]

@@ -11,7 +11,8 @@ from hookcb.activations.stats import has_stats
 from hookcb.core.batch import parts
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.loss_terms import main_term, read_terms
-from hookcb.diagnosis.measurements.ranges import N_BEFORE, N_KEPT, Shift, ShiftFinder
+from hookcb.diagnosis.measurements.patterns import INDICES, Pattern
+from hookcb.diagnosis.measurements.ranges import N_BEFORE, N_BLOCK, N_KEPT, PatternFinder, Shift, ShiftFinder
 from hookcb.diagnosis.measurements.tally import at_path, path_to, saved_labels
 from hookcb.diagnosis.rules import median
 from hookcb.diagnosis.run import Run
@@ -19,10 +20,13 @@ from hookcb.gradients.samples import SKETCH
 from hookcb.records.store import Arriving
 from hookcb.records.thinned import Thinned
 
-N_BLOCK, MAX_BLOCKS = 16, 256  # batches that are measured at a time, and blocks that wait on a device
+MAX_BLOCKS = 256  # that wait on a device
 MAX_POINTS, MIN_GROWTH = 512, 4.0  # of the curve of the targets' size; what counts as growth
 
 OTHER_DATA = "data of another source, scale or order, or that were changed in place"
+
+
+_Numbers = tuple[Any, ...]  # step, mean, standard deviation, and if asked for two distances of patterns
 
 
 class Growth(NamedTuple):
@@ -39,26 +43,32 @@ class Growth(NamedTuple):
 
 
 class _Moments:
-    """Mean and standard deviation of samples of one tensor of each batch, 16 batches at a time.
+    """Mean and standard deviation of samples of one tensor of each batch, and the pattern of 16 batches.
 
-    A sample of up to 1,024 elements is copied as float32, so that no tensor of the program is kept. Numbers
-    leave a GPU without a wait; on a device that is neither a GPU nor a CPU they wait until `rest`.
+    They are computed for 16 batches at a time. A sample of up to 1,024 elements is copied as float32, so that
+    no tensor of the program is kept. Numbers leave a GPU without a wait; on a device that is neither a GPU
+    nor a CPU they wait until `rest`.
+
+    Args:
+        pattern: compares patterns; without it there are none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pattern: Pattern | None = None) -> None:
+        self._pattern, self._are_indices = pattern, False
         self._rows: tuple[Tensor, ...] = ()
         self._buffer = torch.empty(0, device="cpu")
         self._steps: list[int] = []
         self._sizes: list[int] = []
         self._arriving = Arriving[tuple[int, ...]](MAX_BLOCKS)
-        self._here: list[tuple[int, float, float]] = []
+        self._here: list[_Numbers] = []
 
     def add(self, step: int, x: Tensor) -> bool:
         """Adds the tensor of a batch; returns whether numbers have come for `there`."""
         if x.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph would write to the rows for good
             return False
-        if not self._rows or x.device != self._buffer.device:
+        if (x.dtype in INDICES) != self._are_indices or not self._rows or x.device != self._buffer.device:
             self._send()
+            self._are_indices = x.dtype in INDICES
             self._buffer = torch.zeros(N_BLOCK, SKETCH, dtype=torch.float32, device=x.device)
             self._rows = self._buffer.unbind(0)
         sample = sample_of(x)
@@ -77,19 +87,21 @@ class _Moments:
             return
         steps, self._steps, sizes, self._sizes = tuple(self._steps), [], self._sizes, []
         numbers = _moments_of(self._buffer, sizes)
+        if self._pattern is not None:
+            numbers = torch.cat([numbers, self._pattern.distances(self._buffer, sizes, self._are_indices)])
         if numbers.is_cpu:
             self._here += zip(steps, *numbers.tolist(), strict=False)  # rows without a batch come last
         else:
             self._arriving.add(steps, numbers)
 
-    def there(self) -> Iterator[tuple[int, float, float]]:
-        """Takes steps, means and standard deviations that are there, in order."""
+    def there(self) -> Iterator[_Numbers]:
+        """Takes what is there, in order."""
         here, self._here = self._here, []
         yield from here
         for steps, numbers in self._arriving.there():
             yield from zip(steps, *numbers, strict=False)
 
-    def rest(self) -> Iterator[tuple[int, float, float]]:
+    def rest(self) -> Iterator[_Numbers]:
         """Takes all; waits for the device."""
         self._send()
         for steps, numbers in self._arriving.rest():
@@ -116,13 +128,22 @@ def compare_from(step: int) -> str:
 
 
 def sample_of(x: Tensor) -> Tensor:
-    """A view of up to 1,024 elements of a tensor, evenly spread; nothing is copied, whatever its strides."""
-    x, n = x.detach(), x.numel()
-    if x.is_contiguous():  # as `spread` does, in one operation
-        step = -(-n // SKETCH)
-        start = (n - 1) % step // 2
-        return x.as_strided(((n - start - 1) // step + 1,), (step,), x.storage_offset() + start)
-    for dim in sorted(range(x.ndim), key=x.shape.__getitem__, reverse=True):
+    """A view of up to 1,024 elements of a tensor, evenly spread; of indices, of pairs of neighbors.
+
+    Nothing is copied, whatever its strides.
+    """
+    x, n, are_indices = x.detach(), x.numel(), x.dtype in INDICES
+    if x.is_contiguous():
+        pair = 1 + (are_indices and n > SKETCH)
+        step = -(-n // (SKETCH // pair))
+        start = (n - pair) % step // 2  # as `spread` does
+        size = (n - start - pair) // step + 1
+        where = x.storage_offset() + start
+        return (
+            x.as_strided((size, 2), (step, 1), where) if pair > 1 else x.as_strided((size,), (step,), where)
+        )
+    dims = sorted(range(x.ndim), key=x.shape.__getitem__, reverse=True)
+    for dim in sorted(dims, key=(x.ndim - 1).__eq__) if are_indices else dims:
         if n > SKETCH:
             size = x.shape[dim]
             x = x[(*[slice(None)] * dim, slice(None, None, min(size, math.ceil(n / SKETCH))))]
@@ -131,7 +152,7 @@ def sample_of(x: Tensor) -> Tensor:
 
 
 class Shifts(Measurement):
-    """Follows the mean and the size of the inputs and of the targets of each batch.
+    """Follows the mean and the size of the inputs and of the targets of each batch, and patterns of inputs.
 
     Of inputs, the largest tensor of the first batch; of targets, the first that the loop tells, or what a
     loss of torch has saved. Targets of other losses in a loop that does not tell them are unknown. Of each, a
@@ -151,7 +172,8 @@ class Shifts(Measurement):
         self.growth: Growth | None = None
         self._path: str | None = None  # of the tensor in the inputs
         self._to_labels: tuple[int, ...] | None = None  # from the loss to the node that has saved them
-        self._inputs, self._targets = _Moments(), _Moments()
+        self._inputs, self._targets = _Moments(Pattern()), _Moments()
+        self._patterns = PatternFinder()
         self._of_inputs = ShiftFinder("inputs", ("mean", "standard deviation"))
         self._of_targets = ShiftFinder("targets", ("mean", "standard deviation"))
         self._are_float = False  # whether the targets are
@@ -194,11 +216,12 @@ class Shifts(Measurement):
         if self._targets.add(run.step, y):
             self._see_targets(self._targets.there())
 
-    def _see_inputs(self, numbers: Iterator[tuple[int, float, float]]) -> None:
-        for step, mean, std in numbers:
+    def _see_inputs(self, numbers: Iterator[_Numbers]) -> None:
+        for step, mean, std, of_block, of_batch in numbers:
             self._keep(self._of_inputs.add(step, mean, std))
+            self._keep(self._patterns.add(step, of_block, of_batch))
 
-    def _see_targets(self, numbers: Iterator[tuple[int, float, float]]) -> None:
+    def _see_targets(self, numbers: Iterator[_Numbers]) -> None:
         for step, mean, std in numbers:
             size = math.hypot(mean, std) if self._are_float else std
             self._keep(self._of_targets.add(step, mean, size))
@@ -214,11 +237,17 @@ class Shifts(Measurement):
 
     def near(self, step: int, before: int) -> Shift | None:
         """The last shift that begins in that step or in so many before it."""
-        return next((x for x in reversed(self.found) if step - before <= x.step <= step), None)
+        found = (x for x in reversed(self.found) if x.last < step <= x.step + x.slack + before)
+        return next(found, None)
 
     def tell(self, run: Run) -> None:
         self._see_inputs(self._inputs.rest())
         self._see_targets(self._targets.rest())
+        # where a number leaves its range, whose step is known, the pattern changes, too
+        known = [x.step for x in self.found if not x.slack and x.of == "inputs"]
+        self.found = [
+            x for x in self.found if not (x.slack and any(abs(x.step - at) < N_BLOCK for at in known))
+        ]
         self.growth = self._growth()
 
     def _growth(self) -> Growth | None:

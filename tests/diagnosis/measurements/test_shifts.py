@@ -136,6 +136,53 @@ def test_numbers_are_those_of_the_sample_whatever_its_dtype():
         assert (std.before, std.since) == ((2.0, 2.0), (6.0, 6.0))
 
 
+def shifts_of(batches):
+    return [(x.step, x.slack > 0) for x in followed(batches).found]
+
+
+def tokens(n, table, seed=0, shape=(8, 24)):
+    """Text of a Markov chain in which each token mostly follows from the one before, by these numbers."""
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randint(50, (n, shape[0], 1), generator=rng)
+    for _ in range(shape[1] - 1):
+        is_next = torch.rand(n, shape[0], 1, generator=rng) < 0.8
+        other = torch.randint(50, (n, shape[0], 1), generator=rng)
+        x = torch.cat([x, torch.where(is_next, (7 * x[..., -1:] + 3) % 50, other)], -1)
+    return [*table[x]]
+
+
+@pytest.mark.parametrize("shape", [(8, 24), (40, 50)])
+def test_another_table_of_tokens_is_found_by_the_pairs_of_neighbors(shape):
+    same = torch.arange(50)
+    other = torch.randperm(50, generator=torch.Generator().manual_seed(1))
+    ((step, is_about),) = shifts_of(tokens(150, same, shape=shape) + tokens(60, other, 1, shape))
+    assert is_about
+    assert abs(step - 150) <= 2
+    assert not shifts_of(tokens(150, same, shape=shape) + tokens(60, same, 1, shape))
+
+
+def test_columns_in_another_order_and_images_that_are_turned_are_found():
+    torch.manual_seed(0)
+    tables = [torch.randn(16, 12) + torch.arange(12) / 4 for _ in range(200)]
+    ((step, is_about),) = shifts_of(tables[:130] + [x.flip(1) for x in tables[130:]])
+    assert is_about
+    assert abs(step - 130) <= 2
+    assert not shifts_of(tables)
+    images = [torch.randn(4, 3, 20, 20) + torch.linspace(0, 2, 20) for _ in range(200)]
+    ((step, _),) = shifts_of(images[:99] + [x.transpose(2, 3) for x in images[99:]])
+    assert abs(step - 99) <= 2
+
+
+def test_data_in_order_and_text_of_changing_topics_have_no_other_pattern():
+    torch.manual_seed(0)
+    of_class = torch.randn(10, 64)
+    in_order = [of_class[step % 100 // 10] + torch.randn(8, 64) for step in range(400)]
+    assert not shifts_of(in_order[:100] * 2 + in_order)
+    topics = torch.randint(500, (40, 60))
+    text = [topics[step // 5 % 40][torch.randint(60, (8, 30))] for step in range(400)]
+    assert not shifts_of(text)
+
+
 def test_batches_without_numbers_are_left_out():
     part = followed(["text", torch.zeros(0, 3), torch.ones(3).bool(), torch.ones(3).to_sparse()] * 20)
     assert not part.found

@@ -173,7 +173,7 @@ def _facts_of_data(run: Run) -> Iterator[Fact]:
     last: dict[str, int] = {}
     for x in shifts.found:
         if x.step > last.get(x.of, -math.inf) + NEAR:  # else it is a part of the one before
-            yield Fact(x.step, x.step - 1, x.text, may_be_meant=not is_lost, is_of_data=True)
+            yield Fact(x.step, x.last, x.text, may_be_meant=not is_lost, is_of_data=True)
         last[x.of] = x.step
 
 
