@@ -68,7 +68,7 @@ class WorseLoss(Fault):
     That a change led to the rise is not shown by these facts; the limits are ours.
     """
 
-    headline = "The loss is higher since a setting or the data have changed"
+    headline = "The loss is higher since something has changed"
     severity = "warning"
     uses = (GroupRates, Loss, Schedules, Settings, Shifts, StepScales)
 
