@@ -8,8 +8,8 @@ from typing import NamedTuple
 N_BEFORE, N_STAY, MIN_OUT = 32, 8, 7  # batches before, and after the first one, so many of which stay out
 WIDER, MIN_CHANGE = 1.0, 0.1  # margins of a range: of its width, and of the largest size
 N_KEPT = 16  # shifts
-# of a pattern: blocks before, how far and how many times their largest distance the new ones must be away
-MIN_BLOCKS, MIN_FAR, TIMES = 4, 0.1, 2.0
+# of a pattern: blocks before, and by how much, and by how many widths, the new ones must be above their range
+MIN_BLOCKS, MIN_FAR, TIMES = 6, 0.1, 3.0
 N_BLOCK, SLACK = 16, 4  # batches of a block, and by how many the first one may be missed
 
 
@@ -142,8 +142,8 @@ class ShiftFinder:
 class PatternFinder:
     """Finds where the distance of blocks of batches to all before rises for good; see `Pattern`.
 
-    The distances of two blocks in a row are more than twice the largest one before, of four blocks or more,
-    and larger than that by 0.1. Of the batches of these blocks and the one before, the distances of single
+    The distances of two blocks in a row are above the range of those before, of six blocks or more, by three
+    times its width, as they are squares, and by 0.1. Of the batches of these blocks and the one before, the distances of single
     ones then tell where it begins: their means before and after it differ most, as an analysis of variance
     has it.
 
@@ -151,8 +151,10 @@ class PatternFinder:
     """
 
     def __init__(self) -> None:
-        self._n, self._largest = 0, 0.0
+        self._n, self._known = 0, (math.inf, 0.0)  # the smallest and the largest
         self._far: float | None = None  # distance of the last block, if that is far
+        # of the last one that is not, which may be the first one with some others, and does not count yet
+        self._last: float | None = None
         self._batches = deque[tuple[int, float]](maxlen=3 * N_BLOCK)
 
     def add(self, step: int, of_block: float, of_batch: float) -> Shift | None:
@@ -163,17 +165,18 @@ class PatternFinder:
         return found
 
     def _add_block(self, distance: float) -> Shift | None:
-        first, self._far = self._far, None
-        limit, before = max(TIMES * self._largest, self._largest + MIN_FAR), self._largest
-        is_far = self._n >= MIN_BLOCKS and distance > limit
-        if is_far and first is None:
+        low, high = self._known
+        is_far = self._n >= MIN_BLOCKS and distance > high + max(TIMES * (high - low), MIN_FAR)
+        if is_far and self._far is None:
             self._far = distance
             return None
-        for x in (distance,) if first is None else (first, distance):
-            self._n, self._largest = self._n + 1, max(self._largest, x)
-        if first is None or not is_far:
+        far, self._far, last, self._last = self._far, None, self._last, distance
+        for x in (last, far):
+            if x is not None:
+                self._n, self._known = self._n + 1, (min(self._known[0], x), max(self._known[1], x))
+        if far is None or not is_far:
             return None
-        left = Left("distance of their pattern", (0.0, before), (min(first, distance), max(first, distance)))
+        left = Left("distance of their pattern", (low, high), (min(far, distance), max(far, distance)))
         return Shift(self._beginning(), "inputs", (left,), SLACK)
 
     def _beginning(self) -> int:

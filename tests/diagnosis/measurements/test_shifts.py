@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, watch
-from hookcb.diagnosis.measurements.ranges import ShiftFinder
+from hookcb.diagnosis.measurements.ranges import PatternFinder, ShiftFinder
 from hookcb.diagnosis.measurements.shifts import Shifts, sample_of
 from hookcb.diagnosis.run import Run
 
@@ -169,8 +169,24 @@ def test_columns_in_another_order_and_images_that_are_turned_are_found():
     assert abs(step - 130) <= 2
     assert not shifts_of(tables)
     images = [torch.randn(4, 3, 20, 20) + torch.linspace(0, 2, 20) for _ in range(200)]
-    ((step, _),) = shifts_of(images[:99] + [x.transpose(2, 3) for x in images[99:]])
-    assert abs(step - 99) <= 2
+    ((step, _),) = shifts_of(images[:120] + [x.transpose(2, 3) for x in images[120:]])
+    assert abs(step - 120) <= 2
+
+
+def test_two_blocks_in_a_row_must_have_another_pattern():
+    def found(distances):
+        finder = PatternFinder()
+        steps = ((16 * i + j, x, j) for i, x in enumerate(distances) for j in range(16))
+        numbers = [(step, x if j == 0 else math.nan, x) for step, x, j in steps]
+        return [shift for at in numbers if (shift := finder.add(*at)) is not None]
+
+    usual = [math.nan, 0.06, 0.08, 0.07, 0.06, 0.07, 0.08]
+    (shift,) = found([*usual, 0.07, 0.12, 0.3, 0.31, 0.2])  # with one in which it begins
+    assert (shift.step, shift.last, shift.left[0].since) == (144, 139, (0.3, 0.31))
+    assert "from about step 144 on are unlike those before: distance of their pattern 0.3" in shift.text
+    assert not found([*usual, 0.07, 0.5, 0.07, 0.5, 0.07])
+    assert not found([*usual[:5], 0.3, 0.3, 0.3])
+    assert not found([*usual, 0.12, 0.16, 0.17, 0.2, 0.24, 0.3, 0.35, 0.4])  # a drift
 
 
 def test_data_in_order_and_text_of_changing_topics_have_no_other_pattern():

@@ -80,12 +80,13 @@ class LossSpikes(Fault):
     the range of all batches before, 32 or more, and does so on that side in seven of the eight batches after
     the first. The range is without the smallest and the largest number, and is widened on both sides by its
     width, and at least by a tenth of the largest standard deviation or root mean square. Or the pattern of
-    16 batches, and of the next 16, is farther from the mean pattern of all before than any of four or more
-    such blocks: twice as far, and by 0.1. The pattern of numbers is their mean at each place, and the
-    distance the mean squared difference, divided by the variance; that of indices, such as tokens, is how
-    often two neighbors come, in 256 bins, and the distance that of Hellinger, squared; it begins where the
-    distances of single batches rise most. Of each batch these are numbers of up to 1,024 elements of the
-    largest input, and of the targets that the loop tells or a loss of torch has saved.
+    16 batches, and of the next 16, is farther from the mean pattern of all before than any of six or more
+    such blocks, by three times the range of their distances and by 0.1. The pattern of numbers is their mean
+    at each place, and the distance the mean squared difference, divided by the variance; that of indices,
+    such as tokens, is how often two neighbors come, in 256 bins, and the distance that of Hellinger,
+    squared; it begins where the distances of single batches rise most. Of each batch these are numbers of up
+    to 1,024 elements of the largest input, and of the targets that the loop tells or a loss of torch has
+    saved.
 
     Source: J. von Neumann et al., "The mean square successive difference", 1941, and P. J. Huber, "Robust
     Statistics", 1981, for the noise. The batch or the state of the weights: A. Chowdhery et al., "PaLM",

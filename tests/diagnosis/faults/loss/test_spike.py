@@ -113,6 +113,8 @@ def test_other_data_come_before_a_layer_and_before_an_unusual_batch_but_after_se
     assert "Compare the batches from step 98 on" in found.next_steps[0]
     run.measured(Shifts).found = [others._replace(step=91)]
     assert "this batch came first" in only(LossSpikes, run).message
+    run.measured(Shifts).found = [others._replace(step=104, slack=4)]
+    assert "the inputs of the batches from about step 104 on" in only(LossSpikes, run).message
     run.measured(Shifts).found = [others]
     run.measured(Spikes).found[0].rates = ((98, 0.1), (99, 1.0))
     run.measured(Spikes).found[0].inputs = math.nan

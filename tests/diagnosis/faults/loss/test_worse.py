@@ -1,4 +1,4 @@
-"""loss.worse: a loss that is higher since a setting has changed."""
+"""loss.worse: a loss that is higher since something has changed."""
 
 import torch
 import torch.nn.functional as F
