@@ -1,6 +1,7 @@
 """Pattern: how unlike a block of batches is to all blocks before, on their device."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,44 +11,61 @@ N_BINS = 256  # of pairs of indices
 FACTORS, SHIFT = (0x9E3779B1, 0x85EBCA6B), 7  # odd ones, by which pairs are spread over the bins
 
 
+class Kind(NamedTuple):
+    """What the samples of a block are of.
+
+    Attributes:
+        shape: shape of the tensors if they are numbers, whose places it tells; None of indices.
+        are_pairs: whether they are pairs of neighbors; else all are neighbors.
+    """
+
+    shape: tuple[int, ...] | None
+    are_pairs: bool
+
+
 class Pattern:
     """The mean of the patterns of all blocks, and the distance of each new block to it.
 
     The pattern of numbers is their mean at each place of the samples, over the batches of the block; the
     distance is the mean squared difference, relative to the variance of the numbers. Columns in another order
-    or images that are turned change it, and the mean and the standard deviation of a batch do not. The
-    pattern of indices, as of tokens, is how often each pair of neighbors comes, in 256 bins; the distance is
-    the squared Hellinger distance, 0 to 2. Another table of indices changes it.
+    or images that are turned change it, and the mean and the standard deviation of a batch do not. Tensors of
+    another shape begin a new mean. The pattern of indices, as of tokens, is how often each pair of neighbors
+    comes, in 256 bins; the distance is the squared Hellinger distance, 0 to 2. Another table of indices
+    changes it.
     """
 
     def __init__(self) -> None:
         self._total, self._n = torch.empty(0, device="cpu"), 0
+        self._shape: tuple[int, ...] | None = None
 
-    def distances(self, rows: Tensor, sizes: list[int], are_indices: bool) -> Tensor:
+    def distances(self, rows: Tensor, sizes: list[int], kind: Kind) -> Tensor:
         """Distance of a block of batches, and of each of them, to blocks before, `(2, N)` on their device.
 
-        That of the block is at the first batch. NaN is what is not known: all of the first block.
+        That of the block is at its first batch, infinite if there are none before. NaN is what is not known.
 
         Args:
             rows: `(N, …)`, the samples of the batches, each from the first element on.
-            sizes: their numbers of elements; numbers have a pattern only if these are all the same.
-            are_indices: whether they are indices.
+            sizes: their numbers of elements.
+            kind: what they are of.
         """
-        found, is_even = rows.new_full((2, len(rows)), math.nan), len({*sizes}) == 1
-        if len(sizes) < len(rows) or not (is_even or are_indices):
+        found = rows.new_full((2, len(rows)), math.nan)
+        if len(sizes) < len(rows):
             return found
         of_each = rows[:, : sizes[0]]
-        if are_indices and is_even:
-            of_each = _pairs(of_each)
-        elif are_indices:
-            of_each = torch.cat([_pairs(row[None, :n]) for row, n in zip(rows, sizes, strict=True)])
+        if kind.shape is None and len({*sizes}) == 1:
+            of_each = _shares(of_each, kind.are_pairs)
+        elif kind.shape is None:
+            of_each = [_shares(row[None, :n], kind.are_pairs) for row, n in zip(rows, sizes, strict=True)]
+            of_each = torch.cat(of_each)
         new = of_each.mean(0)
         is_first = new.shape != self._total.shape or new.device != self._total.device
+        is_first |= kind.shape != self._shape
+        self._shape = kind.shape
         before, self._n = self._total / max(1, self._n), 1 if is_first else self._n + 1
         self._total = new if is_first else self._total + new
         if is_first:
-            return found
-        if are_indices:
+            found[0, 0] = math.inf
+        elif kind.shape is None:
             root = before.sqrt()
             found[0, 0], found[1] = (
                 (new.sqrt() - root).square().sum(),
@@ -60,10 +78,11 @@ class Pattern:
         return found
 
 
-def _pairs(rows: Tensor) -> Tensor:
+def _shares(rows: Tensor, are_pairs: bool) -> Tensor:
     """Share of the pairs of neighbors in each bin, `(len(rows), 256)`."""
     x = rows.long()
-    places = x[:, :-1].mul(FACTORS[0]).add_(x[:, 1:], alpha=FACTORS[1])
+    first, second = (x[:, ::2], x[:, 1::2]) if are_pairs else (x[:, :-1], x[:, 1:])
+    places = first.mul(FACTORS[0]).add_(second, alpha=FACTORS[1])
     places.bitwise_right_shift_(SHIFT).bitwise_and_(N_BINS - 1)
     ones = torch.ones((1, 1), device=x.device).expand(places.shape)
     return torch.zeros(len(x), N_BINS, device=x.device).scatter_add_(1, places, ones) / max(

@@ -106,7 +106,13 @@ class ShiftFinder:
         self.last.append((step, (mean, size)))
         if len(self.last) <= N_STAY:
             return None
-        begin, left = self.last[0][0], tuple(self._left()) if self._n >= N_BEFORE else ()
+        begin, numbers = self.last[0]
+        means, sizes = self._ranges
+        if means[-1].low <= numbers[0] <= means[-1].high and sizes[-1].low <= numbers[1] <= sizes[-1].high:
+            self._n += 1  # the usual case
+            self.last.popleft()
+            return None
+        left = tuple(self._left()) if self._n >= N_BEFORE else ()
         if not left:
             self._take()
             return None
@@ -143,14 +149,17 @@ class PatternFinder:
     """Finds where the distance of blocks of batches to all before rises for good; see `Pattern`.
 
     The distances of two blocks in a row are above the range of those before, of six blocks or more, by three
-    times its width, as they are squares, and by 0.1. Of the batches of these blocks and the one before, the distances of single
-    ones then tell where it begins: their means before and after it differ most, as an analysis of variance
-    has it.
+    times its width, as they are squares, and by 0.1. Of the batches of these blocks and the one before, the
+    distances of single ones then tell where it begins: their means before and after it differ most, as an
+    analysis of variance has it.
 
     Source: the limits are ours.
     """
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self._n, self._known = 0, (math.inf, 0.0)  # the smallest and the largest
         self._far: float | None = None  # distance of the last block, if that is far
         # of the last one that is not, which may be the first one with some others, and does not count yet
@@ -159,6 +168,8 @@ class PatternFinder:
 
     def add(self, step: int, of_block: float, of_batch: float) -> Shift | None:
         """Adds a batch, and its block at the first one; returns the shift that is known since then."""
+        if math.isinf(of_block):  # of another shape than those before
+            self._begin()
         found = self._add_block(of_block) if math.isfinite(of_block) else None
         if math.isfinite(of_batch):
             self._batches.append((step, of_batch))

@@ -11,7 +11,7 @@ from hookcb.activations.stats import has_stats
 from hookcb.core.batch import parts
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.loss_terms import main_term, read_terms
-from hookcb.diagnosis.measurements.patterns import INDICES, Pattern
+from hookcb.diagnosis.measurements.patterns import INDICES, Kind, Pattern
 from hookcb.diagnosis.measurements.ranges import N_BEFORE, N_BLOCK, N_KEPT, PatternFinder, Shift, ShiftFinder
 from hookcb.diagnosis.measurements.tally import at_path, path_to, saved_labels
 from hookcb.diagnosis.rules import median
@@ -20,7 +20,7 @@ from hookcb.gradients.samples import SKETCH
 from hookcb.records.store import Arriving
 from hookcb.records.thinned import Thinned
 
-MAX_BLOCKS = 256  # that wait on a device
+MAX_BLOCKS, MAX_PLANS = 256, 32  # blocks that wait on a device, and shapes of tensors that are known
 MAX_POINTS, MIN_GROWTH = 512, 4.0  # of the curve of the targets' size; what counts as growth
 
 OTHER_DATA = "data of another source, scale or order, or that were changed in place"
@@ -42,21 +42,33 @@ class Growth(NamedTuple):
         return f"the targets have grown from {self.before:.3g} to {self.after:.3g} since step {self.step:,}"
 
 
+class _Plan(NamedTuple):
+    """Where the sample of a tensor is, for tensors of one shape, and the rows to which it is copied."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+    n: int
+    kind: Kind
+    rows: list[Tensor]
+
+
 class _Moments:
     """Mean and standard deviation of samples of one tensor of each batch, and the pattern of 16 batches.
 
-    They are computed for 16 batches at a time. A sample of up to 1,024 elements is copied as float32, so that
-    no tensor of the program is kept. Numbers leave a GPU without a wait; on a device that is neither a GPU
-    nor a CPU they wait until `rest`.
+    They are computed for 16 batches at a time, or 64 without patterns. A sample of up to 1,024 elements is
+    copied as float32, so that no tensor of the program is kept. Numbers leave a GPU without a wait; on a
+    device that is neither a GPU nor a CPU they wait until `rest`.
 
     Args:
         pattern: compares patterns; without it there are none.
     """
 
     def __init__(self, pattern: Pattern | None = None) -> None:
-        self._pattern, self._are_indices = pattern, False
-        self._rows: tuple[Tensor, ...] = ()
-        self._buffer = torch.empty(0, device="cpu")
+        self._pattern, self._n = pattern, N_BLOCK if pattern else 4 * N_BLOCK
+        self._buffer: Tensor | None = None
+        self._plans: dict[Any, _Plan] = {}
+        self._kind = Kind(None, False)
         self._steps: list[int] = []
         self._sizes: list[int] = []
         self._arriving = Arriving[tuple[int, ...]](MAX_BLOCKS)
@@ -66,29 +78,44 @@ class _Moments:
         """Adds the tensor of a batch; returns whether numbers have come for `there`."""
         if x.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph would write to the rows for good
             return False
-        if (x.dtype in INDICES) != self._are_indices or not self._rows or x.device != self._buffer.device:
+        key = x.shape, x.stride(), x.dtype, x.device
+        if (plan := self._plans.get(key)) is None:
+            plan = self._plans[key] = self._plan(x)
+        if plan.kind is not self._kind and plan.kind != self._kind:
             self._send()
-            self._are_indices = x.dtype in INDICES
-            self._buffer = torch.zeros(N_BLOCK, SKETCH, dtype=torch.float32, device=x.device)
-            self._rows = self._buffer.unbind(0)
-        sample = sample_of(x)
-        n, row = sample.numel(), self._rows[len(self._steps)]
-        row = row if n == SKETCH else row[:n]
-        (row if sample.ndim == 1 else row.view(sample.shape)).copy_(sample)
+            self._kind = plan.kind
+        sample = x.detach().as_strided(plan.size, plan.stride, x.storage_offset() + plan.start)
+        plan.rows[len(self._steps)].copy_(sample)
         self._steps.append(step)
-        self._sizes.append(n)
-        if len(self._steps) < N_BLOCK:
+        self._sizes.append(plan.n)
+        if len(self._steps) < self._n:
             return False
         self._send()
         return True
 
+    def _plan(self, x: Tensor) -> _Plan:
+        if self._buffer is None or x.device != self._buffer.device:
+            self._send()
+            self._plans.clear()
+            self._buffer = torch.zeros(self._n, SKETCH, dtype=torch.float32, device=x.device)
+        elif len(self._plans) == MAX_PLANS:
+            self._plans.clear()
+        sample = sample_of(x)
+        n, start = sample.numel(), sample.storage_offset() - x.storage_offset()
+        rows = [row.view(sample.shape) for row in self._buffer[:, :n].unbind(0)]
+        are_indices = x.dtype in INDICES
+        kind = Kind(
+            None if are_indices else x.shape, are_indices and x.is_contiguous() and x.numel() > SKETCH
+        )
+        return _Plan(sample.shape, sample.stride(), start, n, kind, rows)
+
     def _send(self) -> None:
-        if not self._steps:
+        if self._buffer is None or not self._steps:
             return
         steps, self._steps, sizes, self._sizes = tuple(self._steps), [], self._sizes, []
         numbers = _moments_of(self._buffer, sizes)
         if self._pattern is not None:
-            numbers = torch.cat([numbers, self._pattern.distances(self._buffer, sizes, self._are_indices)])
+            numbers = torch.cat([numbers, self._pattern.distances(self._buffer, sizes, self._kind)])
         if numbers.is_cpu:
             self._here += zip(steps, *numbers.tolist(), strict=False)  # rows without a batch come last
         else:
@@ -192,10 +219,11 @@ class Shifts(Measurement):
             if not known:
                 return None
             self._path = max(known, key=lambda pair: pair[1].numel())[0]
-        for path, x in parts(xb):
-            if path == self._path:
-                return x if _has_numbers(x) else None
-        return None
+        if type(xb) is tuple and len(xb) == 1 and isinstance(xb[0], Tensor):  # the usual case
+            x = xb[0]
+        else:
+            x = next((x for path, x in parts(xb) if path == self._path), None)
+        return x if _has_numbers(x) else None
 
     def on_first_graph(self, run: Run) -> None:
         main = main_term(read_terms(run.loop.loss_node))

@@ -173,6 +173,14 @@ def test_columns_in_another_order_and_images_that_are_turned_are_found():
     assert abs(step - 120) <= 2
 
 
+def test_batches_of_another_size_are_not_other_data():
+    torch.manual_seed(0)
+    same = torch.arange(50)
+    assert not shifts_of(tokens(150, same, shape=(8, 24)) + tokens(100, same, 1, (64, 24)))
+    of_column = torch.randn(40)
+    assert not shifts_of([torch.randn(16 * (1 + 3 * (i >= 120)), 40) + of_column for i in range(200)])
+
+
 def test_two_blocks_in_a_row_must_have_another_pattern():
     def found(distances):
         finder = PatternFinder()
