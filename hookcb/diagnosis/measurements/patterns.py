@@ -51,12 +51,7 @@ class Pattern:
         found = rows.new_full((2, len(rows)), math.nan)
         if len(sizes) < len(rows):
             return found
-        of_each = rows[:, : sizes[0]]
-        if kind.shape is None and len({*sizes}) == 1:
-            of_each = _shares(of_each, kind.are_pairs)
-        elif kind.shape is None:
-            of_each = [_shares(row[None, :n], kind.are_pairs) for row, n in zip(rows, sizes, strict=True)]
-            of_each = torch.cat(of_each)
+        of_each = rows[:, : sizes[0]] if kind.shape is not None else _shares_of(rows, sizes, kind.are_pairs)
         new = of_each.mean(0)
         is_first = new.shape != self._total.shape or new.device != self._total.device
         is_first |= kind.shape != self._shape
@@ -76,6 +71,12 @@ class Pattern:
             found[0, 0] = (new - before).square().mean() / variance
             found[1] = (of_each - before).square().mean(1) / variance
         return found
+
+
+def _shares_of(rows: Tensor, sizes: list[int], are_pairs: bool) -> Tensor:
+    if len({*sizes}) == 1:
+        return _shares(rows[:, : sizes[0]], are_pairs)
+    return torch.cat([_shares(row[None, :n], are_pairs) for row, n in zip(rows, sizes, strict=True)])
 
 
 def _shares(rows: Tensor, are_pairs: bool) -> Tensor:

@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 N_BEFORE, N_STAY, MIN_OUT = 32, 8, 7  # batches before, and after the first one, so many of which stay out
@@ -192,10 +193,11 @@ class PatternFinder:
 
     def _beginning(self) -> int:
         """Step at which the distances of single batches rise."""
-        steps, x = zip(*self._batches, strict=True)
-        n, total, sum_before, best = len(x), sum(x), 0.0, (0.0, steps[0])
-        for i in range(1, n):
-            sum_before += x[i - 1]
+        n, total, sum_before = len(self._batches), sum(x for _, x in self._batches), 0.0
+        best, first = 0.0, self._batches[0][0]
+        for i, ((_, last), (step, _)) in enumerate(pairwise(self._batches), 1):
+            sum_before += last
             rise = (total - sum_before) / (n - i) - sum_before / i
-            best = max(best, (rise * abs(rise) * i * (n - i), steps[i]))
-        return best[1]
+            if (gain := max(0.0, rise) ** 2 * i * (n - i)) > best:
+                best, first = gain, step
+        return first

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ class _Moments:
         elif len(self._plans) == MAX_PLANS:
             self._plans.clear()
         sample = sample_of(x)
-        n, start = sample.numel(), sample.storage_offset() - x.storage_offset()
+        n, start = sample.numel(), int(sample.storage_offset() - x.storage_offset())
         rows = [row.view(sample.shape) for row in self._buffer[:, :n].unbind(0)]
         are_indices = x.dtype in INDICES
         kind = Kind(
@@ -220,10 +220,10 @@ class Shifts(Measurement):
                 return None
             self._path = max(known, key=lambda pair: pair[1].numel())[0]
         if type(xb) is tuple and len(xb) == 1 and isinstance(xb[0], Tensor):  # the usual case
-            x = xb[0]
+            main: Any = xb[0]
         else:
-            x = next((x for path, x in parts(xb) if path == self._path), None)
-        return x if _has_numbers(x) else None
+            main = next((x for path, x in parts(xb) if path == self._path), None)
+        return main if _has_numbers(main) else None
 
     def on_first_graph(self, run: Run) -> None:
         main = main_term(read_terms(run.loop.loss_node))
@@ -295,5 +295,5 @@ class Shifts(Measurement):
         self._inputs, self._targets = _Moments(), _Moments()
 
 
-def _has_numbers(x: Any) -> bool:
+def _has_numbers(x: Any) -> TypeGuard[Tensor]:
     return has_stats(x) and x.dtype is not torch.bool and x.numel() > 0
