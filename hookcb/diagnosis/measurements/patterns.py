@@ -8,6 +8,7 @@ from torch import Tensor
 
 INDICES = {torch.int16, torch.int32, torch.int64}  # dtypes whose numbers are names
 N_BINS = 256  # of pairs of indices
+ODD, TINY = 3.0, 1e-30  # times the median distance of batches, above which one does not count; a variance
 FACTORS, SHIFT = (0x9E3779B1, 0x85EBCA6B), 7  # odd ones, by which pairs are spread over the bins
 
 
@@ -31,12 +32,12 @@ class Pattern:
     or images that are turned change it, and the mean and the standard deviation of a batch do not. Tensors of
     another shape begin a new mean. The pattern of indices, as of tokens, is how often each pair of neighbors
     comes, in 256 bins; the distance is the squared Hellinger distance, 0 to 2. Another table of indices
-    changes it.
+    changes it. Batches that are three times as far as the median one of their block do not count.
     """
 
     def __init__(self) -> None:
-        self._total, self._n = torch.empty(0, device="cpu"), 0
         self._shape: tuple[int, ...] | None = None
+        self._total = self._n = torch.empty(0, device="cpu")  # of the batches so far, on their device
 
     def distances(self, rows: Tensor, sizes: list[int], kind: Kind) -> Tensor:
         """Distance of a block of batches, and of each of them, to blocks before, `(2, N)` on their device.
@@ -51,26 +52,25 @@ class Pattern:
         found = rows.new_full((2, len(rows)), math.nan)
         if len(sizes) < len(rows):
             return found
-        of_each = rows[:, : sizes[0]] if kind.shape is not None else _shares_of(rows, sizes, kind.are_pairs)
-        new = of_each.mean(0)
-        is_first = new.shape != self._total.shape or new.device != self._total.device
-        is_first |= kind.shape != self._shape
+        are_numbers = kind.shape is not None
+        x = rows[:, : sizes[0]] if are_numbers else _shares_of(rows, sizes, kind.are_pairs)
+        is_first = kind.shape != self._shape or x[0].shape != self._total.shape or x.device != self._n.device
+        before = x.sort(0).values[len(x) // 2] if is_first else self._total / self._n.clamp_min(1)
+        scale = x.var(1).nanmedian().clamp_min(TINY) if are_numbers else None
+        found[1] = _distances(x, before, scale)
+        are_usual = found[1] <= ODD * found[1].nanmedian()  # else one damaged batch would change the pattern
+        total, n = torch.where(are_usual[:, None], x, 0.0).sum(0), are_usual.sum()
+        found[0, 0] = math.inf if is_first else _distances((total / n)[None], before, scale)[0]
         self._shape = kind.shape
-        before, self._n = self._total / max(1, self._n), 1 if is_first else self._n + 1
-        self._total = new if is_first else self._total + new
-        if is_first:
-            found[0, 0] = math.inf
-        elif kind.shape is None:
-            root = before.sqrt()
-            found[0, 0], found[1] = (
-                (new.sqrt() - root).square().sum(),
-                (of_each.sqrt() - root).square().sum(1),
-            )
-        else:
-            variance = of_each.var()
-            found[0, 0] = (new - before).square().mean() / variance
-            found[1] = (of_each - before).square().mean(1) / variance
+        self._total, self._n = (total, n) if is_first else (self._total + total, self._n + n)
         return found
+
+
+def _distances(x: Tensor, before: Tensor, scale: Tensor | None) -> Tensor:
+    """Distance of each row to a pattern: squares relative to `scale`, or by Hellinger if that is None."""
+    if scale is None:
+        return (x.sqrt() - before.sqrt()).square_().sum(1)
+    return (x - before).square_().mean(1) / scale
 
 
 def _shares_of(rows: Tensor, sizes: list[int], are_pairs: bool) -> Tensor:

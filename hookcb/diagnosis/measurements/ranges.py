@@ -189,15 +189,18 @@ class PatternFinder:
         if far is None or not is_far:
             return None
         left = Left("distance of their pattern", (low, high), (min(far, distance), max(far, distance)))
-        return Shift(self._beginning(), "inputs", (left,), SLACK)
+        step, rise = self._beginning()
+        if rise < (far - high) / 2:  # as of a batch that is repeated
+            return Shift(self._batches[-N_BLOCK][0], "inputs", (left,), 2 * N_BLOCK)
+        return Shift(step, "inputs", (left,), SLACK)
 
-    def _beginning(self) -> int:
-        """Step at which the distances of single batches rise."""
+    def _beginning(self) -> tuple[int, float]:
+        """Step at which the distances of single batches rise, and by how much."""
         n, total, sum_before = len(self._batches), sum(x for _, x in self._batches), 0.0
-        best, first = 0.0, self._batches[0][0]
+        best, found = 0.0, (self._batches[0][0], 0.0)
         for i, ((_, last), (step, _)) in enumerate(pairwise(self._batches), 1):
             sum_before += last
             rise = (total - sum_before) / (n - i) - sum_before / i
             if (gain := max(0.0, rise) ** 2 * i * (n - i)) > best:
-                best, first = gain, step
-        return first
+                best, found = gain, (step, rise)
+        return found

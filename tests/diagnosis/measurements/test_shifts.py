@@ -193,8 +193,26 @@ def test_two_blocks_in_a_row_must_have_another_pattern():
     assert (shift.step, shift.last, shift.left[0].since) == (144, 139, (0.3, 0.31))
     assert "from about step 144 on are unlike those before: distance of their pattern 0.3" in shift.text
     assert not found([*usual, 0.07, 0.5, 0.07, 0.5, 0.07])
+    assert found([math.inf, *usual[1:], 0.07, 0.5, 0.5])
+    assert not found([*usual, 0.07, math.inf, 0.5, 0.5])  # of another shape
     assert not found([*usual[:5], 0.3, 0.3, 0.3])
     assert not found([*usual, 0.12, 0.16, 0.17, 0.2, 0.24, 0.3, 0.35, 0.4])  # a drift
+
+
+def test_a_batch_that_is_repeated_is_another_pattern_from_a_step_that_is_not_known_well():
+    torch.manual_seed(0)
+    batches = [torch.randn(16, 12) for _ in range(200)]
+    (shift,) = followed(batches[:150] + [batches[150]] * 60).found
+    assert shift.last < 150 < shift.step + shift.slack
+
+
+@pytest.mark.parametrize("damage", [lambda x: x * 300, lambda x: x * math.nan, lambda x: x + math.inf])
+def test_a_damaged_batch_does_not_change_the_pattern(damage):
+    torch.manual_seed(0)
+    tables = [torch.randn(16, 12) + torch.arange(12) / 4 for _ in range(260)]
+    tables[3], tables[150] = damage(tables[3]), damage(tables[150])
+    assert not shifts_of(tables)
+    assert len(shifts_of(tables[:200] + [x.flip(1) for x in tables[200:]])) == 1
 
 
 def test_data_in_order_and_text_of_changing_topics_have_no_other_pattern():
