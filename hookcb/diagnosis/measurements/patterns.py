@@ -39,24 +39,25 @@ class Pattern:
         self._shape: tuple[int, ...] | None = None
         self._total = self._n = torch.empty(0, device="cpu")  # of the batches so far, on their device
 
-    def distances(self, rows: Tensor, sizes: list[int], kind: Kind) -> Tensor:
+    def distances(self, rows: Tensor, lengths: Tensor | None, kind: Kind | None, std: Tensor) -> Tensor:
         """Distance of a block of batches, and of each of them, to blocks before, `(2, N)` on their device.
 
         That of the block is at its first batch, infinite if there are none before. NaN is what is not known.
 
         Args:
             rows: `(N, …)`, the samples of the batches, each from the first element on.
-            sizes: their numbers of elements.
-            kind: what they are of.
+            lengths: `(N,)`, their numbers of elements, None if they are all whole rows.
+            kind: what they are of, None if that differs.
+            std: `(N,)`, their standard deviations.
         """
         found = rows.new_full((2, len(rows)), math.nan)
-        if len(sizes) < len(rows):
+        if kind is None:
             return found
         are_numbers = kind.shape is not None
-        x = rows[:, : sizes[0]] if are_numbers else _shares_of(rows, sizes, kind.are_pairs)
+        x = rows if are_numbers else _shares(rows, lengths, kind.are_pairs)
         is_first = kind.shape != self._shape or x[0].shape != self._total.shape or x.device != self._n.device
         before = x.sort(0).values[len(x) // 2] if is_first else self._total / self._n.clamp_min(1)
-        scale = x.var(1).nanmedian().clamp_min(TINY) if are_numbers else None
+        scale = std.nanmedian().square().clamp_min(TINY) if are_numbers else None
         found[1] = _distances(x, before, scale)
         are_usual = found[1] <= ODD * found[1].nanmedian()  # else one damaged batch would change the pattern
         total, n = torch.where(are_usual[:, None], x, 0.0).sum(0), are_usual.sum()
@@ -73,19 +74,32 @@ def _distances(x: Tensor, before: Tensor, scale: Tensor | None) -> Tensor:
     return (x - before).square_().mean(1) / scale
 
 
-def _shares_of(rows: Tensor, sizes: list[int], are_pairs: bool) -> Tensor:
-    if len({*sizes}) == 1:
-        return _shares(rows[:, : sizes[0]], are_pairs)
-    return torch.cat([_shares(row[None, :n], are_pairs) for row, n in zip(rows, sizes, strict=True)])
-
-
-def _shares(rows: Tensor, are_pairs: bool) -> Tensor:
+def _shares(rows: Tensor, lengths: Tensor | None, are_pairs: bool) -> Tensor:
     """Share of the pairs of neighbors in each bin, `(len(rows), 256)`."""
     x = rows.long()
-    first, second = (x[:, ::2], x[:, 1::2]) if are_pairs else (x[:, :-1], x[:, 1:])
+    first, second = (x[:, :-1:2], x[:, 1::2]) if are_pairs else (x[:, :-1], x[:, 1:])
     places = first.mul(FACTORS[0]).add_(second, alpha=FACTORS[1])
     places.bitwise_right_shift_(SHIFT).bitwise_and_(N_BINS - 1)
-    ones = torch.ones((1, 1), device=x.device).expand(places.shape)
-    return torch.zeros(len(x), N_BINS, device=x.device).scatter_add_(1, places, ones) / max(
-        1, places.shape[1]
-    )
+    n, counts = places.shape[1], torch.zeros(len(x), N_BINS, device=x.device)
+    if lengths is None:
+        return counts.scatter_add_(1, places, torch.ones((1, 1), device=x.device).expand(places.shape)) / max(
+            1, n
+        )
+    lengths = (lengths // 2 if are_pairs else lengths - 1)[:, None]
+    return counts.scatter_add_(1, places, _within(n, lengths).float()) / lengths.clamp_min(1)
+
+
+def _within(n: int, lengths: Tensor) -> Tensor:
+    """Whether an element is before the end of its row, `(len(lengths), n)`."""
+    return torch.arange(n, device=lengths.device) < lengths
+
+
+def moments_of(rows: Tensor, lengths: Tensor | None) -> Tensor:
+    """Mean and standard deviation of each row, `(2, N)`; see `Pattern.distances`."""
+    if lengths is None:
+        mean = rows.mean(1, keepdim=True)  # a third of the time of torch.var_mean
+        return torch.stack([mean[:, 0], (rows - mean).square_().mean(1).sqrt_()])
+    is_within, n = _within(rows.shape[1], lengths[:, None]), lengths[:, None]
+    mean = torch.where(is_within, rows, 0.0).sum(1, keepdim=True) / n
+    squares = torch.where(is_within, rows - mean, 0.0).square_().sum(1)
+    return torch.stack([mean[:, 0], (squares / lengths).sqrt_()])

@@ -1,7 +1,7 @@
 """Shifts: numbers of the inputs and of the targets of batches that leave their range for good."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -11,7 +11,7 @@ from hookcb.activations.stats import has_stats
 from hookcb.core.batch import parts
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.loss_terms import main_term, read_terms
-from hookcb.diagnosis.measurements.patterns import INDICES, Kind, Pattern
+from hookcb.diagnosis.measurements.patterns import INDICES, Kind, Pattern, moments_of
 from hookcb.diagnosis.measurements.ranges import N_BEFORE, N_BLOCK, N_KEPT, PatternFinder, Shift, ShiftFinder
 from hookcb.diagnosis.measurements.tally import at_path, path_to, saved_labels
 from hookcb.diagnosis.rules import median
@@ -50,7 +50,7 @@ class _Plan(NamedTuple):
     start: int
     n: int
     kind: Kind
-    rows: list[Tensor]
+    rows: list[Tensor | None]  # None until the first sample is copied to one
 
 
 class _Moments:
@@ -68,9 +68,7 @@ class _Moments:
         self._pattern, self._n = pattern, N_BLOCK if pattern else 4 * N_BLOCK
         self._buffer: Tensor | None = None
         self._plans: dict[Any, _Plan] = {}
-        self._kind = Kind(None, False)
-        self._steps: list[int] = []
-        self._sizes: list[int] = []
+        self._block: list[tuple[int, _Plan]] = []  # steps and plans
         self._arriving = Arriving[tuple[int, ...]](MAX_BLOCKS)
         self._here: list[_Numbers] = []
 
@@ -80,15 +78,18 @@ class _Moments:
             return False
         key = x.shape, x.stride(), x.dtype, x.device
         if (plan := self._plans.get(key)) is None:
-            plan = self._plans[key] = self._plan(x)
-        if plan.kind is not self._kind and plan.kind != self._kind:
-            self._send()
-            self._kind = plan.kind
-        sample = x.detach().as_strided(plan.size, plan.stride, x.storage_offset() + plan.start)
-        plan.rows[len(self._steps)].copy_(sample)
-        self._steps.append(step)
-        self._sizes.append(plan.n)
-        if len(self._steps) < self._n:
+            plan = self._plan(x)
+            self._plans[key] = plan
+        sample, i = (
+            x.detach().as_strided(plan.size, plan.stride, x.storage_offset() + plan.start),
+            len(self._block),
+        )
+        if (row := plan.rows[i]) is None:
+            assert self._buffer is not None
+            row = plan.rows[i] = self._buffer[i, : plan.n].view(plan.size)
+        row.copy_(sample)
+        self._block.append((step, plan))
+        if len(self._block) < self._n:
             return False
         self._send()
         return True
@@ -100,24 +101,33 @@ class _Moments:
             self._buffer = torch.zeros(self._n, SKETCH, dtype=torch.float32, device=x.device)
         elif len(self._plans) == MAX_PLANS:
             self._plans.clear()
-        sample = sample_of(x)
-        n, start = sample.numel(), int(sample.storage_offset() - x.storage_offset())
-        rows = [row.view(sample.shape) for row in self._buffer[:, :n].unbind(0)]
-        are_indices = x.dtype in INDICES
-        kind = Kind(
-            None if are_indices else x.shape, are_indices and x.is_contiguous() and x.numel() > SKETCH
-        )
-        return _Plan(sample.shape, sample.stride(), start, n, kind, rows)
+        sample, are_indices = sample_of(x), x.dtype in INDICES
+        start = int(sample.storage_offset() - x.storage_offset())
+        are_pairs = are_indices and x.is_contiguous() and x.numel() > SKETCH
+        kind = Kind(None if are_indices else x.shape, are_pairs)
+        return _Plan(sample.shape, sample.stride(), start, sample.numel(), kind, [None] * self._n)
 
     def _send(self) -> None:
-        if self._buffer is None or not self._steps:
+        if self._buffer is None or not self._block:
             return
-        steps, self._steps, sizes, self._sizes = tuple(self._steps), [], self._sizes, []
-        numbers = _moments_of(self._buffer, sizes)
+        steps, plans = zip(*self._block, strict=True)
+        self._block = []
+        # rows without a batch come last
+        sizes = [plan.n for plan in plans] + [1] * (self._n - len(plans))
+        lengths = (
+            None
+            if len({*sizes}) == 1
+            else torch.tensor(sizes, device="cpu").to(self._buffer.device, non_blocking=True)
+        )
+        rows = self._buffer[:, : max(sizes)]
+        numbers = moments_of(rows, lengths)
         if self._pattern is not None:
-            numbers = torch.cat([numbers, self._pattern.distances(self._buffer, sizes, self._kind)])
+            kind = (
+                plans[0].kind if len(plans) == self._n and len({plan.kind for plan in plans}) == 1 else None
+            )
+            numbers = torch.cat([numbers, self._pattern.distances(rows, lengths, kind, numbers[1])])
         if numbers.is_cpu:
-            self._here += zip(steps, *numbers.tolist(), strict=False)  # rows without a batch come last
+            self._here += zip(steps, *numbers.tolist(), strict=False)
         else:
             self._arriving.add(steps, numbers)
 
@@ -134,19 +144,6 @@ class _Moments:
         for steps, numbers in self._arriving.rest():
             yield from zip(steps, *numbers, strict=False)
         yield from self.there()
-
-
-def _moments_of(rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Mean and standard deviation of the first elements of each row, `(2, len(rows))`."""
-    if len({*sizes}) == 1:
-        return _moments(rows[:, : sizes[0]])
-    each = [_moments(row[None, :n]) for row, n in zip(rows, sizes, strict=False)]
-    return torch.cat([*each, rows.new_zeros(2, len(rows) - len(each))], 1)
-
-
-def _moments(rows: Tensor) -> Tensor:
-    mean = rows.mean(1, keepdim=True)  # a third of the time of torch.var_mean
-    return torch.stack([mean[:, 0], (rows - mean).square_().mean(1).sqrt_()])
 
 
 def compare_from(step: int) -> str:
