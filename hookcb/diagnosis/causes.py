@@ -146,8 +146,13 @@ def _of_setting(spike: Spike, run: Run) -> Cause | None:
 
 def _of_data(spike: Spike, run: Run) -> Cause | None:
     """Inputs or targets that are others for good, from a step near the spike on."""
-    shift = run.measured(Shifts).near(spike.step, N_NEAR)
-    return None if shift is None or spike.lasted == 1 else Cause("data", shift.text, since=shift.step)
+    measured = run.measured(Shifts)
+    shift, growth = measured.near(spike.step, N_NEAR), measured.growth
+    if shift is None or spike.lasted == 1:
+        return None
+    if growth is not None and shift.of == "targets" and growth.step <= spike.step:
+        return Cause("data", growth.text, since=growth.step)
+    return Cause("data", shift.text, since=shift.step)
 
 
 def undo_from(step: int) -> str:

@@ -13,7 +13,7 @@ from hookcb.diagnosis.judge import explained
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.ranges import Left, Shift
 from hookcb.diagnosis.measurements.settings import Change, Settings
-from hookcb.diagnosis.measurements.shifts import Shifts
+from hookcb.diagnosis.measurements.shifts import Growth, Shifts
 from hookcb.diagnosis.measurements.spikes import (
     N_KEPT,
     SpikeFinder,
@@ -115,6 +115,11 @@ def test_other_data_come_before_a_layer_and_before_an_unusual_batch_but_after_se
     assert "this batch came first" in only(LossSpikes, run).message
     run.measured(Shifts).found = [others._replace(step=104, slack=4)]
     assert "the inputs of the batches from about step 104 on" in only(LossSpikes, run).message
+    run.measured(Shifts).found, run.measured(Shifts).growth = (
+        [others._replace(of="targets")],
+        Growth(90, 1, 9),
+    )
+    assert "the targets have grown from 1 to 9 since step 90" in only(LossSpikes, run).message
     run.measured(Shifts).found = [others]
     run.measured(Spikes).found[0].rates = ((98, 0.1), (99, 1.0))
     run.measured(Spikes).found[0].inputs = math.nan
