@@ -13,7 +13,7 @@ FACTORS, SHIFT = (0x9E3779B1, 0x85EBCA6B), 7  # odd ones, by which pairs are spr
 
 
 class Kind(NamedTuple):
-    """What the samples of a block are of.
+    """Kind of the samples of a block.
 
     Attributes:
         shape: shape of the tensors if they are numbers, whose places it tells; None of indices.

@@ -43,7 +43,7 @@ class Growth(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Where the sample of a tensor is, for tensors of one shape, and the rows to which it is copied."""
+    """Places of the sample in tensors of one shape, and the rows to which it is copied."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
