@@ -61,8 +61,8 @@ class WorseLoss(Fault):
     between losses in a row. Not told where `loss.spike` warns.
 
     A change is a fact, too, if inputs or targets are others for good, see `loss.spike`; settings come first.
-    It may be meant, as in a curriculum, unless the last 32 losses are as high as the first 32, and float
-    targets have not grown, which a model may make.
+    It may be meant, as in a curriculum, unless that was 128 batches ago and the last 32 losses are as high
+    as the first 32, and float targets have not grown, which a model may make.
 
     Source: J. von Neumann et al., "The mean square successive difference", 1941, for noise around a trend.
     That a change led to the rise is not shown by these facts; the limits are ours.
@@ -169,7 +169,8 @@ def _facts(run: Run) -> Iterator[Fact]:
 def _facts_of_data(run: Run) -> Iterator[Fact]:
     """Data that have changed for good: meant, as in a curriculum or by a model, unless all is lost."""
     shifts, start = run.measured(Shifts), median(run.loss.values[:N])
-    is_lost = median(run.loss.values[-N:]) >= start and shifts.growth is None
+    is_old = all(x.step <= run.loss.steps[-1] - N_LONG for x in shifts.found)
+    is_lost = is_old and median(run.loss.values[-N:]) >= start and shifts.growth is None
     last: dict[str, int] = {}
     for x in shifts.found:
         if x.step > last.get(x.of, -math.inf) + NEAR:  # else it is a part of the one before

@@ -115,9 +115,12 @@ def test_other_data_are_a_note_as_they_may_be_meant_and_a_warning_if_all_is_lost
         "mean 0.9 to 1.1, before -0.1 to 0.1."
     )
     assert "Compare the batches from step 100 on" in found.next_steps[0]
-    lost = run_with([2, 1, 2.1, 2.1])
+    lost = run_with([2, 1, 2.1, 2.1, 2.1])
     lost.measured(Shifts).found = [OTHERS]
     assert only(WorseLoss, lost).severity == "warning"
+    lost.measured(Shifts).found = [OTHERS, OTHERS._replace(step=150)]  # as of tasks in a row
+    assert only(WorseLoss, lost).severity == "info"
+    lost.measured(Shifts).found = [OTHERS]
     lost.measured(Shifts).growth = Growth(100, 1.0, 9.0)  # which loss.diverging tells
     assert only(WorseLoss, lost).severity == "info"
 
@@ -136,9 +139,9 @@ def test_data_that_a_program_changes_in_place_are_told_before_what_follows():
     model, diagnose = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)), Diagnose(show=False)
     opt = torch.optim.Adam(model.parameters(), 3e-3)
     with watch(model, opt, diagnose) as w:
-        for step in range(200):
+        for step in range(240):
             at = slice(step % 100 * 16, step % 100 * 16 + 16)
-            if step >= 100:
+            if 100 <= step < 200:
                 x[at] = 5 - x[at].mean(1, keepdim=True) + torch.randn(16, 8) / 4
             w.report_loss(F.cross_entropy(model(x[at]), y[at])).backward()
             opt.step()
