@@ -17,6 +17,7 @@ SOLVED = 0.01  # share of the loss of guessing below which a loss does not diver
 NOISE = 3.0  # standard deviations of the losses of single batches
 MAX_OF_MINIMUM, MIN_SMOOTHED = 2.0, 20  # times the smallest moving average; number of averages
 INFLATED = 5.0  # times the first batch: the first ten already diverge
+USUAL = 100.0  # times by which values of a reinforcement learning may grow, as to 1 / (1 - discount)
 NEAR = 32  # steps between a rise of the loss and a growth of the targets that is told with it
 OTHERS = ("the learning rate is too high", "a loss with the wrong sign", "growing targets")
 LOOK = "Look for a minus sign in the loss, and check whether its targets grow"
@@ -45,8 +46,9 @@ class DivergingLoss(Fault):
 
     Float targets are named first if they have grown with the loss: the root mean square of up to 1,024
     elements, in the last eight batches, is four times the largest in the first 32, and has stayed above
-    twice that since 32 batches after the loss left its limit, or before. It is a note then if they have
-    grown by the rule above, too.
+    twice that since 32 batches after the loss left its limit, or before. If they have grown by the rule
+    above, too, that is a note, and told only if they are a hundred times as large, as values with a discount
+    of 0.99 are.
 
     Source: Ben Braiek & Khomh, "Testing Feedforward Neural Networks Training Programs", 2023, who look for a
     loss that rises repeatedly; the limits are ours.
@@ -83,7 +85,7 @@ class DivergingLoss(Fault):
             yield Passed(f"diverging loss (at {last:.3g}, from {first:.3g})", last, limit)
             return
         growth, may_be_meant = _growth_by(run, span.first + NEAR), _has_growing_targets(run, span.first)
-        if may_be_meant and growth is None:
+        if may_be_meant and (growth is None or growth.after < USUAL * growth.before):
             yield Passed(f"diverging loss (at {last:.3g}, from {first:.3g}, as its targets have grown)")
             return
         # a large first step may leave nothing that moves any more

@@ -66,9 +66,11 @@ def test_a_squared_error_that_only_larger_targets_explain_does_not_diverge():
 def test_targets_that_have_grown_are_named_first_and_are_a_note_if_outputs_follow_them():
     run = squared_errors(size=4.9)
     run.measured(Shifts).growth = Growth(70, 1.0, 9.0)
+    assert isinstance(only(DivergingLoss, run), Passed)
+    run.measured(Shifts).growth = Growth(70, 1.0, 900.0)
     found = only(DivergingLoss, run)
     assert found.severity == "info"
-    assert found.message.startswith("The targets have grown from 1 to 9 since step 70: they may be made by")
+    assert found.message.startswith("The targets have grown from 1 to 900 since step 70: they may be made by")
     run = squared_errors(size=2.9)
     run.measured(Shifts).growth = Growth(70, 1.0, 9.0)
     assert only(DivergingLoss, run).severity == "error"
