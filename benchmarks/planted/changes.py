@@ -184,6 +184,13 @@ def with_dropout(seed: int, cbs: Callbacks, before: float, after: float) -> Run:
     return follow(model, token_loss, opt, batches, cbs, seed, clip=1.0, after_step=change)
 
 
+@fault(
+    CHANGES, "LM: eps is 1e-3 in mid-run", ["train.changed", "loss.worse"], planted_at=AT, note_suffices=True
+)
+def large_eps(seed: int, cbs: Callbacks) -> Run:
+    return with_setting(seed, cbs, eps=1e-3)
+
+
 @fault(CHANGES, "LM: the same batch for 60 steps in mid-run", ["input.repeated"], planted_at=AT)
 def stuck_loader(seed: int, cbs: Callbacks) -> Run:
     batches = character_batches(seed, N_STEP)

@@ -205,7 +205,49 @@ def schedule_begins_anew(seed: int, cbs: Callbacks) -> Run:
         return _train(model, opt, seed, cbs, schedule=LambdaLR(opt, _falling))
 
 
+class _Scaled(nn.Module):
+    """Scales images by the mean and deviation of the batches that it has seen."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()), persistent=persistent)
+        self.register_buffer("std", torch.ones(()), persistent=persistent)
+        self.net = Mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = 5 + 2 * x
+        with torch.no_grad():
+            self.mean += 0.1 * (x.mean() - self.mean)
+            self.std += 0.1 * (x.std() - self.std)
+        return self.net((x - self.mean) / self.std)
+
+
+def _rescaled(persistent: bool, seed: int, cbs: Callbacks) -> Run:
+    with _heard():
+        first, again = _Scaled(persistent), _Scaled(persistent)
+        opt, new = (SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (first, again))
+        _train(first, opt, seed, [])
+        again.load_state_dict(deepcopy(first.state_dict()))
+        new.load_state_dict(deepcopy(opt.state_dict()))
+        return _train(again, new, seed, cbs)
+
+
+@fault(
+    FACTS_LOADS_FAULTS,
+    "a resume without statistics of the inputs",
+    codes=["load.left_out", "loss.init"],
+    note_suffices=True,
+)
+def without_statistics(seed: int, cbs: Callbacks) -> Run:
+    return _rescaled(False, seed, cbs)
+
+
 # ---- right uses
+
+
+@control(FACTS_LOADS_CONTROLS, "a resume with statistics of the inputs", target=1.5)
+def with_statistics(seed: int, cbs: Callbacks) -> Run:
+    return _rescaled(True, seed, cbs)
 
 
 @control(FACTS_LOADS_CONTROLS, "fine-tuning with a new head, strict=False", target=2.0)

@@ -36,11 +36,11 @@ def batches_with(seed: int, rows: int, n_step: int = N_STEP) -> list[Batch]:
     return batches
 
 
-@spike("LM: a quarter of a batch is noise, clipped at 1", says="it is this batch alone")
+@spike("LM: half of a batch is noise, clipped at 1", says="it is this batch alone")
 def noisy_rows(seed: int, cbs: Callbacks) -> Run:
     model = LanguageModel()
     opt = adamw(model, lr=3e-3)
-    return follow(model, token_loss, opt, batches_with(seed, 6), cbs, seed, clip=1.0)
+    return follow(model, token_loss, opt, batches_with(seed, 8), cbs, seed, clip=1.0)
 
 
 @spike("LM: a whole batch is noise, by a Learner", says="it is this batch alone")
@@ -161,6 +161,36 @@ def scaled_before_norm(seed: int, cbs: Callbacks) -> Run:
     model = nn.Sequential(nn.LayerNorm(64, eps=1e-8), stack(64, 64, 10))
     batches = of_two_shards(seed, 1 / 16)
     return follow(model, F.cross_entropy, Adam(model.parameters(), lr=3e-3), batches, cbs, seed)
+
+
+class Between(LanguageModel):
+    """A language model with something between its two blocks that depends on the step, in no attribute."""
+
+    def __init__(self, change) -> None:
+        super().__init__()
+        self.step, self.change = [0], change
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.position(self.places(tokens))
+        x = self.blocks[1](self.change(self.blocks[0](x), self.step[0]))
+        return self.head(self.norm(x))
+
+    def train_on(self, seed: int, cbs: Callbacks) -> Run:
+        """Train, and count steps."""
+        batches, opt = character_batches(seed, N_STEP), adamw(self, lr=3e-3)
+        return follow(
+            self, token_loss, opt, batches, cbs, seed, after_step=lambda i: self.step.__setitem__(0, i + 1)
+        )
+
+
+@spike("LM: the sign of what a layer gets is flipped", says="before it in the forward had not changed")
+def other_sign(seed: int, cbs: Callbacks) -> Run:
+    return Between(lambda x, step: -x if step >= AT else x).train_on(seed, cbs)
+
+
+@control(SPIKE_CONTROLS, "LM: a scale between two layers that grows slowly", target=3.1)
+def slow_scale(seed: int, cbs: Callbacks) -> Run:
+    return Between(lambda x, step: x * 1.005**step).train_on(seed, cbs)
 
 
 @control(SPIKE_CONTROLS, "LM: clipping to 10 ends, which cuts nothing", target=3.1)

@@ -15,6 +15,7 @@ from hookcb.diagnosis.rules import format_factor, median
 from hookcb.diagnosis.run import Layer, Param, Run, Series
 
 N_NEAR = 8  # steps before a spike in which a change counts
+MAX_SPAN = 48  # steps between two looks at a setting, as one layer is looked at in each batch
 FALLS = 1 / 3  # part of the excess that the next batches keep at most, if it was the batch's
 N_BAND, N_RECENT, N_BEFORE = 8, 5, 2  # looks before a jump, those it is compared with, and those after it
 RATIO = 2.0  # of a jump to the number before, and to the largest change between the looks it is compared with
@@ -45,11 +46,11 @@ Kind = Literal[
 
 
 class Cause(NamedTuple):
-    """Cause of a spike: its kind, the end of a sentence on it, and the layer or parameter it is about."""
+    """Cause of a spike: its kind, the end of a sentence on it, and the layer, or its name, or parameter."""
 
     kind: Kind
     text: str
-    at: Layer | Param | None = None
+    at: Layer | Param | str | None = None
     since: int | None = None  # step of what is a fact
 
 
@@ -134,12 +135,12 @@ def _of_clipping(spike: Spike) -> Cause | None:
 
 def _of_setting(spike: Spike, run: Run) -> Cause | None:
     """Something else that a program has changed in the steps before, if the loss then stays high."""
-    changes = (x for x in run.measured(Settings).changes if x.step - x.last <= 2 * N_NEAR)
+    changes = (x for x in run.measured(Settings).changes if x.step - x.last <= MAX_SPAN)
     near = [x for x in changes if x.last < spike.step and x.step >= spike.step - N_NEAR]
     if not near or spike.lasted == 1:
         return None
     first = min(near, key=lambda x: x.last)
-    at = run.layers.get(first.layer) if first.layer is not None else None
+    at = run.layers.get(first.layer) or first.layer if first.layer else None  # may have layers inside
     said = "; ".join(dict.fromkeys(x.text for x in near))
     return Cause("setting", f"the program had changed {said}", at, since=first.last + 1)
 

@@ -279,8 +279,8 @@ class Verdict(Printed):
         if self.primary is None:
             noted = self._noted()
             first = [line for finding in noted[:1] for line in finding.lines(width=width)]
-            heads = (f"{f.severity.upper()}  {f.summary}  ({f.code})" for f in noted[1 : 1 + N_OTHERS])
-            others = [line for head in heads for line in _filled(head, width, 1, indent="")]
+            heads = (f"{f.head}: {f.message}" for f in noted[1 : 1 + N_OTHERS])
+            others = [line for head in heads for line in _filled(head, width, 2, indent="")]
             absent = f"Looked for and not found: {', '.join(self.ruled_out)}." if self.ruled_out else ""
             body = [*_filled(self.headline, width, 6 if self.hang else 3, indent=""), *first]
             body = [*body[: MAX_LINES - len(others) - len(end)], *others]

@@ -527,16 +527,20 @@ def test_a_note_that_a_training_is_unfinished_stands_last_in_one_line():
     assert "Train on" not in "".join(lines)
 
 
-def test_further_notes_have_a_line_each_below_the_first():
+def test_further_notes_have_two_lines_each_below_the_first():
     notes = [
-        Finding(code, "info", layer="body", headline="It is so")
+        Finding(code, "info", layer="body", headline="It is so", message="word " * 40)
         for code in ("a.a", "a.a", "a.b", "a.c", "a.d")
     ]
     text = "\n".join(verdict_of(*notes, ruled_out=("that " * 9,) * 9, coverage=("9 batches",)).lines())
-    assert (
-        "More: hookcb explain a.a\nINFO  It is so: body  (a.b)\nINFO  It is so: body  (a.c)\n  Looked for"
-        in text
-    )
+    lines = text.splitlines()
+    at = lines.index("  More: hookcb explain a.a")
+    assert [line[:28] for line in lines[at + 1 : at + 6 : 2]] == [
+        "INFO  It is so  body  (a.b):",
+        "INFO  It is so  body  (a.c):",
+        "  Looked for and not found: ",
+    ]
+    assert lines[at + 2].endswith("…")
     assert "a.d" not in text
 
 

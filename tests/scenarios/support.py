@@ -59,7 +59,7 @@ def check_command(wrap, folder, capsys, title="Net", layers=LAYERS, params=PARAM
     code = main(["diagnose", "--coverage", "--html", str(page), str(script)])
     shown = capsys.readouterr()
     assert not [text for text in OF_US if text in shown.out + shown.err]
-    assert shown.out.splitlines()[1] == f"{title}, trained by Adam"
+    assert shown.out.splitlines()[1] == f"{title}, trained by Adam", shown.out + shown.err
     assert code == 0, shown.out
     data = load_report(page)
     assert [[*data.layers], [*data.params]] == [layers, params]

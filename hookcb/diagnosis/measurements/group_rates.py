@@ -11,12 +11,16 @@ from torch.optim import Optimizer
 
 from hookcb.core.text import join_names
 from hookcb.diagnosis.fault import EVERY, Measurement
+from hookcb.diagnosis.rules import median, ratio
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.params import named_params
+from hookcb.records.thinned import Thinned
 
 JUMP, RISE = 1.5, 2.0  # ratio of the rates of two steps in a row, and of the last of 64 steps to the first
 ALONE = 1.2  # ratio up to which a group goes with the others
 N_STEPS, N_KEPT, N_JUMPS = 64, 160, 64  # steps of a slow rise; rates and jumps that are kept
+N_COURSE = 128  # rates over the whole training
+MIN_SPAN, SAME = 32, 1.01  # steps in which a group goes along with the others, and ratio up to which it does
 MAX_GROUPS, N_NAMED = 256, 3  # groups that are followed at most, and parameters of one that are named
 
 
@@ -54,6 +58,7 @@ class _Followed:
     def __init__(self, rates: list[float], names: list[str]) -> None:
         self.rates, self.names = rates, names
         self.past = deque[tuple[int, list[float]]](maxlen=N_KEPT)  # where they have changed
+        self.course = Thinned[tuple[int, list[float], list[float]]](N_COURSE)  # likewise, with those before
 
 
 class GroupRates(Measurement):
@@ -61,6 +66,8 @@ class GroupRates(Measurement):
 
     Attributes:
         jumps: the last 64 steps in which the rate of a group rises by half or more, and not that of all.
+        rises: groups that have gone along with the others for 32 steps or more, and have left them step by
+            step until the end, to twice their rate or more.
     """
 
     cadence = EVERY
@@ -68,6 +75,7 @@ class GroupRates(Measurement):
     def __init__(self) -> None:
         self._followed: MutableMapping[Optimizer, _Followed] = WeakKeyDictionary()
         self.jumps = deque[Jump](maxlen=N_JUMPS)
+        self.rises: list[Jump] = []
 
     def on_between(self, run: Run) -> None:
         opt = run.loop.opt
@@ -77,11 +85,18 @@ class GroupRates(Measurement):
         known = self._followed.get(opt)
         if known is None or len(known.rates) != len(rates):
             known = self._followed[opt] = _Followed(rates, _names(run, opt))
-            known.past.append((run.step, rates))
         elif rates != known.rates:
             self.jumps.extend(_jumps(run.step, known, rates))
-            known.past.append((run.step, rates))
-            known.rates = rates
+        else:
+            return
+        known.past.append((run.step, rates))
+        known.course.add((run.step, rates, known.rates))
+        known.rates = rates
+
+    def tell(self, run: Run) -> None:
+        leapt = {x.group for x in self.jumps}
+        found = [x for known in self._followed.values() for x in _slow_rises(known)]
+        self.rises = [x for x in found if x.group not in leapt]
 
     def before(self, step: int, within: int) -> Jump | None:
         """The largest jump within so many steps before a step; without any, the largest slow rise."""
@@ -108,7 +123,7 @@ def _names(run: Run, opt: Optimizer) -> list[str]:
 
 
 def _ratios(old: list[float], new: list[float]) -> list[float]:
-    return [y / x if x > 0 else math.nan for x, y in zip(old, new, strict=True)]
+    return [ratio(y, x) for x, y in zip(old, new, strict=True)]
 
 
 def _jumps(step: int, known: _Followed, rates: list[float]) -> Iterator[Jump]:
@@ -117,8 +132,8 @@ def _jumps(step: int, known: _Followed, rates: list[float]) -> Iterator[Jump]:
     sure = [x for x in ratios if math.isfinite(x)]
     if not sure or max(sure) <= ALONE * min(sure):
         return
-    for i, ratio in enumerate(ratios):
-        if ratio >= JUMP:
+    for i, x in enumerate(ratios):
+        if x >= JUMP:
             yield Jump(step, known.rates[i], rates[i], i, known.names[i])
 
 
@@ -135,3 +150,22 @@ def _rise(known: _Followed, step: int) -> Jump | None:
         return None
     i = ratios.index(ordered[0])
     return Jump(last, old[i], new[i], i, known.names[i], max(first, step - N_STEPS))
+
+
+def _slow_rises(known: _Followed) -> Iterator[Jump]:
+    """Groups whose rate has left those of the others step by step, and has risen by half or more."""
+    course = known.course.items
+    for i, name in enumerate(known.names):
+        ratios = [ratio(rates[i], median(rates[:i] + rates[i + 1 :])) for _, rates, _ in course]
+        top = start = len(ratios) - 1
+        while start > 0 and ratios[start - 1] <= ratios[start]:
+            start -= 1
+        low = ratios[start] * SAME
+        while start > 0 and low / SAME**2 <= ratios[start - 1] <= low:
+            start -= 1
+        first = next((n for n in range(start, top + 1) if ratios[n] > low), None)
+        if first is None or course[first][0] - course[start][0] < MIN_SPAN:
+            continue
+        step, before, after = course[first][0], course[first][2][i], course[top][1][i]
+        if ratios[top] >= RISE * low and after >= JUMP * before > 0:
+            yield Jump(course[top][0], before, after, i, name, step)

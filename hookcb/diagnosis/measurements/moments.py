@@ -4,9 +4,10 @@ import math
 from collections import deque
 from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,6 +21,7 @@ from hookcb.records.store import read_numbers
 
 N_CHANGES, MAX_NOTED = 8, 64  # of an optimizer: changes that are kept, and after which it is left alone
 FAR = 10.0  # ratio of two roots of a second moment that no eight steps of usual gradients make
+WIDE = {torch.float32, torch.float64, torch.bfloat16}
 Number = float | Tensor
 
 
@@ -37,6 +39,7 @@ class StateChange:
             NaN if unknown.
         is_gone: whether there is no state at all.
         has_moved: whether the parameter was written to as well, as by a checkpoint that is loaded.
+        is_first: whether it is that before the first step that was seen; `ratio` is then to `exp_avg`.
     """
 
     step: int
@@ -47,6 +50,7 @@ class StateChange:
     ratio: float
     is_gone: bool
     has_moved: bool
+    is_first: bool = False
 
     @property
     def is_foreign(self) -> bool:
@@ -67,7 +71,8 @@ class StateChange:
             said.append(f"the step count of {kind} {way} from {self.before:,.0f} to {self.after:,.0f}")
         if self.ratio == 0:
             kept = f", while it counts {self.after:,.0f} steps" if not said else ""
-            said.append(f"exp_avg_sq{where} became all zero{kept}")
+            became = "is all zero, though exp_avg is not" if self.is_first else "became all zero"
+            said.append(f"exp_avg_sq{where} {became}{kept}")
         elif not 1 / FAR < self.ratio < FAR and math.isfinite(self.ratio):
             factor = self.ratio**2
             size = f"{format_factor(factor)} times as large" if factor > 1 else f"{factor:.2g} of its size"
@@ -91,7 +96,8 @@ class _Change(NamedTuple):
     param: str
     counts: tuple[Number, int, Number]
     samples: tuple[Tensor | None, Tensor | None]
-    has_moved: bool
+    has_moved: bool = False
+    is_first: bool = False
 
 
 class _Followed:
@@ -129,7 +135,10 @@ class Moments(Measurement):
 
     def on_step(self, run: Run) -> None:
         opt = run.loop.opt
-        if not isinstance(opt, Optimizer) or (followed := self._followed.get(opt)) is None:
+        if not isinstance(opt, Optimizer):
+            return
+        if (followed := self._followed.get(opt)) is None:
+            self._begin(run, opt)
             return
         for known_p in followed.params:
             p = known_p()
@@ -146,7 +155,7 @@ class Moments(Measurement):
         if not isinstance(opt, Optimizer):
             return
         if (followed := self._followed.get(opt)) is None:
-            followed = self._followed[opt] = _Followed()
+            followed = self._begin(run, opt)
         if run.noting and not followed.params and followed.n_noted < MAX_NOTED:
             followed.params += _watched(opt)
             followed.n_noted += not followed.params
@@ -168,32 +177,48 @@ class Moments(Measurement):
             if has_samples and is_native(moment):
                 followed.samples[id(p)] = sketch_copies([moment])[0]
 
+    def _begin(self, run: Run, opt: Optimizer) -> _Followed:
+        """Follows an optimizer, and keeps samples of a state that it has before its first step."""
+        followed = self._followed[opt] = _Followed()
+        for known_p in _watched(opt):
+            p = known_p()
+            state = {} if p is None else opt.state[p]
+            first, second = state.get("exp_avg"), state.get("exp_avg_sq")
+            if p is None or p.grad is None or not (_is_wide(first) and _is_wide(second)):
+                continue
+            samples = sketch_copies([first])[0].square(), sketch_copies([second])[0]
+            count = _copy(_count(state))
+            at = run.step, type(opt).__name__, _name_of(p, run)
+            followed.changes.append(_Change(*at, (count, 0, count), samples, is_first=True))
+        self._keep(followed)
+        return followed
+
+    def _keep(self, followed: _Followed) -> None:
+        if followed.changes and not any(x is followed.changes for x in self._changes):
+            self._changes.append(followed.changes)
+
     def _note(self, run: Run, followed: _Followed, p: nn.Parameter, known: _Known) -> None:
         """Keeps a change of the state before the step, unless it is of steps that were not followed."""
         opt = run.loop.opt
         state = opt.state.get(p, {})
         moment, count = moment_of(state), _count(state)
-        if isinstance(count, Tensor):
-            count = count.detach().clone()
-        elif moment is not None and _has_stepped(known, moment, count):
+        if not isinstance(count, Tensor) and moment is not None and _has_stepped(known, moment, count):
             return
         followed.n_noted, followed.last = followed.n_noted + 1, run.step
         if followed.n_noted >= MAX_NOTED:  # as of a state that is on another device between the steps
             followed.params.clear()
-        if not followed.changes:
-            self._changes.append(followed.changes)
         sample = sketch_copies([moment])[0] if moment is not None and is_native(moment) else None
-        names = {id(x): name for name, x in named_params(run.loop.model).items()}
         followed.changes.append(
             _Change(
                 run.step,
                 type(opt).__name__,
-                names.get(id(p), ""),
-                (known.n_steps, known.n_since, count),
+                _name_of(p, run),
+                (known.n_steps, known.n_since, _copy(count)),
                 (followed.samples.get(id(p)), sample),
                 version_of(p) != known.of_param,
             )
         )
+        self._keep(followed)
 
     def tell(self, run: Run) -> None:
         kept = [_read(x) for changes in self._changes for x in changes]
@@ -214,6 +239,8 @@ def _is_other(change: StateChange) -> bool:
 
     It may have been moved to another device and back, or be loaded after a step that has only made it.
     """
+    if change.is_first:
+        return change.ratio == 0 and change.after > 1
     if change.before <= 1 and math.isinf(change.ratio):
         return False
     is_far = math.isfinite(change.ratio) and not 1 / FAR < change.ratio < FAR
@@ -239,6 +266,7 @@ def _read(change: _Change) -> StateChange:
         ratio,
         new is None and new_count == 0,
         change.has_moved,
+        change.is_first,
     )
 
 
@@ -262,6 +290,19 @@ def _count(state: dict[str, Any]) -> Number:
     """Number of steps, 0 without any; a tensor if it is on a device, as reading it would wait."""
     step = state.get("step", 0)
     return step if isinstance(step, Tensor) and not step.is_cpu else float(step)
+
+
+def _copy(count: Number) -> Number:
+    return count.detach().clone() if isinstance(count, Tensor) else count
+
+
+def _name_of(p: nn.Parameter, run: Run) -> str:
+    return {id(x): name for name, x in named_params(run.loop.model).items()}.get(id(p), "")
+
+
+def _is_wide(x: Any) -> TypeGuard[Tensor]:
+    """Whether a moment has the exponents of float32, so that squares of usual gradients are not 0 in it."""
+    return isinstance(x, Tensor) and x.dtype in WIDE and is_native(x)
 
 
 def _has_changed(known: _Known, state: dict[str, Any]) -> bool:

@@ -1,7 +1,8 @@
 """Settings: what a program changes while it trains: numbers of optimizers and layers, clipping, the loss."""
 
+import math
 from collections import Counter, deque
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -16,15 +17,19 @@ from hookcb.diagnosis.fault import EVERY, NOTES, Measurement
 from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.modules import named_modules
+from hookcb.hooks.params import named_params
 
 N_CHANGES, MAX_GROUPS = 16, 8  # changes that are kept; groups of an optimizer that are followed
 MIN_SPAN, MIN_STAY = 32, 8  # steps with one value before a change, and with the new one
-MAX_NODES = 24  # of the graph of the loss
+MAX_NODES, MAX_GRAPH = 24, 2_000  # nodes of the graph of the loss, and of that of the model
+MIN_GRAPH_SPAN = 96  # steps with one graph, which is read in inspected batches only
 NUMBERS = {bool, int, float}
 PLAIN = {*NUMBERS, tuple, str, torch.dtype, type(None)}
 LEFT_OUT = {"lr", "initial_lr", "training"}  # which have records of their own
 SAVED = {"exponent": None, "reduction": None, "alpha": 1}  # of operations of the loss, and what is usual
 BACKWARDS, CLIPPED, OPERATIONS = "backwards per step", "parameters that are clipped", "operations"
+LIMIT, GRAPH = "limit of clip_grad_norm_", "autograd graph"  # inf without any; of the model
+PARAM = "="  # before the name of a parameter in a graph
 
 
 class Change(NamedTuple):
@@ -50,13 +55,29 @@ class Change(NamedTuple):
     @property
     def text(self) -> str:
         """Words on what has changed, how and when, without a verb."""
-        how = f"from {self.before} to {self.after}"
+        how = f"from {_shown(self.before)} to {_shown(self.after)}"
         if self.name == OPERATIONS:
-            before, after = Counter(self.before), Counter(self.after)
-            ways = ("now with", after - before), ("without", before - after)
-            said = [f"{way} {join_names([*names.elements()], 4)}" for way, names in ways if names]
-            how = ", ".join(said) or "in another order"
+            how = _difference(self.before, self.after)
+        if self.name == GRAPH:
+            place = f", near {as_layer(self.layer)}" if self.layer else ""
+            how = f"{_difference(self.before, self.after)}{place},"
         return f"{self.name} of {self.of}, {how} {when_of(self.last, self.step)}"
+
+
+def _difference(before: Sequence[str], after: Sequence[str]) -> str:
+    """Words on names that were added and removed: those of parameters, or else of operations."""
+    old, new = Counter(before), Counter(after)
+    said = []
+    for way, names in (("now with", new - old), ("without", old - new)):
+        found = [x[1:] for x in names if x[0] == PARAM] or [*names]
+        said += [f"{way} {join_names(found, 4)}"] * bool(found)
+    return ", ".join(said) or "in another order"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if math.isfinite(value) else "none"
+    return str(value)
 
 
 def when_of(last: int, step: int) -> str:
@@ -67,31 +88,40 @@ def when_of(last: int, step: int) -> str:
 class _Known:
     """Values of settings, and the first and last step in which they were all so."""
 
-    __slots__ = ("_before", "_new", "last", "since", "values")
+    __slots__ = ("_before", "_min_span", "_new", "last", "since", "values")
 
-    def __init__(self, values: dict[str, Any], step: int) -> None:
-        self.values, self.since, self.last = values, step, step
+    def __init__(self, values: dict[str, Any], step: int, min_span: int = MIN_SPAN) -> None:
+        self.values, self.since, self.last, self._min_span = values, step, step, min_span
         self._new: list[Change] = []  # not told yet, as the old values may come back
         self._before = values, step
 
     def changed(self, values: dict[str, Any], step: int) -> list[Change]:
-        """Takes the values of a step; returns those that are new and have stayed, if the old ones had."""
+        """Takes the values of a step; returns what has left a value that had stayed, and not come back."""
         if not PLAIN.issuperset(map(type, values.values())):
             return []  # a tensor, which cannot be compared at no cost
+        if self._new:
+            return self._left(values, step)
         if values == self.values:
             self.last = step
-            if self._new and step - self.since >= MIN_STAY:
-                new, self._new = self._new, []
-                return new
             return []
-        if self._new and values == self._before[0]:  # they are back
-            (self.values, self.since), self.last, self._new = self._before, step, []
-            return []
-        old, is_long = self.values, self.last - self.since >= MIN_SPAN
+        old, is_long = self.values, self.last - self.since >= self._min_span
         names = [name for name in values if is_long and values[name] != old.get(name)]
         self._new = [Change(step, self.last, name, old.get(name), values[name]) for name in names]
         self._before, self.values, self.since, self.last = (old, self.since), values, step, step
         return []
+
+    def _left(self, values: dict[str, Any], step: int) -> list[Change]:
+        """Takes values after a change that is not told yet; they may be others by now, as of a schedule."""
+        if values == self._before[0]:
+            (self.values, self.since), self.last, self._new = self._before, step, []
+            return []
+        if values != self.values:
+            self.values, self.since = values, step
+        self.last = step
+        if step - self._new[0].step < MIN_STAY:
+            return []
+        new, self._new = self._new, []
+        return [x._replace(after=values[x.name]) for x in new if values[x.name] != x.before]
 
 
 class _Followed(NamedTuple):
@@ -110,13 +140,14 @@ class Settings(Measurement):
 
     Those of a layer are its attributes that are numbers, such as `p`, `eps` and `momentum`, without private
     ones, and the dtypes of its buffers: of all layers in inspected batches, and of one in each other batch,
-    in turn. Of the loss, its operations next to it, in batches of `Run.noting`. Of each step, the number of
-    backwards before it, and of parameters that torch's clipping was given. What changes often, as by a
-    schedule, or changes back at once, was not changed by a program once.
+    in turn. Of the loss, its operations next to it, in batches of `Run.noting`, and of the graph behind them,
+    in inspected batches, up to 2,000 operations and the parameters that it reaches. Of each step, the number
+    of backwards before it, of parameters that torch's clipping was given, and its limit. What changes often,
+    as by a schedule, or changes back at once, was not changed by a program once.
 
     Attributes:
         changes: the last 16, where nothing of the group, layer or loss had changed for 32 steps before, and
-            nothing changed for eight afterwards.
+            it has not come back in eight afterwards.
     """
 
     cadence = EVERY
@@ -127,11 +158,14 @@ class Settings(Measurement):
         self.changes = deque[Change](maxlen=N_CHANGES)
         self._of_layers: list[_Followed] = []
         self._of_groups: MutableMapping[Optimizer, list[_Known]] = WeakKeyDictionary()
-        self._of_steps: MutableMapping[Optimizer, _Known] = WeakKeyDictionary()
+        self._of_steps: MutableMapping[Optimizer, list[_Known]] = WeakKeyDictionary()
         self._of_loss: _Known | None = None
+        self._of_graph: _Known | None = None
+        self._names: dict[int, str] = {}  # of parameters, by id
         self._n_backward = 0
 
     def on_model(self, run: Run) -> None:
+        self._names = {id(p): PARAM + name for name, p in named_params(run.loop.model).items()}
         for name, m in named_modules(run.loop.model).items():
             attributes, buffers = vars(m), buffers_of(m)
             buffers = buffers if isinstance(buffers, dict) else {}  # not those of TorchScript
@@ -154,6 +188,20 @@ class Settings(Measurement):
         if self._of_loss is None:
             self._of_loss = _Known(values, run.step)
         self.changes += [x._replace(of="the loss") for x in self._of_loss.changed(values, run.step)]
+        if run.looking:
+            self._look_at_graph(run)
+
+    def _look_at_graph(self, run: Run) -> None:
+        loss = run.loop.loss_node
+        nodes = graph.walk([loss], at_most=MAX_GRAPH)
+        close = set(graph.near(loss, MAX_NODES))
+        read = ((graph.leaf(at), graph.name(at)) for at in nodes if at not in close)
+        values = {GRAPH: tuple(op if x is None else self._names.get(id(x), op) for x, op in read)}
+        if self._of_graph is None:
+            self._of_graph = _Known(values, run.step, MIN_GRAPH_SPAN)
+        for change in self._of_graph.changed(values, run.step):
+            layer = _first_new(change.before, change.after).rpartition(".")[0]
+            self.changes.append(change._replace(of="the model", layer=layer))
 
     def on_gradients(self, run: Run) -> None:
         self._n_backward += 1
@@ -162,10 +210,13 @@ class Settings(Measurement):
         opt, n, self._n_backward = run.loop.opt, self._n_backward, 0
         if not isinstance(opt, Optimizer):
             return
-        step, values = run.step, {BACKWARDS: n, CLIPPED: run.measured(StepScales).n_clipped}
-        if (of_steps := self._of_steps.get(opt)) is None:
-            of_steps = self._of_steps[opt] = _Known(values, step)
-        self.changes += of_steps.changed(values, step)
+        step, scales = run.step, run.measured(StepScales)
+        of_steps: list[dict[str, Any]] = [{BACKWARDS: n, CLIPPED: scales.n_clipped}]
+        of_steps.append({LIMIT: scales.limit})  # which may change often
+        if opt not in self._of_steps:
+            self._of_steps[opt] = [_Known(values, step) for values in of_steps]
+        for own, values in zip(self._of_steps[opt], of_steps, strict=True):
+            self.changes += own.changed(values, step)
         groups = opt.param_groups[:MAX_GROUPS]
         known = self._of_groups.setdefault(opt, [])
         for i, group in enumerate(groups):
@@ -177,6 +228,7 @@ class Settings(Measurement):
 
     def freeze(self) -> None:
         self._of_layers, self._of_loss, self._of_groups, self._of_steps = [], None, {}, {}
+        self._of_graph, self._names = None, {}
 
 
 def operations_of(node: Any) -> tuple[str, ...]:
@@ -187,6 +239,12 @@ def operations_of(node: Any) -> tuple[str, ...]:
         numbers = ", ".join(str(x) for x, usual in saved if type(x) in NUMBERS and x != usual)
         found.append(f"{graph.name(at)}({numbers})" if numbers else graph.name(at))
     return tuple(found)
+
+
+def _first_new(before: Sequence[str], after: Sequence[str]) -> str:
+    """The first parameter at or behind the first place in which two graphs differ; "" without one."""
+    n = next((i for i, (x, y) in enumerate(zip(before, after, strict=False)) if x != y), 0)
+    return next((x[1:] for x in (*after[n:], *before[n:]) if x[0] == PARAM), "")
 
 
 def _settings(owner: dict[str, Any]) -> dict[str, Any]:

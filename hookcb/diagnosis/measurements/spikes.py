@@ -129,6 +129,11 @@ class SpikeFinder:
         self._open: Spike | None = None
         self._forget()
 
+    @property
+    def under_way(self) -> Spike | None:
+        """The spike that lasts; None if there is none."""
+        return self._open
+
     def _forget(self) -> None:
         """Forgets the losses so far."""
         self._levels, self._noise = _Median(MIN_BEFORE), _Median(WINDOW)
@@ -213,6 +218,11 @@ class Spikes(Measurement):
         self._betas: dict[int, Any] = {}  # of the beginning, by id of the optimizer
         self._new: Spike | None = None  # in this batch
         self.folder = ""  # of the loop's Checkpoint, from which a batch can be run again
+
+    @property
+    def under_way(self) -> Spike | None:
+        """See `SpikeFinder`, as far as losses have arrived."""
+        return self._finder.under_way
 
     def on_model(self, run: Run) -> None:
         folders = [cb.folder for cb in run.loop.cbs if isinstance(cb, Checkpoint)]

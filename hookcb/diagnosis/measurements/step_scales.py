@@ -66,16 +66,21 @@ class Clipping(Ear):
 
 
 class ScaleUpdates(Ear):
-    """Calls of `update` of GradScalers, each of which may change its scale."""
+    """Calls of `update` of GradScalers, each of which may change its scale, and of `unscale_`."""
 
-    calls = ((GradScaler, "update", "observe"),)
+    calls = ((GradScaler, "update", "observe"), (GradScaler, "unscale_", "observe_unscale"))
 
     def __init__(self) -> None:
         self.n = Counter[int]()  # by id of the scaler
+        self.n_clipped: dict[int, int] = {}  # before the last `unscale_`, by id of its optimizer
 
     def observe(self, scaler: Any, /, *args: Any, **kwargs: Any) -> Iterator[None]:
         yield
         self.n[id(scaler)] += 1
+
+    def observe_unscale(self, scaler: Any, /, *args: Any, **kwargs: Any) -> Iterator[None]:
+        self.n_clipped[id([*args, *kwargs.values()][0])] = heard(Clipping).n
+        yield
 
 
 class Span(NamedTuple):
@@ -103,8 +108,24 @@ class Rescaled(NamedTuple):
     after: Number
 
 
+class Scaled(NamedTuple):
+    """Steps in a row, clipped before `unscale_`: first and last, their number, limit, and the last scale."""
+
+    first: int
+    last: int
+    n: int
+    limit: float
+    scale: Number
+
+
 class StepScales(Measurement):
-    """Follows the clipping of each step, and the scale of a GradScaler; nothing waits for a GPU."""
+    """Follows the clipping of each step, and the scale of a GradScaler; nothing waits for a GPU.
+
+    Attributes:
+        n_clipped: parameters that were given to clipping before the last step.
+        limit: of clipping before the last step, inf without any.
+        scaled: the last steps in a row whose gradients were clipped before they were unscaled.
+    """
 
     cadence = EVERY
     hears = (Clipping, ScaleUpdates)
@@ -119,7 +140,9 @@ class StepScales(Measurement):
         self._norms = deque[tuple[int, Number]](maxlen=N_KEPT)  # before clipping, of steps that are clipped
         self._scales = deque[tuple[int, Number]](maxlen=N_KEPT)  # of the loss of each batch
         self._rescaled = deque[Rescaled](maxlen=N_SPANS)
-        self.n_clipped = 0  # parameters that were given to clipping before the last step
+        self.n_clipped, self.limit = 0, math.inf
+        self.scaled: Scaled | None = None
+        self._is_scaled = False  # whether the last step was
 
     def on_model(self, run: Run) -> None:
         self._begin = heard(Clipping).n
@@ -146,11 +169,17 @@ class StepScales(Measurement):
         since = self._n_heard.get(id(opt), self._begin)
         self._n_heard[id(opt)] = ear.n
         new = [call for key, call in ear.latest.items() if call.n > since and self._is_own(opt, key)]
-        limit, self.n_clipped = math.inf, sum(call.n_params for call in new)
+        self.limit, self.n_clipped = math.inf, sum(call.n_params for call in new)
         if new:
-            _, limit, norm, _ = max(new)
+            _, self.limit, norm, _ = max(new)
             self._norms.append((run.step, norm))
-        spans = self._spans.setdefault(id(opt), [])
+        self._is_scaled, was_scaled = False, self._is_scaled
+        if new and self._scales and min(new).n <= heard(ScaleUpdates).n_clipped.get(id(opt), 0):
+            before = self.scaled if was_scaled else None
+            first, n = (before.first, before.n) if before else (run.step, 0)
+            self.scaled = Scaled(first, run.step, n + 1, self.limit, self._scales[-1][1])
+            self._is_scaled = True
+        limit, spans = self.limit, self._spans.setdefault(id(opt), [])
         if spans and spans[-1].limit == limit:
             spans[-1] = spans[-1]._replace(n=spans[-1].n + 1)
         else:

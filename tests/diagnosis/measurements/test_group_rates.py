@@ -43,6 +43,34 @@ def test_a_group_that_creeps_up_alone_is_told_with_its_first_rate():
     assert "from 0.0204 at step 36 to 0.071, and of no other group as much" in rise.text
 
 
+def rises(rates):
+    measured, _opt = followed(rates)
+    measured.tell(Run())
+    return measured.rises
+
+
+def test_a_group_that_leaves_the_others_in_mid_run_is_told_with_the_rate_before():
+    warmup = [(0.001 * min(10, i + 1),) * 3 for i in range(200)]
+    (rise,) = rises([*warmup, *((0.01, 0.01 * 1.01**i, 0.01) for i in range(1, 400))])
+    assert (rise.group, rise.step, rise.after) == (1, 598, pytest.approx(0.01 * 1.01**399))
+    assert 200 <= rise.since < 210
+    assert 0.01 <= rise.before < 0.011
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        lambda i: (0.01, 0.01 * 1.001**i),  # not far
+        lambda i: (0.01 * 0.98**i, 0.01),  # the other one falls
+        lambda i: (0.0, 0.01 * 1.01**i),
+        lambda i: (0.01, 0.01 * (1 + min(i, 300 - i) / 10)),  # and comes back
+        lambda i: (0.01 * 1.01**i,) * 2,
+    ],
+)
+def test_groups_that_go_along_fall_or_come_back_do_not_rise_alone(later):
+    assert not rises([*[(0.01, 0.01)] * 100, *map(later, range(1, 301))])
+
+
 @pytest.mark.parametrize(
     "rates",
     [

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hookcb import Diagnose, watch
 from hookcb.diagnosis.measurements.settings import Change, Settings, operations_of
 from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.run import Run
@@ -52,7 +53,7 @@ def test_settings_of_groups_and_numbers_and_dtypes_of_layers_are_followed():
     first, second, third = changes(change)
     assert first == Change(60, 59, "betas", (0.9, 0.999), (0.9, 0.5), "parameter group 1")
     assert second == Change(102, 98, "p", 0.0, 0.3, "drop", "drop")
-    assert second.text == "p of drop, from 0.0 to 0.3 between steps 98 and 102"
+    assert second.text == "p of drop, from 0 to 0.3 between steps 98 and 102"
     assert (third.name, third.before, third.after) == (
         "dtype of running_mean",
         torch.float32,
@@ -77,6 +78,30 @@ def test_backwards_parameters_that_are_clipped_and_operations_of_the_loss_are_fo
     ]
 
 
+def test_the_graph_of_the_model_is_followed_where_it_is_looked_at():
+    scaled = []
+
+    class Scaled(nn.Sequential):
+        def forward(self, x):
+            h = self[0](x)
+            return self[1](h * 0.5 if scaled else h)
+
+    torch.manual_seed(0)
+    model = Scaled(nn.Linear(4, 8), nn.Linear(8, 3))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, opt, Diagnose(show=False)) as w:
+        for step in range(700):
+            scaled.extend([step] * (step == 300))
+            opt.zero_grad()
+            F.cross_entropy(model(torch.randn(8, 4)), torch.randint(3, (8,))).backward()
+            opt.step()
+    (found,) = [x for x in w.diagnose().findings if x.code == "train.changed"]
+    assert found.message.startswith(
+        "What changed: autograd graph of the model, now with Mul, near layer 0, between"
+    )
+    assert found.layer == "0"
+
+
 def test_counters_schedules_rates_and_early_or_short_changes_are_no_settings():
     def change(model, opt, step, run):
         opt.param_groups[0]["weight_decay"] = 0.01 * math.cos(step)
@@ -88,6 +113,17 @@ def test_counters_schedules_rates_and_early_or_short_changes_are_no_settings():
             model.drop.p = 0.3
 
     assert changes(change) == []
+
+
+def test_a_setting_that_begins_to_follow_a_schedule_is_told_once():
+    def change(model, opt, step, run):
+        run.measured(StepScales).limit = 5.0 * 0.9 ** max(0, step - 99)
+        opt.param_groups[1]["betas"] = (0.9, 0.999 - 0.01 * (step > 60) * (1 + step % 3))
+
+    assert [x.text for x in changes(change)] == [
+        "betas of parameter group 1, from (0.9, 0.999) to (0.9, 0.989) at step 61",
+        "limit of clip_grad_norm_ of the optimizer, from 5 to 1.937 at step 100",
+    ]
 
 
 def test_a_tensor_is_not_compared():

@@ -19,15 +19,18 @@ from hookcb.diagnosis.causes import (
     undo_from,
 )
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.first_change import FirstChange, first_change
 from hookcb.diagnosis.measurements.moments import Moments
 from hookcb.diagnosis.measurements.settings import Settings
 from hookcb.diagnosis.measurements.shifts import OTHER_DATA, Shifts, compare_from
+from hookcb.diagnosis.measurements.spike_looks import SpikeLooks
 from hookcb.diagnosis.measurements.spikes import CALM, MIN_BEFORE, N_AFTER, Spike, Spikes
 from hookcb.diagnosis.measurements.step_scales import LimitChange, OfSteps
 from hookcb.diagnosis.rules import median
-from hookcb.diagnosis.run import Passed, Run, Skipped
+from hookcb.diagnosis.run import Layer, Param, Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
 
+MINOR = 1 / 4  # of the largest rise, below which a spike of a single batch gets no finding of its own
 N_SPIKES, ALONE, ALONE_RATIO = 2, 8.0, 1.25  # how many, or how far above in noise and in relation
 
 
@@ -71,6 +74,11 @@ class LossSpikes(Fault):
     at most the largest of the 24 before these. Otherwise, if later losses are higher or keep half of the
     excess, the weights, if the loss climbs to twice the first excess, or a norm in the eight steps before
     was four times the median norm before; else the weights or several batches. What is not known is said.
+    For these, and for a layer that had jumped, it is told where the loss shows first in the forward, which
+    need not be the cause: the first layer whose output, in each of two batches from the third one of the
+    spike on, has means and standard deviations of channels whose distance to those of the last two looks
+    before is twice the largest one between four looks before, and a fifth of its standard deviation; of the
+    last layer, half as much again. These batches are no inspected ones; nothing is seen in compiled code.
     For what came first besides a batch, it is told if in the eight steps before the scale of a GradScaler
     has changed, or a norm was four times the median norm before.
 
@@ -94,7 +102,7 @@ class LossSpikes(Fault):
     """
 
     headline = "The loss spikes"
-    uses = (Spikes, Moments, Settings, Shifts)
+    uses = (Spikes, SpikeLooks, Moments, Settings, Shifts)
     severity = "info"
 
     def findings(self, run: Run) -> Iterator[Result]:
@@ -105,13 +113,21 @@ class LossSpikes(Fault):
             yield Passed(f"spikes of the loss ({measured.n})")
         else:
             groups = _by_cause(spikes, run)
-            largest = max(groups, key=lambda group: max(map(_rise, group[1])))
-            # smaller spikes without a known cause are told beside the largest one
-            rest = [
-                x for group in groups if group is not largest and group[0].kind == "unknown" for x in group[1]
+            largest = max(groups, key=lambda group: _largest_rise(group[1]))
+            least = MINOR * _largest_rise(largest[1])
+            # smaller spikes of single batches, or without a known cause, are told beside the largest one
+            minor = [
+                group
+                for group in groups
+                if group is not largest
+                and (
+                    group[0].kind == "unknown"
+                    or (group[0].kind == "batch" and _largest_rise(group[1]) < least)
+                )
             ]
+            rest = sorted((x for _, spikes in minor for x in spikes), key=lambda spike: spike.step)
             for group in groups:
-                if group is largest or group[0].kind != "unknown":
+                if group not in minor:
                     yield self._finding(run, *group, rest if group is largest else ())
 
     def _finding(self, run: Run, cause: Cause, spikes: Sequence[Spike], smaller: Sequence[Spike]) -> Finding:
@@ -122,23 +138,46 @@ class LossSpikes(Fault):
         has_stayed = any(_has_stayed(x, run) for x in spikes)
         if cause.kind == "batch" and _has_stayed(spike, run):
             cause = cause._replace(kind="batches")
+        shown = _where(_origin(spike, spikes), cause, run)
+        name = as_layer(shown.layer.name) if shown.layer else ""
+        look = (f"Look at what {name} gets and computes from step {spike.step} on",) if name else ()
         return self.finding(
             f"The loss jumps to {spike.value:.3g} at step {spike.step:,}{_place(spike)}, while up to "
-            f"{spike.limit:.3g} is noise: {cause.text}.{_before(spike, cause)} "
+            f"{spike.limit:.3g} is noise: {cause.text}.{shown.text}{_before(spike, cause)} "
             f"{_healing(spike, run)}{_repeated(spike, others)}{_smaller(smaller)}",
             "warning" if cause.kind in WRONG or (cause.kind in HARSHER and has_stayed) else "info",
-            at=cause.at,
+            at=shown.layer or cause.at,
             when=(first, spikes[-1].step),
             value=spike.value,
             limit=spike.limit,
             causes=CAUSES[cause.kind],
-            next_steps=_next_steps(spike, cause, run),
+            next_steps=(*look, *_next_steps(spike, cause, run)),
             ranks=spike.ranks,
         )
 
 
+def _origin(spike: Spike, spikes: Sequence[Spike]) -> Spike:
+    """The first one of those in a row before a spike that have not healed."""
+    i = spikes.index(spike)
+    while i and spikes[i - 1].lasted is None:
+        i -= 1
+    return spikes[i]
+
+
+def _where(spike: Spike, cause: Cause, run: Run) -> FirstChange:
+    """The layer in which it shows first, if nothing better is known; or that none has changed."""
+    found = first_change(spike, run) if cause.kind in LOCALIZED else None
+    if found is None or (found.layer is None and cause.kind not in ("batches", "unsure")):
+        return FirstChange(None, "")
+    return found
+
+
 def _rise(spike: Spike) -> float:
     return spike.value - spike.middle
+
+
+def _largest_rise(spikes: Sequence[Spike]) -> float:
+    return max(map(_rise, spikes))
 
 
 def _by_cause(spikes: Sequence[Spike], run: Run) -> list[tuple[Cause, list[Spike]]]:
@@ -163,6 +202,7 @@ def _by_cause(spikes: Sequence[Spike], run: Run) -> list[tuple[Cause, list[Spike
 
 
 WRONG: tuple[Kind, ...] = ("state", "scaler")
+LOCALIZED: tuple[Kind, ...] = ("layer", "batches", "unsure", "weights", "unknown")
 HARSHER: tuple[Kind, ...] = ("rate", "clip")  # larger steps, as the program has it
 CAUSES: dict[Kind, tuple[str, ...]] = {
     "batch": ("unusual or damaged samples",),
@@ -256,7 +296,7 @@ def _smaller(spikes: Sequence[Spike]) -> str:
     if not spikes:
         return ""
     shown = ", ".join(f"{x.step:,}" for x in spikes[:5]) + " …" * (len(spikes) > 5)
-    return f" Smaller ones, whose cause was not seen, are at step {shown}."
+    return f" Smaller ones are at step {shown}."
 
 
 def _stands_out(spike: Spike) -> bool:
@@ -291,7 +331,7 @@ def _next_steps(spike: Spike, cause: Cause, run: Run) -> tuple[str, ...]:
     if cause.kind == "reset":
         return "Warm the learning rate up again after the state of the optimizer is new", run.advise("clip")
     if cause.kind == "layer":
-        place = as_layer(cause.at.name) if cause.at else "that layer"
+        place = as_layer(cause.at.name) if isinstance(cause.at, Layer | Param) else "that layer"
         return f"Look at {place} from that step on", run.advise("clip")
     adam = "with Adam, lower beta2 to 0.95, so that it follows gradients that grow"
     steps = run.advise("clip"), f"Lower the learning rate, or {adam}"

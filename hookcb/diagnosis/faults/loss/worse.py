@@ -1,6 +1,7 @@
-"""loss.worse: a loss that has risen since a setting of the training has changed."""
+"""train.changed: settings that a program changes in mid-run; loss.worse: a loss that is higher since then."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from hookcb.diagnosis.fault import Fault, Result, Site, fault, findings_of
 from hookcb.diagnosis.measurements.group_rates import JUMP, RISE, GroupRates
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.schedules import Schedules
-from hookcb.diagnosis.measurements.settings import CLIPPED, OPERATIONS, Settings, when_of
+from hookcb.diagnosis.measurements.settings import CLIPPED, LIMIT, MIN_SPAN, OPERATIONS, Settings, when_of
 from hookcb.diagnosis.measurements.shifts import OTHER_DATA, Shifts, compare_from
 from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.rules import SIGMA, median, rates
@@ -21,18 +22,21 @@ N, N_LONG = 32, 128  # losses whose level is compared; and after a change whose 
 MIN_RISE = 0.05  # of the level before
 # standard errors of the difference of two medians, of a step that is known, and of one that is looked for
 SIGMAS_AT, SIGMAS = 4.0, 6.0
+FALL = 2 / 3  # of a limit of clipping
+SCHEDULE, N_SHOWN = 3, 4  # changes of one setting, and those that are listed
 NEAR = 32  # steps after the first change within which others are told beside it
 MAY_BE_MEANT = {OPERATIONS, "weight_decay"}  # another loss, or a step against overfitting
 
 
 class Fact(NamedTuple):
-    """A change: its step, that of the last batch before it, and a clause on it."""
+    """A change: its step, that of the last batch before it, a clause on it, and what has changed."""
 
     step: int
     last: int
     text: str
     layer: str = ""
     may_be_meant: bool = False
+    what: str = ""
     is_of_data: bool = False
 
 
@@ -40,7 +44,7 @@ class Fact(NamedTuple):
     "loss.worse",
     Site.RUN,
     needs="loss",
-    leads_to="loss.* update.spike nonfinite.* valid.*",
+    leads_to="loss.* update.spike update.too_large nonfinite.* valid.*",
     shown_by="run.loss",
 )
 class WorseLoss(Fault):
@@ -48,17 +52,19 @@ class WorseLoss(Fault):
 
     Formula: the median of 32 losses after a change, of 128, or of all, is above that of the 32 before it by
     four standard errors and by 5 %, and that of the last 32 is not below it. A change is a fact: a learning
-    rate that has risen by half or more in one step, of all groups or one; a limit of clipping by torch that
-    has ended or risen by half or more, after 32 steps; another setting of a group of the optimizer, such as
-    `betas`, `eps`, `momentum` or `weight_decay`; a number in an attribute of a layer, such as `p` of
-    dropout, or the dtype of a buffer; the number of backwards before a step, of parameters that are clipped,
-    or the operations of the loss next to it. All of these had stayed for 32 steps before and stayed for
-    eight. Or the learning rate has doubled or more, step by step, since the 32 batches with the lowest
-    median, the first ones excepted, and the median of the last 32 is above it by six standard errors and by
-    5 %. A note if half of the rise is gone, if the kind of the loss is not known, or if the change may be
-    meant: of the loss, of `weight_decay`, or in a layer, as of dropout. A rate that rises again by
-    `CosineAnnealingWarmRestarts` or `CyclicLR` is meant, and not told. The noise is that of differences
-    between losses in a row. Not told where `loss.spike` warns.
+    rate that has risen by half or more in one step, of all groups or one, or of one step by step to twice
+    that of the others; a limit of clipping by torch that has ended or risen by half or more, after 32 steps;
+    another setting of a group of the optimizer, such as `betas`, `eps`, `momentum` or `weight_decay`; a
+    number in an attribute of a layer, such as `p` of dropout, or the dtype of a buffer; the number of
+    backwards before a step, of parameters that are clipped, the operations of the loss next to it, or the
+    autograd graph of the model. All of these had stayed for 32 steps before and stayed for eight. Or the
+    learning rate has doubled or more, step by step, since the 32 batches with the lowest median, the first
+    ones excepted, and the median of the last 32 is above it by six standard errors and by 5 %. A note if half
+    of the rise is gone, if the kind of the loss is not known, or if the change may be meant: of the loss, of
+    `weight_decay`, or in a layer, as of dropout. A rate that rises again by `CosineAnnealingWarmRestarts` or
+    `CyclicLR` is meant, and not told. A warning, too, where `update.spike` warns of steps that are too large
+    soon after the change. The noise is that of differences between losses in a row. Not told where
+    `loss.spike` warns.
 
     A change is a fact, too, if inputs or targets are others for good, see `loss.spike`; settings come first.
     It may be meant, as in a curriculum, unless that was 128 batches ago and the last 32 losses are as high
@@ -85,7 +91,7 @@ class WorseLoss(Fault):
         yield found or Passed("a loss that is higher since a setting of the training has changed")
 
     def _after_change(self, run: Run) -> Finding | None:
-        facts = sorted(_facts(run), key=lambda x: (x.is_of_data, x))  # what a program sets is known exactly
+        facts = [*sorted(_facts(run)), *_facts_of_data(run)]  # what a program sets is known exactly
         for fact in facts:
             if (levels := _risen(run.loss, fact)) is not None:
                 near = [x for x in facts if fact.step <= x.step <= fact.step + NEAR]
@@ -113,12 +119,16 @@ class WorseLoss(Fault):
     def _told(self, run: Run, facts: list[Fact], levels: tuple[float, float, float]) -> Finding:
         (before, after, last), first = levels, facts[0]
         is_over = last <= (before + after) / 2
+        is_harmful = any(
+            f.severity != "info" and 0 <= (f.step or 0) - first.last <= NEAR
+            for f in findings_of("update.spike", run)
+        )
         is_sure = run.measured(Loss).kind and not is_over and not all(fact.may_be_meant for fact in facts)
         then = "" if after == last else f"; in the end it is {last:.3g}"
         return self.finding(
             f"The loss has risen from {before:.3g} to {after:.3g}{then}. What changed before: "
             f"{'; '.join(dict.fromkeys(fact.text for fact in facts))}.",
-            "warning" if is_sure else "info",
+            "warning" if is_sure or is_harmful else "info",
             at=first.layer or None,
             when=(first.step, run.loss.steps[-1]),
             value=after,
@@ -156,14 +166,20 @@ def _facts(run: Run) -> Iterator[Fact]:
                 yield Fact(step, last, text)
         for jump in run.measured(GroupRates).jumps:
             yield Fact(jump.step, jump.step - 1, jump.text)
+        for rise in run.measured(GroupRates).rises:
+            step = rise.step if rise.since is None else rise.since
+            yield Fact(step, step - 1, rise.text)
     limit = run.measured(StepScales).limit_change(run.loss.steps[-1], run.loss.steps[-1])
     if limit is not None:
         yield Fact(limit.step, limit.step - 1, text_of_limit(limit))
     for change in run.measured(Settings).changes:
-        if change.name != CLIPPED or 0 not in (change.before, change.after):  # else its limit has ended
-            may_be_meant = change.layer is not None or change.name in MAY_BE_MEANT
-            yield Fact(change.step, change.last, change.text, change.layer or "", may_be_meant)
-    yield from _facts_of_data(run)
+        if change.name == CLIPPED and 0 in (change.before, change.after):
+            continue  # its limit has ended
+        if change.name == LIMIT and not FALL * change.before >= change.after:
+            continue  # likewise, or it has risen
+        may_be_meant = change.layer is not None or change.name in MAY_BE_MEANT
+        what = f"{change.name} of {change.of}"
+        yield Fact(change.step, change.last, change.text, change.layer or "", may_be_meant, what)
 
 
 def _facts_of_data(run: Run) -> Iterator[Fact]:
@@ -178,6 +194,42 @@ def _facts_of_data(run: Run) -> Iterator[Fact]:
         last[x.of] = x.step
 
 
+@fault("train.changed", Site.RUN, needs="batches", exact=True)
+class ChangedSettings(Fault):
+    """A setting that a program changes in mid-run: what and when, as a note.
+
+    Exact: the facts of `loss.worse` after the first 32 steps, whatever the loss does then. A setting that has
+    changed three times or more follows a schedule, and is left out, as is what `loss.worse` or `loss.spike`
+    names.
+
+    Source: none is needed; a program has set these numbers, and it may mean them. That a value had stayed for
+    32 steps, and that rates and limits have changed by half or more, are limits of ours.
+    """
+
+    headline = "The program changes a setting in mid-run"
+    severity = "info"
+    uses = WorseLoss.uses
+    passed = "settings that change in mid-run"
+
+    def findings(self, run: Run) -> Iterator[Result]:
+        told = [f for code in ("loss.worse", "loss.spike") for f in findings_of(code, run)]
+        facts = [x for x in sorted(_facts(run)) if x.last >= MIN_SPAN]  # not in a warmup
+        n_changes = Counter(fact.what for fact in facts)
+        is_schedule = {what for what, n in n_changes.items() if what and n >= SCHEDULE}
+        new = [x for x in facts if x.what not in is_schedule and not any(_tells(f, x) for f in told)]
+        yield self._found(new) if new else Passed(self.passed)
+
+    def _found(self, facts: Sequence[Fact]) -> Finding:
+        more = f"; and {len(facts) - N_SHOWN} more" if len(facts) > N_SHOWN else ""
+        said = "; ".join(fact.text for fact in facts[:N_SHOWN])
+        return self.finding(
+            f"What changed: {said}{more}. This may be as intended.",
+            at=facts[0].layer or None,
+            when=(facts[0].step, facts[-1].step),
+            next_steps=(f"If results are worse since then, {undo_from(facts[0].step).lower()}",),
+        )
+
+
 def _begin_of_rise(series: Series) -> tuple[int, float]:
     """First step of a rise of the rate that goes on until the end, and the rate before it."""
     i = len(series) - 1
@@ -187,3 +239,7 @@ def _begin_of_rise(series: Series) -> tuple[int, float]:
     while i + 1 < len(series) and series.values[i] == lowest:
         i += 1
     return series.steps[i], lowest
+
+
+def _tells(finding: Finding, fact: Fact) -> bool:
+    return fact.text in finding.message or fact.last < (finding.step or 0) <= fact.step

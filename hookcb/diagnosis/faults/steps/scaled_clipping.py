@@ -2,15 +2,20 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.rules import LATEST, median, ratio
 from hookcb.diagnosis.run import Passed, Run, Series, Skipped
+from hookcb.diagnosis.verdict import Finding
+from hookcb.records.store import read_numbers
 
 MIN_SCALE, MAX_LIMIT = 128.0, 1e3  # of a GradScaler; of the limit that a loop clips to
 EXACT = 2e-4  # relative difference of two numbers that are the same; clipping itself is exact to 1e-6
 SAME = 1e-6  # relative difference of two elements that are clipped to the same number
 MIN_SHARE = 0.9  # of the records
+MIN_STEPS, N_END = 32, 16  # steps in a row, and batches at the end of which one was clipped like that
 UNSCALE = "Call scaler.unscale_(optimizer) after the backward, before clipping"
 MAX_CLIPPED_TO, MIN_CUT = 0.01, 10.0  # norm that is left; norm before / after
 
@@ -31,22 +36,59 @@ class ScaledClipping(Fault):
     step, multiplied by the scale, is the same number to 2e-4. For the largest element, several parameters
     have that very one, unless the norm is seen to be cut, as hooks of parameters clip during the backward.
     That number has two digits, as a limit that
-    somebody has written, or stays the same while the scale changes; the norm itself has more digits. A
+    somebody has written, or stays the same while the scale changes; the norm itself has more digits. Also
+    if in 32 steps in a row or more, the last that were clipped to a norm at all among them, torch's clipping
+    to a norm of 1,000 or less came before `unscale_`, while the scale was 128 or more. A
     warning for optimizers like Adam, which divide by the size of gradients, else an error.
 
     Source: PyTorch, "Automatic Mixed Precision examples", Gradient clipping.
     """
 
     headline = "Gradients are clipped before they are unscaled"
+    uses = (StepScales,)
 
     def findings(self, run: Run) -> Iterator[Result]:
+        yield self._heard(run) or self._recorded(run)
+
+    def _heard(self, run: Run) -> Finding | None:
+        """A finding on the order in which clipping and a scaler were called."""
+        if (heard := run.measured(StepScales).scaled) is None or heard.n < MIN_STEPS:
+            return None
+        (scale,) = read_numbers([heard.scale])
+        if not (
+            MIN_SCALE <= scale < math.inf and heard.limit <= MAX_LIMIT and heard.last >= run.n_batches - N_END
+        ):
+            return None
+        return self._finding(
+            run,
+            f"In {heard.n:,} steps in a row, from step {heard.first:,} on, clip_grad_norm_ came before "
+            f"scaler.unscale_: gradients were clipped to {heard.limit:g} while still multiplied by the "
+            f"scale, now {scale:,.6g}, so that the step gets a norm of {heard.limit / scale:.3g} at most.",
+            when=(heard.first, heard.last),
+            value=heard.limit / scale,
+            limit=heard.limit,
+        )
+
+    def _finding(self, run: Run, message: str, **about: Any) -> Finding:
+        return self.finding(
+            message,
+            "warning" if any(p.is_adaptive for p in run.params.values()) else "error",
+            causes=(
+                "clip_grad_norm_() or clip_grad_value_() without scaler.unscale_() before it",
+                "hooks of parameters that clamp gradients in the backward",
+            ),
+            next_steps=(UNSCALE,),
+            **about,
+        )
+
+    def _recorded(self, run: Run) -> Result:
+        """A finding on the norms of gradients."""
         scales = {step: x for step, x in run.steps.get("scale", Series()) if MIN_SCALE <= x < math.inf}
         norms = dict(run.steps.get("clipped_total_norm", Series()))
         before = dict(run.steps.get("total_norm", Series()))
         left = {step: x for step, x in norms.items() if step in scales and 0 < x < math.inf}
         if len(left) < LATEST:
-            yield Skipped(f"fewer than {LATEST} steps with a GradScaler were inspected")
-            return
+            return Skipped(f"fewer than {LATEST} steps with a GradScaler were inspected")
         maxima = _maxima(run)
         largest = {step: max(maxima.get(step, [0.0])) for step in left}
         cut = median(ratio(before.get(step, math.nan), x) for step, x in left.items())
@@ -57,24 +99,17 @@ class ScaledClipping(Fault):
         ):
             limit = _limit(sizes, scales)
             if limit and median(sizes.values()) < MAX_CLIPPED_TO and is_cut:
-                is_adaptive = any(p.is_adaptive for p in run.params.values())
                 scale = median(scales[step] for step in left)
-                yield self.finding(
+                return self._finding(
+                    run,
                     f"The {what} of the gradients at the step is {median(sizes.values()):.3g} in each of "
                     f"{len(left)} inspected steps, which is {limit:.3g} / {scale:g}, the scale of the "
                     f"GradScaler: they were clipped to {limit:.3g} while still multiplied by it.",
-                    "warning" if is_adaptive else "error",
                     when=(min(scales), max(scales)),
                     value=median(sizes.values()),
                     limit=limit,
-                    causes=(
-                        "clip_grad_norm_() or clip_grad_value_() without scaler.unscale_() before it",
-                        "hooks of parameters that clamp gradients in the backward",
-                    ),
-                    next_steps=(UNSCALE,),
                 )
-                return
-        yield Passed("gradients that are clipped before they are unscaled")
+        return Passed("gradients that are clipped before they are unscaled")
 
 
 def is_clipped_while_scaled(run: Run) -> bool:

@@ -26,10 +26,11 @@ class StateChanged(Fault):
     last parameter is another tensor or was written to in place, and its number of steps has fallen or
     jumped, or all sampled elements are 0, or their root mean square is a tenth or ten times that of its root
     at the last noted step, at most 8 steps before. A note, as a program may mean it. A warning if the second
-    moment is 0 after more than one step, or has another size and a smaller number of steps, or the moments
-    contradict each other in a spike of the loss within eight steps, see `loss.spike`. Not told if that
-    parameter was written to as well, as by a checkpoint that is loaded with its weights, or has no gradient
-    in that step, as while it is frozen. A new optimizer is another one, and no finding.
+    moment is 0 after more than one step, also before the first step that is seen, or has another size and a
+    smaller number of steps, or the moments contradict each other in a spike of the loss within eight steps,
+    see `loss.spike`. Not told if that parameter was written to as well, as by a checkpoint that is loaded
+    with its weights, or has no gradient in that step, as while it is frozen. A new optimizer is another one,
+    and no finding.
 
     Source: Kingma & Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 1: m, v and the number
     of steps t belong together, and only a step changes them.

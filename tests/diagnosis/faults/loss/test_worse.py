@@ -1,18 +1,19 @@
-"""loss.worse: a loss that is higher since something has changed."""
+"""train.changed: a setting that has changed in mid-run; loss.worse: a loss that is higher since then."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, watch
-from hookcb.diagnosis.faults.loss.worse import WorseLoss
+from hookcb.diagnosis.faults.loss.worse import ChangedSettings, WorseLoss
 from hookcb.diagnosis.measurements.group_rates import GroupRates, Jump
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.ranges import Left, Shift
 from hookcb.diagnosis.measurements.schedules import Scheduler, Schedules, Use
-from hookcb.diagnosis.measurements.settings import Change, Settings
+from hookcb.diagnosis.measurements.settings import LIMIT, Change, Settings
 from hookcb.diagnosis.measurements.shifts import Growth, Shifts
 from hookcb.diagnosis.run import Passed, Skipped
+from hookcb.diagnosis.verdict import Finding
 from tests.diagnosis.faults.loss.support import losses, noisy
 from tests.diagnosis.support import only, series
 
@@ -62,7 +63,7 @@ def test_what_may_be_meant_is_a_note():
     dropout = Change(100, 97, "p", 0.0, 0.5, "blocks.0.drop", "blocks.0.drop")
     found = only(WorseLoss, run_with([2, 1, 1.5, 1.5], dropout))
     assert (found.severity, found.layer) == ("info", "blocks.0.drop")
-    assert "p of blocks.0.drop, from 0.0 to 0.5 between steps 97 and 100" in found.message
+    assert "p of blocks.0.drop, from 0 to 0.5 between steps 97 and 100" in found.message
     assert only(WorseLoss, run_with([2, 1, 1.5, 1.5], CHANGED, kind="")).severity == "info"
     loss = CHANGED._replace(name="operations", before=("Add", "Mean"), after=("Add", "Sum"), of="the loss")
     found = only(WorseLoss, run_with([2, 1, 1.5, 1.5], loss))
@@ -154,3 +155,49 @@ def test_data_that_a_program_changes_in_place_are_told_before_what_follows():
 
 def test_few_batches_are_too_few():
     assert isinstance(only(WorseLoss, run_with([1])), Skipped)
+
+
+def test_a_limit_of_clipping_that_falls_by_a_third_or_more_is_told():
+    falls = CHANGED._replace(name=LIMIT, before=1.0, after=0.1)
+    assert "limit of clip_grad_norm_ of the optimizer, from 1 to 0.1 at step 100" in (
+        only(WorseLoss, run_with([2, 1, 1.5, 1.5], falls)).message
+    )
+    assert isinstance(only(WorseLoss, run_with([2, 1, 1.5, 1.5], falls._replace(after=0.7))), Passed)
+
+
+def test_a_note_is_a_warning_where_steps_are_too_large_soon_after_the_change():
+    dropout = Change(100, 97, "p", 0.0, 0.95, "drop", "drop")
+    for step, severity in ((104, "warning"), (180, "info"), (60, "info")):
+        run = run_with([2, 1, 1.5, 1.5], dropout)
+        run._kept["update.spike"] = [Finding("update.spike", "warning", step=step)]
+        assert only(WorseLoss, run).severity == severity
+
+
+def test_changes_after_which_the_loss_is_no_higher_are_a_note():
+    later = CHANGED._replace(step=180, name="eps", before=1e-8, after=1e-3)
+    found = only(ChangedSettings, run_with([2, 1, 0.9, 0.8], later, CHANGED))
+    assert (found.code, found.severity, found.step, found.last_step) == ("train.changed", "info", 100, 180)
+    assert "What changed: betas of the optimizer, from (0.9, 0.98) to (0.9, 0.1) at step 100; eps" in (
+        found.message
+    )
+
+
+def test_what_is_told_with_a_loss_that_rose_and_what_follows_a_schedule_are_left_out():
+    assert isinstance(only(ChangedSettings, run_with([2, 1, 1.5, 1.5], CHANGED)), Passed)
+    steps = [CHANGED._replace(step=step, before=step, after=step + 40) for step in (60, 100, 140)]
+    assert isinstance(only(ChangedSettings, run_with([2, 1, 0.9, 0.8], *steps)), Passed)
+    assert only(ChangedSettings, run_with([2, 1, 0.9, 0.8], *steps[:2])).step == 60
+
+
+def test_a_rate_that_rises_in_a_warmup_or_leads_to_a_spike_is_no_change_to_note():
+    warmup = [1e-3 * min(1, (i + 1) / 10) for i in range(100)]
+    run = run_with([2, 1, 0.9, 0.8], rates=warmup + [3e-3] * 100)
+    found = only(ChangedSettings, run)
+    assert "What changed: the learning rate, from 0.001 to 0.003 at step 100. This" in found.message
+    run._kept["loss.spike"] = [Finding("loss.spike", "info", step=100)]
+    assert isinstance(only(ChangedSettings, run), Passed)
+
+
+def test_of_many_changes_four_are_listed():
+    many = [CHANGED._replace(name=f"p{i}") for i in range(6)]
+    assert "; and 2 more. This may be" in only(ChangedSettings, run_with([2, 1, 0.9, 0.8], *many)).message

@@ -29,7 +29,7 @@ def watched(clip, opt=torch.optim.SGD, unscale=False, n=30):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = F.mse_loss(model(x).float(), x.sum(1, keepdim=True))
             scaler.scale(loss).backward()
-            if unscale:
+            if unscale if isinstance(unscale, bool) else i < unscale:
                 scaler.unscale_(opt)
             clip(model.parameters())
             scaler.step(opt)
@@ -50,6 +50,15 @@ def test_clipping_before_unscaling_is_told_first(clip):
     verdict = watched(clip)
     assert (verdict.primary.code, verdict.primary.severity) == ("clip.scaled", "error")
     assert verdict.primary.limit == pytest.approx(0.5 if clip is by_norm else 1.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(("limit", "n", "is_told"), [(0.5, 70, True), (0.5, 30, False), (32768.0, 70, False)])
+def test_a_lost_call_of_unscale_in_mid_run_is_told_from_its_step_on(limit, n, is_told):
+    verdict = watched(lambda params: nn.utils.clip_grad_norm_([*params], limit), unscale=20, n=n)
+    found = [x for x in verdict.findings if x.code == "clip.scaled"]
+    assert [(x.severity, x.step, x.last_step) for x in found] == [("error", 20, n - 1)] * is_told
+    for finding in found:
+        assert "In 50 steps in a row, from step 20 on, clip_grad_norm_ came before" in finding.message
 
 
 @pytest.mark.slow

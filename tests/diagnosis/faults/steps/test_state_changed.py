@@ -64,6 +64,16 @@ def test_a_second_moment_that_was_set_to_zero_while_steps_are_counted_is_a_warni
     assert "became all zero, while it counts 40 steps" in found.message
 
 
+@pytest.mark.parametrize(("change", "is_told"), [(to_zero, True), (lambda *_: None, False)])
+def test_a_checkpoint_without_its_second_moment_is_a_warning_before_the_first_step(change, is_told):
+    _, _, other = train({}, n=30)
+    change(None, other)
+    found, *_ = train({0: lambda _, opt: opt.load_state_dict(other.state_dict())}, n=30)
+    assert [(x.severity, x.step) for x in found] == [("warning", 0)] * is_told
+    for finding in found:
+        assert "is all zero, though exp_avg is not, while it counts 30 steps" in finding.message
+
+
 def test_a_state_that_was_reset_with_its_count_is_a_note():
     (found,), *_ = train(lambda model, opt: opt.state.clear())
     assert found.severity == "info"
