@@ -178,10 +178,11 @@ def sample_of(x: Tensor) -> Tensor:
 class Shifts(Measurement):
     """Follows the mean and the size of the inputs and of the targets of each batch, and patterns of inputs.
 
-    Of inputs, the largest tensor of the first batch; of targets, the first that the loop tells, or what a
-    loss of torch has saved. Targets of other losses in a loop that does not tell them are unknown. Of each, a
-    sample of up to 1,024 elements, at the same places in batches of one shape: its mean, and its standard
-    deviation, or its root mean square if it is of float targets. What is kept is bounded.
+    Of inputs, the largest tensor of the first batch, unless a graph has made it; of targets, the first that
+    the loop tells, or what a loss of torch has saved. Targets of other losses in a loop that does not tell
+    them are unknown. Of each, a sample of up to 1,024 elements, at the same places in batches of one shape:
+    its mean, and its standard deviation, or its root mean square if it is of float targets. What is kept is
+    bounded.
 
     Attributes:
         found: the first 16 shifts, in order.
@@ -206,7 +207,9 @@ class Shifts(Measurement):
 
     def on_batch(self, run: Run) -> None:
         x = self._main_of(run.loop.xb)
-        if x is not None and self._inputs.add(run.step, x):
+        if x is None or x.grad_fn is not None:  # as made by a model that is trained with it
+            return
+        if self._inputs.add(run.step, x):
             self._see_inputs(self._inputs.there())
 
     def _main_of(self, xb: Any) -> Tensor | None:

@@ -230,6 +230,12 @@ def test_batches_without_numbers_are_left_out():
     assert not part.found
 
 
+def test_inputs_that_a_model_makes_are_no_data():
+    scale = torch.ones((), requires_grad=True)
+    assert followed([torch.full((4, 2), 1.0 + 9 * (i >= 50)) for i in range(80)]).found
+    assert not followed([torch.full((4, 2), 1.0 + 9 * (i >= 50)) * scale for i in range(80)]).found
+
+
 def test_targets_that_have_grown_are_told_with_their_first_step():
     torch.manual_seed(0)
     sizes = [1.0] * 200 + [1.05**i for i in range(100)]
