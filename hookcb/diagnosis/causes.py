@@ -230,6 +230,12 @@ def _of_weights(spike: Spike) -> Cause | None:
     highest = max(near, default=-math.inf)
     if not near or (highest <= spike.value and _rest(spike) < 1 / 2):
         return None
+    if (samples := samples_of(spike)) and spike.typical <= spike.limit:
+        return Cause(
+            "batches",
+            "it stayed, while most samples of its first batch are usual, so that a part of the samples of "
+            f"several batches is unusual, or the model fails on a part of them; {samples}",
+        )
     norms = [x for step, x in spike.norms if step >= spike.step - N_NEAR]
     before = [x for step, x in spike.norms if step < spike.step - N_NEAR]
     is_sudden = 2 * (spike.value - spike.middle) >= highest - spike.middle

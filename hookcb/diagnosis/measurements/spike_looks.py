@@ -20,6 +20,7 @@ from hookcb.processes.groups import is_sharded
 
 AFTER = (1, 4)  # known losses after the first one of a spike, from which on it is looked, if the last is high
 N_SPIKES, N_BEFORE = 8, 4  # of a run that are looked at, and inspected batches before each
+FROM_STEP = 8  # before which batches are inspected close together
 MAX_CHANNELS, MAX_ROWS = 32, 2_048  # of an output in a profile
 
 Seen = dict[int, dict[str, Tensor]]  # profiles by step and layer
@@ -36,7 +37,7 @@ class SpikeLooks(Measurement):
     Attributes:
         after: profiles of the first output of each layer, see `profile`, by the first step of a spike, the
             step of a look, and the layer's name.
-        before: likewise, of the last four inspected batches before the spike.
+        before: likewise, of the last four inspected batches before the spike, from step 8 on.
     """
 
     cadence = EVERY
@@ -53,7 +54,9 @@ class SpikeLooks(Measurement):
 
     def on_batch(self, run: Run) -> None:
         self._take_off()
-        if run.looking and run.n_steps != self._last_step:  # else it is of the same step, by accumulation
+        if (
+            run.looking and run.step >= FROM_STEP and run.n_steps != self._last_step
+        ):  # else it is of the same step, by accumulation
             self._last_step = run.n_steps
             self._recent.append((run.step, {}))
         spike = run.measured(Spikes).under_way
@@ -67,7 +70,7 @@ class SpikeLooks(Measurement):
             self._put_on(run, self._after.setdefault(spike.step, {}).setdefault(run.step, {}))
 
     def on_output(self, run: Run, name: str, m: nn.Module, output: Any) -> None:
-        if name and not torch.compiler.is_compiling() and self._recent:
+        if name and run.step >= FROM_STEP and self._recent and not torch.compiler.is_compiling():
             _take(self._recent[-1][1], name, m, (), output)
 
     def _put_on(self, run: Run, seen: dict[str, Tensor]) -> None:

@@ -53,34 +53,35 @@ class LossSpikes(Fault):
     had risen or clipping had ended, the loss had not come back after 128 batches and is still above that
     limit at the end. Other losses may stay higher as intended, as of tasks in a row.
 
-    What came first, in this order. The state of torch's Adam, if |m| > C √v before the step of that batch,
-    in any of up to 1,024 sampled elements of each parameter, C = (1 - β₁) / √((1 - β₂)(1 - β₁²/β₂)): no
+    What came first, in this order. The state of torch's Adam, if |m| > C √v before the step of that batch, in
+    any of up to 1,024 sampled elements of each parameter, C = (1 - β₁) / √((1 - β₂)(1 - β₁²/β₂)): no
     gradients can make that, by the inequality of Cauchy and Schwarz; on a CPU, in float32. A state of Adam
     that was replaced within the eight steps before, as `adam.state` tells it; one that is a note there comes
     first only if the loss is high for more than one batch. The batch, if the next three losses are usual, as
     its step has then left the weights as good as they were, or if most of its samples have usual losses and
-    the next losses keep less than a third of the excess, or if its inputs are four times as large as those
-    of all inspected batches, or have a quarter of the different integers of any that is no larger. A
-    GradScaler, if its scale had fallen by a third or more between the backward and the step of one of the 64
-    batches before. The learning rate, if it has risen by half or more from one step to the next within the
-    64 steps before, or to twice as much over these, in one parameter group or all. Clipping by torch, if
-    within these it has ended, or its limit has risen by half or more, after 32 steps or more with one limit,
-    which had cut half of the last 8 to 32 gradients. Something else that a program has changed within eight
-    steps, see `loss.worse`, if the loss is high for more than one batch. A layer or parameter whose standard
-    deviation, largest magnitude or norm has jumped in the last two looks before the spike, at most 128
-    batches before: above the five looks before by a factor of two, and by twice their largest change in
-    logarithms, after eight looks or more. Several batches in a row, or a model that was changed by something
-    else, if the loss jumps at once and stays, while the norms of the gradients of the eight steps before are
-    at most the largest of the 24 before these. Otherwise, if later losses are higher or keep half of the
-    excess, the weights, if the loss climbs to twice the first excess, or a norm in the eight steps before
-    was four times the median norm before; else the weights or several batches. What is not known is said.
-    For these, and for a layer that had jumped, it is told where the loss shows first in the forward, which
-    need not be the cause: the first layer whose output, in each of two batches from the third one of the
-    spike on, has means and standard deviations of channels whose distance to those of the last two looks
-    before is twice the largest one between four looks before, and a fifth of its standard deviation; of the
-    last layer, half as much again. These batches are no inspected ones; nothing is seen in compiled code.
-    For what came first besides a batch, it is told if in the eight steps before the scale of a GradScaler
-    has changed, or a norm was four times the median norm before.
+    the next losses keep less than a third of the excess, or if its inputs are four times as large as those of
+    all inspected batches, or have a quarter of the different integers of any that is no larger. A GradScaler,
+    if its scale had fallen by a third or more between the backward and the step of one of the 64 batches
+    before. The learning rate, if it has risen by half or more from one step to the next within the 64 steps
+    before, or to twice as much over these, in one parameter group or all. Clipping by torch, if within these
+    it has ended, or its limit has risen by half or more, after 32 steps or more with one limit, which had cut
+    half of the last 8 to 32 gradients. Something else that a program has changed within eight steps, see
+    `loss.worse`, if the loss is high for more than one batch. A layer or parameter whose standard deviation,
+    largest magnitude or norm has jumped in the last two looks before the spike, at most 128 batches before:
+    above the five looks before by a factor of two, and by twice their largest change in logarithms, after
+    eight looks or more. Several batches in a row, or a model that was changed by something else, if the loss
+    stays high and most samples of its first batch have usual losses, or it jumps at once and stays, while the
+    norms of the gradients of the eight steps before are at most the largest of the 24 before these.
+    Otherwise, if later losses are higher or keep half of the excess, the weights, if the loss climbs to twice
+    the first excess, or a norm in the eight steps before was four times the median norm before; else the
+    weights or several batches. What is not known is said. For these, and for a layer that had jumped, it is
+    told where the loss shows first in the forward, which need not be the cause: the first layer whose output,
+    in each of two batches from the third one of the spike on, has means and standard deviations of channels
+    whose distance to those of the last two looks before is twice the largest one between four looks before,
+    and a fifth of its standard deviation; of the last layer, half as much again. These batches are no
+    inspected ones; nothing is seen in compiled code. For what came first besides a batch, it is told if in
+    the eight steps before the scale of a GradScaler has changed, or a norm was four times the median norm
+    before.
 
     Other data come before a layer, and before a batch that is unusual, if the loss is high for more than one
     batch: inputs or targets that are others for good, from one of the eight steps before on or from the

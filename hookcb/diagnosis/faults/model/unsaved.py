@@ -15,10 +15,8 @@ from hookcb.diagnosis.heard import heard
 from hookcb.diagnosis.measurements.loads import LoadClock, Loads
 from hookcb.diagnosis.run import Absent, Run
 
-MAX_TENSORS, MIN_STEPS = (
-    64,
-    8,
-)  # that are followed; steps after which a tensor that has changed in each is one
+MAX_TENSORS = 64  # that are followed
+MIN_STEPS = 8  # after which a tensor that has changed in each is one that a resumed training lacks
 NOT_PLAIN = nn.Module, Optimizer, type, FunctionType, MethodType, ModuleType
 NOT_RESUMED = Absent("no model was loaded together with the state of its optimizer")
 

@@ -193,6 +193,14 @@ def with_steps(values, norm=2.0, **facts):
     return run
 
 
+def test_samples_that_are_wrong_in_several_batches_are_named():
+    facts = {"worst": ((7, 30.0), (3, 20.0)), "n_samples": 16}
+    message = only(LossSpikes, with_steps(lasting(), typical=1.0, **facts)).message
+    assert "while most samples of its first batch are usual, so that a part of the samples" in message
+    assert "of its 16 samples, counted from 0, the worst are 7 (30), 3 (20), where the median is 1" in message
+    assert "the weights have moved" in only(LossSpikes, with_steps(lasting(), typical=9.0, **facts)).message
+
+
 def test_clipping_that_ended_comes_first_if_it_did_cut():
     run = with_steps(lasting(), limit_change=(92, 92, 1.0, math.inf))
     message = only(LossSpikes, run).message
