@@ -2,11 +2,13 @@
 
 import torch
 from case import Callbacks, Case, Run, control, fault, fit, follow
-from data import Batch, generator
+from data import Batch, digit_batches, generator
 from language import LENGTH, N_CHARACTER, LanguageModel, adamw, character_batches
-from nets import token_loss
+from nets import stack, token_loss
+from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from hookcb import GradientClip, watch
@@ -138,6 +140,27 @@ def scaled(seed: int, cbs: Callbacks, after_backward: float | None, after_step: 
 )
 def scale_between(seed: int, cbs: Callbacks) -> Run:
     return scaled(seed, cbs, after_backward=2.0**12, after_step=None)
+
+
+def of_two_shards(seed: int, scale: float) -> list[Batch]:
+    """Digits, times `scale` in a second shard."""
+    batches = digit_batches(seed, n_step=N_STEP)
+    return [(x * scale, y) if step >= AT else (x, y) for step, (x, y) in enumerate(batches)]
+
+
+@spike("digits that are divided by their scale twice from the second shard on", says="inputs of the batches")
+def scaled_twice(seed: int, cbs: Callbacks) -> Run:
+    """As by a dataset that scales its tensors in place."""
+    model = nn.Sequential(stack(64, 64, 64), nn.ReLU(), nn.Linear(64, 10))
+    batches = of_two_shards(seed, 1 / 16)
+    return follow(model, F.cross_entropy, Adam(model.parameters(), lr=3e-3), batches, cbs, seed)
+
+
+@control(SPIKE_CONTROLS, "digits on another scale in the second shard, which a norm undoes", target=0.6)
+def scaled_before_norm(seed: int, cbs: Callbacks) -> Run:
+    model = nn.Sequential(nn.LayerNorm(64, eps=1e-8), stack(64, 64, 10))
+    batches = of_two_shards(seed, 1 / 16)
+    return follow(model, F.cross_entropy, Adam(model.parameters(), lr=3e-3), batches, cbs, seed)
 
 
 class Between(LanguageModel):

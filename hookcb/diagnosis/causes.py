@@ -8,6 +8,7 @@ from hookcb.core.text import as_layer
 from hookcb.diagnosis.measurements.group_rates import JUMP, RISE, Jump
 from hookcb.diagnosis.measurements.moments import Moments
 from hookcb.diagnosis.measurements.settings import Settings
+from hookcb.diagnosis.measurements.shifts import Shifts
 from hookcb.diagnosis.measurements.spikes import N_AFTER, Spike
 from hookcb.diagnosis.measurements.step_scales import LimitChange, Rescaled
 from hookcb.diagnosis.rules import format_factor, median
@@ -37,6 +38,7 @@ Kind = Literal[
     "setting",
     "layer",
     "batches",
+    "data",
     "weights",
     "unsure",
     "unknown",
@@ -61,7 +63,8 @@ def cause_of(spike: Spike, run: Run) -> Cause:
 def own_cause(spike: Spike, run: Run) -> Cause | None:
     """The cause that is seen without the layers."""
     of_steps = _of_scaler(spike) or _of_rate(spike) or _of_clipping(spike)
-    return _of_state(spike, run) or _of_batch(spike) or of_steps or _of_setting(spike, run)
+    found = _of_state(spike, run) or _of_batch(spike) or of_steps or _of_setting(spike, run)
+    return (_of_data(spike, run) or found) if found is None or found.kind == "batch" else found
 
 
 def is_wrong(spike: Spike) -> bool:
@@ -140,6 +143,17 @@ def _of_setting(spike: Spike, run: Run) -> Cause | None:
     at = run.layers.get(first.layer) or first.layer if first.layer else None  # may have layers inside
     said = "; ".join(dict.fromkeys(x.text for x in near))
     return Cause("setting", f"the program had changed {said}", at, since=first.last + 1)
+
+
+def _of_data(spike: Spike, run: Run) -> Cause | None:
+    """Inputs or targets that are others for good, from a step near the spike on."""
+    measured = run.measured(Shifts)
+    shift, growth = measured.near(spike.step, N_NEAR), measured.growth
+    if shift is None or spike.lasted == 1:
+        return None
+    if growth is not None and shift.of == "targets" and growth.step <= spike.step:
+        return Cause("data", growth.text, since=growth.step)
+    return Cause("data", shift.text, since=shift.step)
 
 
 def undo_from(step: int) -> str:

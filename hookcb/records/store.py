@@ -244,6 +244,8 @@ class Transfer:
 class Arriving(Generic[T]):
     """Numbers on a device, each with a key, that come to the host sixteen at a time; nothing waits for them.
 
+    A key may also have several numbers, as many as the others; it gets nested lists of them.
+
     They leave a GPU only; those on another device, up to `most`, wait there until `rest`.
     """
 
@@ -252,7 +254,7 @@ class Arriving(Generic[T]):
         self._sent = deque[tuple[list[T], Transfer]]()
 
     def add(self, key: T, value: Tensor) -> None:
-        """Adds a number, a tensor of no dimension, which must not be written to."""
+        """Adds a number, a tensor of no dimension, or of one shape for all, which must not be written to."""
         self._waiting.append((key, value))
         if len(self._waiting) >= N_SENT and value.is_cuda and not torch.cuda.is_current_stream_capturing():
             self.send()

@@ -22,6 +22,7 @@ from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.first_change import FirstChange, first_change
 from hookcb.diagnosis.measurements.moments import Moments
 from hookcb.diagnosis.measurements.settings import Settings
+from hookcb.diagnosis.measurements.shifts import OTHER_DATA, Shifts, compare_from
 from hookcb.diagnosis.measurements.spike_looks import SpikeLooks
 from hookcb.diagnosis.measurements.spikes import CALM, MIN_BEFORE, N_AFTER, Spike, Spikes
 from hookcb.diagnosis.measurements.step_scales import LimitChange, OfSteps
@@ -82,13 +83,27 @@ class LossSpikes(Fault):
     the eight steps before the scale of a GradScaler has changed, or a norm was four times the median norm
     before.
 
+    Other data come before a layer, and before a batch that is unusual, if the loss is high for more than one
+    batch: inputs or targets that are others for good, from one of the eight steps before on or from the
+    batch itself. Their mean, their standard deviation or, of float targets, their root mean square has left
+    the range of all batches before, 32 or more, and does so on that side in seven of the eight batches after
+    the first. The range is without the smallest and the largest number, and is widened on both sides by its
+    width, and at least by a tenth of the largest standard deviation or root mean square. Or the pattern of
+    16 batches, and of the next 16, is farther from the mean pattern of all before than any of six or more
+    such blocks, by three times the range of their distances and by 0.1. The pattern of numbers is their mean
+    at each place, and the distance the mean squared difference, divided by the variance; that of indices,
+    such as tokens, is how often two neighbors come, in 256 bins, and the distance that of Hellinger,
+    squared; it begins where the distances of single batches rise most. Of each batch these are numbers of up
+    to 1,024 elements of the largest input, and of the targets that the loop tells or a loss of torch has
+    saved.
+
     Source: J. von Neumann et al., "The mean square successive difference", 1941, and P. J. Huber, "Robust
     Statistics", 1981, for the noise. The batch or the state of the weights: A. Chowdhery et al., "PaLM",
     2022, section 5.1, whose spikes needed both.
     """
 
     headline = "The loss spikes"
-    uses = (Spikes, SpikeLooks, Moments, Settings)
+    uses = (Spikes, SpikeLooks, Moments, Settings, Shifts)
     severity = "info"
 
     def findings(self, run: Run) -> Iterator[Result]:
@@ -202,6 +217,7 @@ CAUSES: dict[Kind, tuple[str, ...]] = {
         "several damaged or mislabeled batches, or data of another kind",
         "a program that writes to weights, or changes a mode or a setting of the model",
     ),
+    "data": (OTHER_DATA,),
     "setting": (UNFITTING,),
     "unsure": (
         "an update that was too large, as the optimizer's state lags, or a rate that is too high",
@@ -217,7 +233,7 @@ CAUSES: dict[Kind, tuple[str, ...]] = {
 
 def _before(spike: Spike, cause: Cause) -> str:
     """Further sentences on the steps before a spike that may have led to it."""
-    if cause.kind in ("batch", "batches", *WRONG):
+    if cause.kind in ("batch", "batches", "data", *WRONG):
         return ""
     said = []
     if spike.limit_change and cause.kind != "clip":
@@ -299,6 +315,8 @@ def _next_steps(spike: Spike, cause: Cause, run: Run) -> tuple[str, ...]:
         return f"{look}: {again}" if again else look, run.advise("clip")
     if cause.kind == "setting" and cause.since is not None:
         return (undo_from(cause.since),)
+    if cause.kind == "data" and cause.since is not None:
+        return (compare_from(cause.since),)
     if cause.kind in ("batches", "unsure"):
         look = f"Look at the batches and the model at step {spike.step}"
         clip = (run.advise("clip"),) if cause.kind == "unsure" else ()

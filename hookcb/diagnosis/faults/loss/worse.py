@@ -12,6 +12,7 @@ from hookcb.diagnosis.measurements.group_rates import JUMP, RISE, GroupRates
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.schedules import Schedules
 from hookcb.diagnosis.measurements.settings import CLIPPED, LIMIT, MIN_SPAN, OPERATIONS, Settings, when_of
+from hookcb.diagnosis.measurements.shifts import OTHER_DATA, Shifts, compare_from
 from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.rules import SIGMA, median, rates
 from hookcb.diagnosis.run import Passed, Run, Series, Skipped
@@ -36,6 +37,7 @@ class Fact(NamedTuple):
     layer: str = ""
     may_be_meant: bool = False
     what: str = ""
+    is_of_data: bool = False
 
 
 @fault(
@@ -64,13 +66,17 @@ class WorseLoss(Fault):
     soon after the change. The noise is that of differences between losses in a row. Not told where
     `loss.spike` warns.
 
+    A change is a fact, too, if inputs or targets are others for good, see `loss.spike`; settings come first.
+    It may be meant, as in a curriculum, unless that was 128 batches ago and the last 32 losses are as high
+    as the first 32, and float targets have not grown, which a model may make.
+
     Source: J. von Neumann et al., "The mean square successive difference", 1941, for noise around a trend.
     That a change led to the rise is not shown by these facts; the limits are ours.
     """
 
-    headline = "The loss is higher since a setting has changed"
+    headline = "The loss is higher since something has changed"
     severity = "warning"
-    uses = (GroupRates, Loss, Schedules, Settings, StepScales)
+    uses = (GroupRates, Loss, Schedules, Settings, Shifts, StepScales)
 
     def findings(self, run: Run) -> Iterator[Result]:
         if len(run.loss) < 3 * N:
@@ -85,7 +91,7 @@ class WorseLoss(Fault):
         yield found or Passed("a loss that is higher since a setting of the training has changed")
 
     def _after_change(self, run: Run) -> Finding | None:
-        facts = sorted(_facts(run))
+        facts = [*sorted(_facts(run)), *_facts_of_data(run)]  # what a program sets is known exactly
         for fact in facts:
             if (levels := _risen(run.loss, fact)) is not None:
                 near = [x for x in facts if fact.step <= x.step <= fact.step + NEAR]
@@ -111,10 +117,10 @@ class WorseLoss(Fault):
         return self._told(run, [Fact(since, since, text)], (low, last, last)) if is_slow else None
 
     def _told(self, run: Run, facts: list[Fact], levels: tuple[float, float, float]) -> Finding:
-        before, after, last = levels
+        (before, after, last), first = levels, facts[0]
         is_over = last <= (before + after) / 2
         is_harmful = any(
-            f.severity != "info" and 0 <= (f.step or 0) - facts[0].last <= NEAR
+            f.severity != "info" and 0 <= (f.step or 0) - first.last <= NEAR
             for f in findings_of("update.spike", run)
         )
         is_sure = run.measured(Loss).kind and not is_over and not all(fact.may_be_meant for fact in facts)
@@ -123,12 +129,12 @@ class WorseLoss(Fault):
             f"The loss has risen from {before:.3g} to {after:.3g}{then}. What changed before: "
             f"{'; '.join(dict.fromkeys(fact.text for fact in facts))}.",
             "warning" if is_sure or is_harmful else "info",
-            at=facts[0].layer or None,
-            when=(facts[0].step, run.loss.steps[-1]),
+            at=first.layer or None,
+            when=(first.step, run.loss.steps[-1]),
             value=after,
             limit=before + MIN_RISE * abs(before),
-            causes=(UNFITTING,),
-            next_steps=(undo_from(facts[0].step),),
+            causes=(OTHER_DATA if first.is_of_data else UNFITTING,),
+            next_steps=(compare_from(first.step) if first.is_of_data else undo_from(first.step),),
         )
 
 
@@ -174,6 +180,18 @@ def _facts(run: Run) -> Iterator[Fact]:
         may_be_meant = change.layer is not None or change.name in MAY_BE_MEANT
         what = f"{change.name} of {change.of}"
         yield Fact(change.step, change.last, change.text, change.layer or "", may_be_meant, what)
+
+
+def _facts_of_data(run: Run) -> Iterator[Fact]:
+    """Data that have changed for good: meant, as in a curriculum or by a model, unless all is lost."""
+    shifts, start = run.measured(Shifts), median(run.loss.values[:N])
+    is_old = all(x.step <= run.loss.steps[-1] - N_LONG for x in shifts.found)
+    is_lost = is_old and median(run.loss.values[-N:]) >= start and shifts.growth is None
+    last: dict[str, int] = {}
+    for x in shifts.found:
+        if x.step > last.get(x.of, -math.inf) + NEAR:  # else it is a part of the one before
+            yield Fact(x.step, x.last, x.text, may_be_meant=not is_lost, is_of_data=True)
+        last[x.of] = x.step
 
 
 @fault("train.changed", Site.RUN, needs="batches", exact=True)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from hookcb.diagnosis.fault import NOTES, Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.shifts import Shifts, compare_from
 from hookcb.diagnosis.rules import need_not_fall, rise_of_loss
 from hookcb.diagnosis.run import SPARSE_KINDS, Absent, Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
@@ -55,13 +56,16 @@ class StaleMoments(Fault):
     one, as of an unusual batch. Embeddings are left out, as most of their rows get no gradient in a step.
     Only the last 8,000 steps or so are known.
 
+    Inputs or targets that are others for good from one of the 32 steps before on, see `loss.spike`, are told
+    beside it.
+
     Source: Wortsman et al., "Stable and low-precision training for large-scale vision-language models", 2023:
     an RMS above 2.3 precedes spikes of the loss by 1 to 8 steps.
     """
 
     headline = "Adam's second moment lags behind the gradients"
     passed = "a second moment that lags behind"
-    uses = (Curves, Loss)
+    uses = (Curves, Loss, Shifts)
     cadence = NOTES
 
     def __init__(self) -> None:
@@ -120,17 +124,18 @@ class StaleMoments(Fault):
         is_fixed = run.measured(Loss).graph_of_one.sure_kind in FIXED
         jumps = [jump for name, rms in self.rms.items() for jump in _jumps(run, name, rms)]
         if jumps:
-            yield self._found(max(jumps, key=lambda x: (not x.has_healed, x.rms)), is_fixed)
+            yield self._found(run, max(jumps, key=lambda x: (not x.has_healed, x.rms)), is_fixed)
         else:
             largest = max(_persistent(rms) for rms in self.rms.values())
             yield Passed(f"{self.passed} (RMS of g/√v at most {largest:.2g})", largest, MAX_RMS)
 
-    def _found(self, jump: _Jump, is_fixed: bool) -> Finding:
-        layer = jump.name.rpartition(".")[0]
+    def _found(self, run: Run, jump: _Jump, is_fixed: bool) -> Finding:
+        layer, shift = jump.name.rpartition(".")[0], run.measured(Shifts).near(jump.step, MAX_APART)
+        before = f" Before that, {shift.text}." if shift else ""
         return self.finding(
             f"The gradient of {jump.name} is {jump.rms:.2g} times the root of Adam's second moment from step "
             f"{jump.step} on (limit {MAX_RMS}; 1 is usual), and the loss then rises from {jump.usual:.3g} to "
-            f"{jump.loss:.3g}{' for a while' if jump.has_healed else ''}.",
+            f"{jump.loss:.3g}{' for a while' if jump.has_healed else ''}.{before}",
             "info" if jump.has_healed or not is_fixed else "warning",
             at=layer,
             param=jump.name,
@@ -142,6 +147,7 @@ class StaleMoments(Fault):
                 "a change of clipping, of the scale of the loss, or of the data at that step",
             ),
             next_steps=(
+                *([compare_from(shift.step)] if shift else []),
                 "Lower β₂: betas=(0.9, 0.95), so that the second moment follows within 20 steps",
                 "Divide the update by max(1, RMS), as StableAdamW does",
             ),

@@ -1,8 +1,15 @@
 """loss.diverging: losses that rise, on numbers that are made up."""
 
-import pytest
+import copy
 
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hookcb import Diagnose, watch
 from hookcb.diagnosis.faults.loss.diverging import DivergingLoss
+from hookcb.diagnosis.measurements.shifts import Growth, Shifts
 from hookcb.diagnosis.run import Layer, Passed, Series, Skipped
 from hookcb.diagnosis.verdict import Finding
 from hookcb.hooks.coverage import BY_CLOSURE
@@ -54,6 +61,45 @@ def squared_errors(size):
 def test_a_squared_error_that_only_larger_targets_explain_does_not_diverge():
     """Errors of 2 with outputs of up to 4.9 need targets of 2.9, and the first were 1.1 at most."""
     assert isinstance(only(DivergingLoss, squared_errors(size=4.9)), Passed)
+
+
+def test_targets_that_have_grown_are_named_first_and_are_a_note_if_outputs_follow_them():
+    run = squared_errors(size=4.9)
+    run.measured(Shifts).growth = Growth(70, 1.0, 9.0)
+    assert isinstance(only(DivergingLoss, run), Passed)
+    run.measured(Shifts).growth = Growth(70, 1.0, 900.0)
+    found = only(DivergingLoss, run)
+    assert found.severity == "info"
+    assert found.message.startswith("The targets have grown from 1 to 900 since step 70: they may be made by")
+    run = squared_errors(size=2.9)
+    run.measured(Shifts).growth = Growth(70, 1.0, 9.0)
+    assert only(DivergingLoss, run).severity == "error"
+    run.measured(Shifts).growth = Growth(140, 1.0, 9.0)  # long after the loss
+    assert only(DivergingLoss, run).message.startswith("The loss has risen")
+
+
+def test_bootstrapped_targets_that_feed_on_themselves_are_named():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 3))
+    old, diagnose = copy.deepcopy(net).requires_grad_(False), Diagnose("ignore", show=False)
+    states = torch.randn(500, 6)
+    others, rewards = torch.tanh(states @ torch.randn(6, 6)), states[:, 0]
+    opt = torch.optim.Adam(net.parameters(), 1e-3)
+    with watch(net, opt, diagnose) as w:
+        for step in range(260):
+            if step % 10 == 0:
+                old.load_state_dict(net.state_dict())
+            i = torch.randint(500, (64,))
+            goal = rewards[i] + (20 if step >= 120 else 0.8) * old(others[i]).amax(1)
+            w.report_loss(F.smooth_l1_loss(net(states[i])[:, 0], goal)).backward()
+            opt.step()
+            opt.zero_grad()
+    assert diagnose.verdict is not None
+    found = diagnose.verdict.primary
+    assert (found.code, found.severity) == ("loss.diverging", "error")
+    assert "The targets have grown from " in found.message
+    assert " since step 120: they may be made by the model itself." in found.message
+    assert "discount" in found.next_steps[0]
 
 
 def test_a_squared_error_that_outputs_explain_by_themselves_diverges():

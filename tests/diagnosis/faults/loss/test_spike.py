@@ -11,7 +11,9 @@ from hookcb import Diagnose, Finding, Learner, watch
 from hookcb.diagnosis.faults.loss.spike import LossSpikes
 from hookcb.diagnosis.judge import explained
 from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.ranges import Left, Shift
 from hookcb.diagnosis.measurements.settings import Change, Settings
+from hookcb.diagnosis.measurements.shifts import Growth, Shifts
 from hookcb.diagnosis.measurements.spikes import (
     N_KEPT,
     SpikeFinder,
@@ -98,6 +100,54 @@ def test_losses_that_climb_on_are_of_the_weights():
     assert "it is 6.2 16 batches later, so the weights have moved" in found.message
     assert "It healed within 40 batches." in found.message
     assert found.severity == "info"
+
+
+def test_other_data_come_before_a_layer_and_before_an_unusual_batch_but_after_settings():
+    others = Shift(98, "inputs", (Left("mean", (-0.1, 0.1), (0.9, 1.1)),))
+    run = spiky(lasting(), {})
+    run.measured(Shifts).found = [others]
+    run.measured(Spikes).found[0].inputs = 30.0
+    found = only(LossSpikes, run)
+    assert "the inputs of the batches from step 98 on are unlike those before: mean 0.9 to" in found.message
+    assert (found.step, found.severity) == (98, "info")
+    assert "Compare the batches from step 98 on" in found.next_steps[0]
+    run.measured(Shifts).found = [others._replace(step=91)]
+    assert "this batch came first" in only(LossSpikes, run).message
+    run.measured(Shifts).found = [others._replace(step=104, slack=4)]
+    assert "the inputs of the batches from about step 104 on" in only(LossSpikes, run).message
+    run.measured(Shifts).found, run.measured(Shifts).growth = (
+        [others._replace(of="targets")],
+        Growth(90, 1, 9),
+    )
+    assert "the targets have grown from 1 to 9 since step 90" in only(LossSpikes, run).message
+    run.measured(Shifts).found = [others]
+    run.measured(Spikes).found[0].rates = ((98, 0.1), (99, 1.0))
+    run.measured(Spikes).found[0].inputs = math.nan
+    assert "the learning rate had risen" in only(LossSpikes, run).message
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_inputs_on_another_scale_for_good_are_the_cause_of_a_spike(is_watched):
+    torch.manual_seed(0)
+    y = torch.randint(3, (200, 16))
+    x = F.one_hot(y, 6).float() * 2 + torch.randn(200, 16, 6) / 2
+    x[120:] *= 6
+    y[120:] = (y[120:] + 1) % 3
+    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 3))
+    opt, batches = torch.optim.Adam(model.parameters(), 3e-3), list(zip(x, y, strict=True))
+    if is_watched:
+        with watch(model, opt, Diagnose(show=False)) as loop:
+            for inputs, labels in batches:
+                loop.report_loss(F.cross_entropy(model(inputs), labels)).backward()
+                opt.step()
+                opt.zero_grad()
+    else:
+        loop = Learner(batches, model, F.cross_entropy, opt)
+        with loop.no_logging():
+            loop.fit(1, cbs=Diagnose(show=False))
+    (found,) = (f for f in loop.diagnose().findings if f.code == "loss.spike")
+    assert "step 120" in found.message
+    assert "the inputs of the batches from step 120 on are unlike those before" in found.message
 
 
 def test_a_layer_that_left_its_band_before_comes_first():

@@ -1,10 +1,17 @@
 """train.changed: a setting that has changed in mid-run; loss.worse: a loss that is higher since then."""
 
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hookcb import Diagnose, watch
 from hookcb.diagnosis.faults.loss.worse import ChangedSettings, WorseLoss
 from hookcb.diagnosis.measurements.group_rates import GroupRates, Jump
 from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.ranges import Left, Shift
 from hookcb.diagnosis.measurements.schedules import Scheduler, Schedules, Use
 from hookcb.diagnosis.measurements.settings import LIMIT, Change, Settings
+from hookcb.diagnosis.measurements.shifts import Growth, Shifts
 from hookcb.diagnosis.run import Passed, Skipped
 from hookcb.diagnosis.verdict import Finding
 from tests.diagnosis.faults.loss.support import losses, noisy
@@ -94,6 +101,56 @@ def test_a_rate_that_creeps_up_is_told_from_its_first_step_on():
 def test_a_warmup_under_which_the_loss_falls_is_no_finding():
     rates = [1e-4 * (i + 1) for i in range(300)]
     assert isinstance(only(WorseLoss, run_with([3, 2, 1.5, 1.2, 1, 0.9], rates=rates)), Passed)
+
+
+OTHERS = Shift(100, "inputs", (Left("mean", (-0.1, 0.1), (0.9, 1.1)),))
+
+
+def test_other_data_are_a_note_as_they_may_be_meant_and_a_warning_if_all_is_lost():
+    run = run_with([2, 1, 1.5, 1.5])
+    run.measured(Shifts).found = [OTHERS, OTHERS._replace(step=110)]
+    found = only(WorseLoss, run)
+    assert (found.severity, found.step) == ("info", 100)
+    assert found.message.endswith(
+        "What changed before: the inputs of the batches from step 100 on are unlike those before: "
+        "mean 0.9 to 1.1, before -0.1 to 0.1."
+    )
+    assert "Compare the batches from step 100 on" in found.next_steps[0]
+    lost = run_with([2, 1, 2.1, 2.1, 2.1])
+    lost.measured(Shifts).found = [OTHERS]
+    assert only(WorseLoss, lost).severity == "warning"
+    lost.measured(Shifts).found = [OTHERS, OTHERS._replace(step=150)]  # as of tasks in a row
+    assert only(WorseLoss, lost).severity == "info"
+    lost.measured(Shifts).found = [OTHERS]
+    lost.measured(Shifts).growth = Growth(100, 1.0, 9.0)  # which loss.diverging tells
+    assert only(WorseLoss, lost).severity == "info"
+
+
+def test_a_setting_comes_before_other_data():
+    run = run_with([2, 1, 1.5, 1.5], CHANGED)
+    run.measured(Shifts).found = [OTHERS._replace(step=95)]
+    assert "betas" in only(WorseLoss, run).message
+
+
+def test_data_that_a_program_changes_in_place_are_told_before_what_follows():
+    """Labels stay, and inputs become noise at the second epoch, so that all is lost."""
+    torch.manual_seed(0)
+    y = torch.randint(4, (1_600,))
+    x = F.one_hot(y, 8).float() * 3 + torch.randn(1_600, 8) / 2
+    model, diagnose = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)), Diagnose(show=False)
+    opt = torch.optim.Adam(model.parameters(), 3e-3)
+    with watch(model, opt, diagnose) as w:
+        for step in range(240):
+            at = slice(step % 100 * 16, step % 100 * 16 + 16)
+            if 100 <= step < 200:
+                x[at] = 5 - x[at].mean(1, keepdim=True) + torch.randn(16, 8) / 4
+            w.report_loss(F.cross_entropy(model(x[at]), y[at])).backward()
+            opt.step()
+            opt.zero_grad()
+    assert diagnose.verdict is not None
+    found = diagnose.verdict.primary
+    assert (found.code, found.severity, found.step) == ("loss.worse", "warning", 100)
+    assert "the inputs of the batches from step 100 on are unlike those before: mean" in found.message
 
 
 def test_few_batches_are_too_few():
