@@ -212,6 +212,9 @@ class ChangedSettings(Fault):
     passed = "settings that change in mid-run"
 
     def findings(self, run: Run) -> Iterator[Result]:
+        if run.n_batches <= MIN_SPAN:
+            yield Skipped(f"fewer than {MIN_SPAN + 1} batches")
+            return
         told = findings_of("loss.worse", run) + findings_of("loss.spike", run)
         facts = [x for x in sorted(_facts(run)) if x.last >= MIN_SPAN]  # not in a warmup
         n_changes = Counter(fact.what for fact in facts)

@@ -33,7 +33,7 @@ class LeftOut(Fault):
     Source: torch.nn.Module, "register_buffer", persistent.
     """
 
-    headline = "A state of the model is not part of what was loaded"
+    headline = "The model has a state that was not loaded"
     severity = "info"
     cadence = EVERY
     uses = (LoadClock,)

@@ -25,6 +25,7 @@ def run_with(levels, *changes, rates=(), kind="cross-entropy"):
     run = losses(noisy([x for x in levels for _ in range(50)], 0.05), lr=series(list(rates)))
     run.measured(Settings).changes.extend(changes)
     run.measured(Loss).kind = kind
+    run.n_batches = len(run.loss)
     return run
 
 
