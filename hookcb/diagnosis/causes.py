@@ -26,6 +26,8 @@ MIN_NORMS, CUT = 8, 1 / 2  # known norms before a limit of clipping ended, and t
 OF_LAYERS = {"std": "standard deviation of the output", "abs_max": "largest output"}
 OF_PARAMS = {"rms": "RMS of the gradient", "weight_norm": "norm"}
 
+MOVED = "the weights have moved, or these batches are unusual, too"
+UNLIKE = "these batches are unusual, too, or the model has changed otherwise than by its steps"
 UNFITTING = "a change of the training that does not fit it at this point"
 
 Kind = Literal[
@@ -38,6 +40,7 @@ Kind = Literal[
     "setting",
     "layer",
     "batches",
+    "targets",
     "data",
     "weights",
     "unsure",
@@ -230,15 +233,16 @@ def _of_weights(spike: Spike) -> Cause | None:
     highest = max(near, default=-math.inf)
     if not near or (highest <= spike.value and _rest(spike) < 1 / 2):
         return None
-    if (samples := samples_of(spike)) and spike.typical <= spike.limit:
-        return Cause(
-            "batches",
-            "it stayed, while most samples of its first batch are usual, so that a part of the samples of "
-            f"several batches is unusual, or the model fails on a part of them; {samples}",
-        )
     norms = [x for step, x in spike.norms if step >= spike.step - N_NEAR]
     before = [x for step, x in spike.norms if step < spike.step - N_NEAR]
     is_sudden = 2 * (spike.value - spike.middle) >= highest - spike.middle
+    samples = samples_of(spike)
+    if is_sudden and samples and spike.typical <= spike.limit:
+        return Cause(
+            "batches",
+            "it came at once and stayed, while most samples of its first batch are usual, so that a part of "
+            f"the samples of several batches is unusual, or the model fails on a part of them; {samples}",
+        )
     if is_sudden and min(len(norms), len(before)) >= N_NEAR and max(norms) <= max(before):
         return Cause(
             "batches",
@@ -252,7 +256,7 @@ def _of_weights(spike: Spike) -> Cause | None:
         climb = f"it is {highest:.3g} {n} batch{'es' * (n > 1)} later"
     is_large = bool(norms and before) and max(norms) > MAX_NORM * median(before)
     if is_sudden and not is_large:
-        return Cause("unsure", f"{climb}, so the weights have moved, or these batches are unusual, too")
+        return Cause("unsure", f"{climb}, so {MOVED}")
     return Cause("weights", f"{climb}, so the weights have moved, by this step or one before it")
 
 

@@ -1,11 +1,13 @@
-"""Tensors with a graph in the attributes of a model's modules."""
+"""Tensors with a graph, and objects of the user's, in the attributes of a model's modules."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import islice
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hookcb.core.restore import OF_MODULE
 from hookcb.core.torch_private import buffers_of
@@ -14,6 +16,16 @@ from hookcb.hooks.modules import modules_in, named_modules
 MAX_ITEMS = 1_000  # of a list or dict that are looked at, the last ones of a list
 MAX_DEPTH = 2  # of nesting
 PLAIN = {bool, int, float, str, type(None)}  # which are no tensors and have none
+
+
+NOT_PLAIN = nn.Module, Optimizer, Tensor, type, FunctionType, MethodType, ModuleType
+
+
+def plain_objects(m: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Objects in attributes of a module that have attributes of their own, by name: a config, a scaler."""
+    for name, x in vars(m).items():
+        if name not in OF_MODULE and hasattr(x, "__dict__") and not isinstance(x, NOT_PLAIN):
+            yield name, x
 
 
 def with_graph(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, deque
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hookcb.core import graph
+from hookcb.core.batch import parts
 from hookcb.core.text import as_layer, join_names
-from hookcb.core.torch_private import buffers_of
+from hookcb.core.torch_private import buffers_of, parameters_of
 from hookcb.diagnosis.fault import EVERY, NOTES, Measurement
+from hookcb.diagnosis.measurements.attributes import plain_objects
 from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.modules import named_modules
@@ -29,6 +31,8 @@ LEFT_OUT = {"lr", "initial_lr", "training"}  # which have records of their own
 SAVED = {"exponent": None, "reduction": None, "alpha": 1}  # of operations of the loss, and what is usual
 BACKWARDS, CLIPPED, OPERATIONS = "backwards per step", "parameters that are clipped", "operations"
 LIMIT, GRAPH = "limit of clip_grad_norm_", "autograd graph"  # inf without any; of the model
+SHAPE, PARAMS = "shape", "names of parameters"
+MAX_OBJECTS = 64  # of the user's, in attributes of layers
 PARAM = "="  # before the name of a parameter in a graph
 
 
@@ -125,11 +129,13 @@ class _Known:
 
 
 class _Followed(NamedTuple):
-    """A layer: its name, its attributes and buffers, and which of these are followed."""
+    """A layer, or an object in an attribute of one, and which of its attributes and buffers are followed."""
 
     name: str
+    layer: str
     attributes: dict[str, Any]
     buffers: dict[str, Tensor | None]
+    params: Mapping[str, Tensor | None]
     known: _Known
     numbers: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -160,28 +166,51 @@ class Settings(Measurement):
         self._of_groups: MutableMapping[Optimizer, list[_Known]] = WeakKeyDictionary()
         self._of_steps: MutableMapping[Optimizer, list[_Known]] = WeakKeyDictionary()
         self._of_loss: _Known | None = None
+        self._of_inputs: _Known | None = None
         self._of_graph: _Known | None = None
         self._names: dict[int, str] = {}  # of parameters, by id
         self._n_backward = 0
 
     def on_model(self, run: Run) -> None:
         self._names = {id(p): PARAM + name for name, p in named_params(run.loop.model).items()}
+        objects: dict[int, tuple[str, str, dict[str, Any]]] = {}
         for name, m in named_modules(run.loop.model).items():
-            attributes, buffers = vars(m), buffers_of(m)
-            buffers = buffers if isinstance(buffers, dict) else {}  # not those of TorchScript
-            numbers, dtypes = tuple(_settings(attributes)), tuple(buffers)
-            if numbers or dtypes:
-                known = _Known(_values_of(attributes, buffers, numbers, dtypes), run.step)
-                self._of_layers.append(_Followed(name, attributes, buffers, known, numbers, dtypes))
+            buffers, params = buffers_of(m), parameters_of(m)
+            are_plain = isinstance(buffers, dict) and isinstance(params, dict)  # not those of TorchScript
+            self._follow(run, as_layer(name), name, vars(m), *((buffers, params) if are_plain else ({}, {})))
+            for key, x in plain_objects(m):
+                objects.setdefault(id(x), (f"{name}.{key}" if name else key, name, vars(x)))
+        for path, name, attributes in [*objects.values()][:MAX_OBJECTS]:
+            self._follow(run, path, name, attributes, {}, {})
+
+    def _follow(
+        self,
+        run: Run,
+        of: str,
+        layer: str,
+        attributes: dict[str, Any],
+        buffers: dict[str, Tensor | None],
+        params: Mapping[str, Tensor | None],
+    ) -> None:
+        numbers, dtypes = tuple(_settings(attributes)), tuple(buffers)
+        if numbers or dtypes or params:
+            known = _Known(_values_of(attributes, buffers, params, numbers, dtypes), run.step)
+            what = of or "the model", layer, attributes, buffers, params
+            self._of_layers.append(_Followed(*what, known, numbers, dtypes))
 
     def on_batch(self, run: Run) -> None:
         layers = self._of_layers
         if layers and not run.looking:
             layers = [layers[run.step % len(layers)]]
-        for name, attributes, buffers, known, numbers, dtypes in layers:
-            values = _values_of(attributes, buffers, numbers, dtypes)
+        for name, layer, attributes, buffers, params, known, numbers, dtypes in layers:
+            values = _values_of(attributes, buffers, params, numbers, dtypes)
             for change in known.changed(values, run.step):
-                self.changes.append(change._replace(of=as_layer(name) or "the model", layer=name))
+                self.changes.append(change._replace(of=name, layer=layer))
+        x = next((x for _, x in parts(run.loop.xb) if isinstance(x, Tensor)), None)
+        values = {SHAPE: None if x is None else tuple(x.shape)}
+        if self._of_inputs is None:
+            self._of_inputs = _Known(values, run.step)
+        self.changes += [x._replace(of="the inputs") for x in self._of_inputs.changed(values, run.step)]
 
     def on_loss(self, run: Run) -> None:
         values = {OPERATIONS: operations_of(run.loop.loss_node)}
@@ -228,7 +257,7 @@ class Settings(Measurement):
 
     def freeze(self) -> None:
         self._of_layers, self._of_loss, self._of_groups, self._of_steps = [], None, {}, {}
-        self._of_graph, self._names = None, {}
+        self._of_graph, self._of_inputs, self._names = None, None, {}
 
 
 def operations_of(node: Any) -> tuple[str, ...]:
@@ -260,6 +289,7 @@ def _settings(owner: dict[str, Any]) -> dict[str, Any]:
 def _values_of(
     attributes: dict[str, Any],
     buffers: dict[str, Tensor | None],
+    params: Mapping[str, Tensor | None],
     numbers: tuple[str, ...],
     dtypes: tuple[str, ...],
 ) -> dict[str, Any]:
@@ -267,4 +297,5 @@ def _values_of(
     for name in dtypes:
         x = buffers.get(name)
         values[f"dtype of {name}"] = None if x is None else x.dtype
+    values[PARAMS] = tuple(params)
     return values

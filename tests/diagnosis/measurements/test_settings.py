@@ -18,7 +18,7 @@ class Net(nn.Module):
         super().__init__()
         self.body, self.drop, self.norm = nn.Linear(4, 4), nn.Dropout(0.0), nn.BatchNorm1d(4)
         self.scripted = torch.jit.script(nn.BatchNorm1d(4))
-        self.calls, self._private = 0, 1
+        self.calls, self._private, self.config = 0, 1, SimpleNamespace(cap=30.0)
 
 
 def changes(change, n=150):
@@ -26,7 +26,7 @@ def changes(change, n=150):
     model = Net()
     opt = torch.optim.AdamW([{"params": [p]} for p in model.parameters()], lr=1e-3)
     x = torch.ones(2, requires_grad=True)
-    loop = SimpleNamespace(model=model, opt=opt, train_iter=0, loss_node=(x * 2).mean().grad_fn, n=1)
+    loop = SimpleNamespace(model=model, opt=opt, train_iter=0, loss_node=(x * 2).mean().grad_fn, n=1, xb=())
     run, settings = Run(loop=loop), Settings()
     settings.on_model(run)
     for step in range(n):
@@ -52,8 +52,8 @@ def test_settings_of_groups_and_numbers_and_dtypes_of_layers_are_followed():
 
     first, second, third = changes(change)
     assert first == Change(60, 59, "betas", (0.9, 0.999), (0.9, 0.5), "parameter group 1")
-    assert second == Change(102, 98, "p", 0.0, 0.3, "drop", "drop")
-    assert second.text == "p of drop, from 0 to 0.3 between steps 98 and 102"
+    assert second == Change(102, 97, "p", 0.0, 0.3, "drop", "drop")
+    assert second.text == "p of drop, from 0 to 0.3 between steps 97 and 102"
     assert (third.name, third.before, third.after) == (
         "dtype of running_mean",
         torch.float32,
@@ -100,6 +100,22 @@ def test_the_graph_of_the_model_is_followed_where_it_is_looked_at():
         "What changed: autograd graph of the model, now with Mul, near layer 0, between"
     )
     assert found.layer == "0"
+
+
+def test_names_of_parameters_objects_in_attributes_and_shapes_of_inputs_are_followed():
+    def change(model, opt, step, run):
+        run.loop.xb = (torch.ones(8 if step < 60 else 32, 4),)
+        if step == 0:
+            model.config.cap = 30.0
+        if step == 90:
+            model.config.cap = 20.0
+        if step == 120:
+            nn.utils.parametrizations.weight_norm(model.body)
+
+    texts = [x.text for x in changes(change, n=200)]
+    assert texts[0] == "shape of the inputs, from (8, 4) to (32, 4) at step 60"
+    assert texts[1].startswith("cap of config, from 30 to 20 between steps 8")
+    assert texts[2].startswith("names of parameters of body, from ('weight', 'bias') to ('bias',) between")
 
 
 def test_counters_schedules_rates_and_early_or_short_changes_are_no_settings():

@@ -7,8 +7,10 @@ from itertools import pairwise
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.causes import (
     MAX_NORM,
+    MOVED,
     N_NEAR,
     UNFITTING,
+    UNLIKE,
     Cause,
     Kind,
     cause_of,
@@ -18,7 +20,7 @@ from hookcb.diagnosis.causes import (
     text_of_limit,
     undo_from,
 )
-from hookcb.diagnosis.fault import Fault, Result, Site, fault
+from hookcb.diagnosis.fault import Fault, Result, Site, fault, findings_of
 from hookcb.diagnosis.first_change import FirstChange, first_change
 from hookcb.diagnosis.measurements.moments import Moments
 from hookcb.diagnosis.measurements.settings import Settings
@@ -50,8 +52,9 @@ class LossSpikes(Fault):
     scale that is wrong. The usual loss is the median of the last 32 or of the last 4, whichever is higher;
     the noise, 1.4826 times the median difference of two losses in a row over up to 128 batches, divided by
     √2. A note; a warning if the state of the optimizer or the scale of a GradScaler was wrong, or if the rate
-    had risen or clipping had ended, the loss had not come back after 128 batches and is still above that
-    limit at the end. Other losses may stay higher as intended, as of tasks in a row.
+    had risen or clipping had ended, or the model is no better than a constant in the end, as `loss.trivial`
+    warns, and the loss had not come back after 128 batches and is still above that limit at the end. Other
+    losses may stay higher as intended, as of tasks in a row.
 
     What came first, in this order. The state of torch's Adam, if |m| > C √v before the step of that batch, in
     any of up to 1,024 sampled elements of each parameter, C = (1 - β₁) / √((1 - β₂)(1 - β₁²/β₂)): no
@@ -70,32 +73,30 @@ class LossSpikes(Fault):
     largest magnitude or norm has jumped in the last two looks before the spike, at most 128 batches before:
     above the five looks before by a factor of two, and by twice their largest change in logarithms, after
     eight looks or more. Several batches in a row, or a model that was changed by something else, if the loss
-    stays high and most samples of its first batch have usual losses, or it jumps at once and stays, while the
-    norms of the gradients of the eight steps before are at most the largest of the 24 before these.
-    Otherwise, if later losses are higher or keep half of the excess, the weights, if the loss climbs to twice
-    the first excess, or a norm in the eight steps before was four times the median norm before; else the
-    weights or several batches. What is not known is said. For these, and for a layer that had jumped, it is
-    told where the loss shows first in the forward, which need not be the cause: the first layer whose output,
-    in each of two batches from the third one of the spike on, has means and standard deviations of channels
-    whose distance to those of the last two looks before is twice the largest one between four looks before,
-    and a fifth of its standard deviation; of the last layer, half as much again. These batches are no
-    inspected ones; nothing is seen in compiled code. For what came first besides a batch, it is told if in
-    the eight steps before the scale of a GradScaler has changed, or a norm was four times the median norm
-    before.
-
-    Other data come before a layer, and before a batch that is unusual, if the loss is high for more than one
-    batch: inputs or targets that are others for good, from one of the eight steps before on or from the
-    batch itself. Their mean, their standard deviation or, of float targets, their root mean square has left
-    the range of all batches before, 32 or more, and does so on that side in seven of the eight batches after
-    the first. The range is without the smallest and the largest number, and is widened on both sides by its
-    width, and at least by a tenth of the largest standard deviation or root mean square. Or the pattern of
-    16 batches, and of the next 16, is farther from the mean pattern of all before than any of six or more
-    such blocks, by three times the range of their distances and by 0.1. The pattern of numbers is their mean
-    at each place, and the distance the mean squared difference, divided by the variance; that of indices,
-    such as tokens, is how often two neighbors come, in 256 bins, and the distance that of Hellinger,
-    squared; it begins where the distances of single batches rise most. Of each batch these are numbers of up
-    to 1,024 elements of the largest input, and of the targets that the loop tells or a loss of torch has
-    saved.
+    jumps at once and stays, while most samples of its first batch have usual losses, or the norms of the
+    gradients of the eight steps before are at most the largest of the 24 before these. Otherwise, if later
+    losses are higher or keep half of the excess, the weights, if the loss climbs to twice the first excess,
+    or a norm in the eight steps before was four times the median norm before; else the weights or several
+    batches, or targets that no longer belong to their inputs, if the output of no layer has changed. What is
+    not known is said. For these, and for a layer that had jumped, it is told where the loss shows first in
+    the forward, which need not be the cause: the first layer whose output, in each of two batches from the
+    third one of the spike on, has means and standard deviations of channels whose distance to those of the
+    last two looks before is twice the largest one between four looks before, and a fifth of its standard
+    deviation; of the last layer, half as much again. These batches are no inspected ones; nothing is seen in
+    compiled code. For what came first besides a batch, it is told if in the eight steps before the scale of a
+    GradScaler has changed, or a norm was four times the median norm before. Other data come before a layer,
+    and before a batch that is unusual, if the loss is high for more than one batch: inputs or targets that
+    are others for good, from one of the eight steps before on or from the batch itself. Their mean, their
+    standard deviation or, of float targets, their root mean square has left the range of all batches before,
+    32 or more, and does so on that side in seven of the eight batches after the first. The range is without
+    the smallest and the largest number, and is widened on both sides by its width, and at least by a tenth of
+    the largest standard deviation or root mean square. Or the pattern of 16 batches, and of the next 16, is
+    farther from the mean pattern of all before than any of six or more such blocks, by three times the range
+    of their distances and by 0.1. The pattern of numbers is their mean at each place, and the distance the
+    mean squared difference, divided by the variance; that of indices, such as tokens, is how often two
+    neighbors come, in 256 bins, and the distance that of Hellinger, squared; it begins where the distances of
+    single batches rise most. Of each batch these are numbers of up to 1,024 elements of the largest input,
+    and of the targets that the loop tells or a loss of torch has saved.
 
     Source: J. von Neumann et al., "The mean square successive difference", 1941, and P. J. Huber, "Robust
     Statistics", 1981, for the noise. The batch or the state of the weights: A. Chowdhery et al., "PaLM",
@@ -137,16 +138,20 @@ class LossSpikes(Fault):
         first = spikes[0].step if cause.since is None else min(cause.since, spikes[0].step)
         others = [x for x in spikes if x is not spike]
         has_stayed = any(_has_stayed(x, run) for x in spikes)
+        is_ruined = any(f.severity != "info" for f in findings_of("loss.trivial", run))
+        is_wrong = cause.kind in WRONG or (has_stayed and (cause.kind in HARSHER or is_ruined))
         if cause.kind == "batch" and _has_stayed(spike, run):
             cause = cause._replace(kind="batches")
         shown = _where(_origin(spike, spikes), cause, run)
+        if shown.text and shown.layer is None and cause.kind == "unsure":
+            cause = cause._replace(kind="targets", text=cause.text.replace(MOVED, UNLIKE))
         name = as_layer(shown.layer.name) if shown.layer else ""
         look = (f"Look at what {name} gets and computes from step {spike.step} on",) if name else ()
         return self.finding(
             f"The loss jumps to {spike.value:.3g} at step {spike.step:,}{_place(spike)}, while up to "
             f"{spike.limit:.3g} is noise: {cause.text}.{shown.text}{_before(spike, cause)} "
             f"{_healing(spike, run)}{_repeated(spike, others)}{_smaller(smaller)}",
-            "warning" if cause.kind in WRONG or (cause.kind in HARSHER and has_stayed) else "info",
+            "warning" if is_wrong else "info",
             at=shown.layer or cause.at,
             when=(first, spikes[-1].step),
             value=spike.value,
@@ -219,6 +224,10 @@ CAUSES: dict[Kind, tuple[str, ...]] = {
     ),
     "data": (OTHER_DATA,),
     "setting": (UNFITTING,),
+    "targets": (
+        "targets that are wrong, or no longer belong to their inputs",
+        "a change of the model that keeps the sizes of its outputs",
+    ),
     "unsure": (
         "an update that was too large, as the optimizer's state lags, or a rate that is too high",
         "several damaged or mislabeled batches in a row, or data of another kind",
@@ -317,7 +326,7 @@ def _next_steps(spike: Spike, cause: Cause, run: Run) -> tuple[str, ...]:
         return (undo_from(cause.since),)
     if cause.kind == "data" and cause.since is not None:
         return (compare_from(cause.since),)
-    if cause.kind in ("batches", "unsure"):
+    if cause.kind in ("batches", "targets", "unsure"):
         look = f"Look at the batches and the model at step {spike.step}"
         clip = (run.advise("clip"),) if cause.kind == "unsure" else ()
         return (f"{look}: {again}" if again else look, *clip)

@@ -11,7 +11,15 @@ from hookcb.diagnosis.fault import Fault, Result, Site, fault, findings_of
 from hookcb.diagnosis.measurements.group_rates import JUMP, RISE, GroupRates
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.schedules import Schedules
-from hookcb.diagnosis.measurements.settings import CLIPPED, LIMIT, MIN_SPAN, OPERATIONS, Settings, when_of
+from hookcb.diagnosis.measurements.settings import (
+    CLIPPED,
+    LIMIT,
+    MIN_SPAN,
+    OPERATIONS,
+    SHAPE,
+    Settings,
+    when_of,
+)
 from hookcb.diagnosis.measurements.shifts import OTHER_DATA, Shifts, compare_from
 from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.rules import SIGMA, median, rates
@@ -24,8 +32,9 @@ MIN_RISE = 0.05  # of the level before
 SIGMAS_AT, SIGMAS = 4.0, 6.0
 FALL = 2 / 3  # of a limit of clipping
 SCHEDULE, N_SHOWN = 3, 4  # changes of one setting, and those that are listed
+WEIGHTS = "weights"  # which param.overwritten notes
 NEAR = 32  # steps after the first change within which others are told beside it
-MAY_BE_MEANT = {OPERATIONS, "weight_decay"}  # another loss, or a step against overfitting
+MAY_BE_MEANT = {OPERATIONS, SHAPE, "weight_decay"}  # another loss, or a step against overfitting
 
 
 class Fact(NamedTuple):
@@ -55,20 +64,20 @@ class WorseLoss(Fault):
     rate that has risen by half or more in one step, of all groups or one, or of one step by step to twice
     that of the others; a limit of clipping by torch that has ended or risen by half or more, after 32 steps;
     another setting of a group of the optimizer, such as `betas`, `eps`, `momentum` or `weight_decay`; a
-    number in an attribute of a layer, such as `p` of dropout, or the dtype of a buffer; the number of
-    backwards before a step, of parameters that are clipped, the operations of the loss next to it, or the
-    autograd graph of the model. All of these had stayed for 32 steps before and stayed for eight. Or the
-    learning rate has doubled or more, step by step, since the 32 batches with the lowest median, the first
-    ones excepted, and the median of the last 32 is above it by six standard errors and by 5 %. A note if half
-    of the rise is gone, if the kind of the loss is not known, or if the change may be meant: of the loss, of
-    `weight_decay`, or in a layer, as of dropout. A rate that rises again by `CosineAnnealingWarmRestarts` or
-    `CyclicLR` is meant, and not told. A warning, too, where `update.spike` warns of steps that are too large
-    soon after the change. The noise is that of differences between losses in a row. Not told where
-    `loss.spike` warns.
-
-    A change is a fact, too, if inputs or targets are others for good, see `loss.spike`; settings come first.
-    It may be meant, as in a curriculum, unless that was 128 batches ago and the last 32 losses are as high
-    as the first 32, and float targets have not grown, which a model may make.
+    number in an attribute of a layer or of an object in one, such as `p` of dropout or of a config, or the
+    dtype of a buffer; names of its parameters; the shape of the inputs; weights that `param.overwritten`
+    notes; the number of backwards before a step, of parameters that are clipped, the operations of the loss
+    next to it, or the autograd graph of the model. All of these had stayed for 32 steps before and stayed for
+    eight. Or the learning rate has doubled or more, step by step, since the 32 batches with the lowest
+    median, the first ones excepted, and the median of the last 32 is above it by six standard errors and by a
+    twentieth. A note if half of the rise is gone, if the kind of the loss is not known, or if the change may
+    be meant: of the loss, of `weight_decay`, or in a layer, as of dropout. A rate that rises again by
+    `CosineAnnealingWarmRestarts` or `CyclicLR` is meant, and not told. A warning, too, where `update.spike`
+    warns of steps that are too large soon after the change, or `loss.trivial` of a model that is no better
+    than a constant. The noise is that of differences between losses in a row. Not told where `loss.spike`
+    warns. A change is a fact, too, if inputs or targets are others for good, see `loss.spike`; settings come
+    first. It may be meant, as in a curriculum, unless that was 128 batches ago and the last 32 losses are as
+    high as the first 32, and float targets have not grown, which a model may make.
 
     Source: J. von Neumann et al., "The mean square successive difference", 1941, for noise around a trend.
     That a change led to the rise is not shown by these facts; the limits are ours.
@@ -123,6 +132,7 @@ class WorseLoss(Fault):
             f.severity != "info" and 0 <= (f.step or 0) - first.last <= NEAR
             for f in findings_of("update.spike", run)
         )
+        is_harmful |= not is_over and any(f.severity != "info" for f in findings_of("loss.trivial", run))
         is_sure = run.measured(Loss).kind and not is_over and not all(fact.may_be_meant for fact in facts)
         then = "" if after == last else f"; in the end it is {last:.3g}"
         return self.finding(
@@ -172,6 +182,12 @@ def _facts(run: Run) -> Iterator[Fact]:
     limit = run.measured(StepScales).limit_change(run.n_batches, run.n_batches)
     if limit is not None:
         yield Fact(limit.step, limit.step - 1, text_of_limit(limit))
+    for found in findings_of("param.overwritten", run):
+        if found.severity == "info" and found.step is not None:
+            text = (
+                f"something other than the optimizer writes to {found.param}, first after step {found.step:,}"
+            )
+            yield Fact(found.step + 1, found.step, text, found.layer, True, WEIGHTS)
     for change in run.measured(Settings).changes:
         if change.name == CLIPPED and 0 in (change.before, change.after):
             continue  # its limit has ended
@@ -218,7 +234,7 @@ class ChangedSettings(Fault):
         told = findings_of("loss.worse", run) + findings_of("loss.spike", run)
         facts = [x for x in sorted(_facts(run)) if x.last >= MIN_SPAN]  # not in a warmup
         n_changes = Counter(fact.what for fact in facts)
-        is_schedule = {what for what, n in n_changes.items() if what and n >= SCHEDULE}
+        is_schedule = {what for what, n in n_changes.items() if what and n >= SCHEDULE} | {WEIGHTS}
         new = [x for x in facts if x.what not in is_schedule and not any(_tells(f, x) for f in told)]
         yield self._found(new) if new else Passed(self.passed)
 

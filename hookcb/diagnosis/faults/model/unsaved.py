@@ -1,7 +1,7 @@
 """load.left_out: tensors that training changes and no state_dict has, in a training that is resumed."""
 
 from collections.abc import Iterator
-from types import FunctionType, MethodType, ModuleType
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -12,12 +12,12 @@ from hookcb.core.text import join_names
 from hookcb.core.torch_private import buffers_of, unsaved_buffer_names, version_of
 from hookcb.diagnosis.fault import EVERY, Fault, Site, Unknown, fault
 from hookcb.diagnosis.heard import heard
+from hookcb.diagnosis.measurements.attributes import plain_objects
 from hookcb.diagnosis.measurements.loads import LoadClock, Loads
 from hookcb.diagnosis.run import Absent, Run
 
 MAX_TENSORS = 64  # that are followed
 MIN_STEPS = 8  # after which a tensor that has changed in each is one that a resumed training lacks
-NOT_PLAIN = nn.Module, Optimizer, type, FunctionType, MethodType, ModuleType
 NOT_RESUMED = Absent("no model was loaded together with the state of its optimizer")
 
 
@@ -104,12 +104,9 @@ def _unsaved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         at = f"{name}." if name else ""
         if isinstance(m, torch.jit.ScriptModule):
             continue
-        found = {key: x for key, x in buffers_of(m).items() if key in unsaved_buffer_names(m)}
-        for key, value in vars(m).items():
-            if isinstance(value, Tensor):
-                found[key] = value
-            elif hasattr(value, "__dict__") and not isinstance(value, NOT_PLAIN):
-                found |= {f"{key}.{inner}": x for inner, x in vars(value).items()}
+        found: dict[str, Any] = {x: buffers_of(m).get(x) for x in unsaved_buffer_names(m)} | vars(m)
+        for key, value in plain_objects(m):
+            found |= {f"{key}.{inner}": x for inner, x in vars(value).items()}
         yield from (
             (at + key, x) for key, x in found.items() if isinstance(x, Tensor) and not x.is_inference()
         )

@@ -1,6 +1,7 @@
 """clip.always: clipping that cuts almost every gradient to a small part."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from hookcb.processes.shards import local_part
 UNCLIPPED, MAX_CLIPPED = 0.999, 0.95  # coefficient of a gradient that is not clipped; share of records
 MIN_CLIPPED_TO, MIN_CLIPPED_TO_ANYWAY = 0.01, 1e-4  # median coefficient; the same if the loss falls
 MIN_UNHARMED = rules.USUAL_UPDATE / 10  # update ratio of weights whose steps are not too small
+SAME = 1.001  # ratio of coefficients that are the same
 MAX_NORM = 100.0  # of all gradients; they are usually clipped to 0.1 to 10
 
 
@@ -35,7 +37,8 @@ class ConstantClipping(Fault):
     95 % of at least ten records, and a median below 0.01. An error for optimizers like SGD, a warning for
     those like Adam, which divide by the size of gradients anyway; a note for these, and for a loss of an
     unknown kind, which need not fall, if steps change the median weight by 1e-4 of its size. No finding if
-    the loss falls by a fifth and the model is better than a constant, unless the median is below 1e-4. In a
+    the loss falls by a fifth and the model is better than a constant, unless the median is below 1e-4; nor if
+    all records have one ratio that is a power of two, as where a loop scales its loss by hand. In a
     loop that clips before hookcb reads the gradients, the ratio is that of one small gradient at the step and
     after the backward.
 
@@ -87,6 +90,9 @@ class ConstantClipping(Fault):
             return
         share, usual = sum(x < UNCLIPPED for x in coefs.values) / len(coefs), coefs.median()
         learns = rules.has_learned(run, run.first_loss)
+        if usual < UNCLIPPED and _is_scale(coefs.values):
+            yield Passed(f"clipping (gradients are divided by {1 / usual:g} in each step)")
+            return
         if share <= MAX_CLIPPED or usual >= MIN_CLIPPED_TO or (learns and usual >= MIN_CLIPPED_TO_ANYWAY):
             yield Passed(f"clipping ({share:.0%} of steps, median ×{usual:.2g})", usual, MIN_CLIPPED_TO)
             return
@@ -108,6 +114,12 @@ class ConstantClipping(Fault):
             causes=("a clipping norm that is too low", "gradients that are summed rather than averaged"),
             next_steps=(_clip_advice(run),),
         )
+
+
+def _is_scale(coefs: Sequence[float]) -> bool:
+    """Whether these are one power of two, as of a loss that a loop scales by hand; clipping gives others."""
+    exponent = -math.log2(rules.median(coefs)) if min(coefs) > 0 else math.nan
+    return max(coefs) <= SAME * min(coefs) and abs(exponent - round(exponent)) < SAME - 1
 
 
 def _norm_of(param: nn.Parameter | None) -> Tensor | None:

@@ -214,7 +214,7 @@ class NotResumed(Fault):
             self.unless = "" if self._has_looked else NOTHING
         self.seen = []
         for step, file, kind in self._fresh:
-            if (file.path and file.path in paths) or ear.n_schedulers > file.n_schedulers:
+            if file.path in paths or ear.n_schedulers > file.n_schedulers:  # "" in memory
                 self._see(
                     f"The weights come from {_name(file)}, which also has the state of an optimizer for "
                     f"{max(file.n_states)} parameters, but {kind} began step {step} without any state: its "

@@ -195,10 +195,21 @@ def with_steps(values, norm=2.0, **facts):
 
 def test_samples_that_are_wrong_in_several_batches_are_named():
     facts = {"worst": ((7, 30.0), (3, 20.0)), "n_samples": 16}
-    message = only(LossSpikes, with_steps(lasting(), typical=1.0, **facts)).message
+    values = level()
+    values[100:140] = [3.0] * 40
+    message = only(LossSpikes, with_steps(values, typical=1.0, **facts)).message
     assert "while most samples of its first batch are usual, so that a part of the samples" in message
     assert "of its 16 samples, counted from 0, the worst are 7 (30), 3 (20), where the median is 1" in message
-    assert "the weights have moved" in only(LossSpikes, with_steps(lasting(), typical=9.0, **facts)).message
+    assert "a part of the samples" not in only(LossSpikes, with_steps(values, typical=9.0, **facts)).message
+    assert "the weights have moved" in only(LossSpikes, with_steps(lasting(), typical=1.0, **facts)).message
+
+
+def test_a_spike_that_leaves_a_model_no_better_than_a_constant_is_a_warning():
+    for n, severity in ((200, "warning"), (40, "info")):  # which has healed
+        values = level()[:100] + [3.0] * n + level()[:160]
+        run = with_steps(values[:300])
+        run._kept["loss.trivial"] = [Finding("loss.trivial", "warning")]
+        assert only(LossSpikes, run).severity == severity
 
 
 def test_clipping_that_ended_comes_first_if_it_did_cut():

@@ -150,7 +150,7 @@ def test_data_that_a_program_changes_in_place_are_told_before_what_follows():
             opt.zero_grad()
     assert diagnose.verdict is not None
     found = diagnose.verdict.primary
-    assert (found.code, found.severity, found.step) == ("loss.worse", "warning", 100)
+    assert (found.code, found.severity, found.step) == ("loss.spike", "warning", 100)
     assert "the inputs of the batches from step 100 on are unlike those before: mean" in found.message
 
 
@@ -172,6 +172,17 @@ def test_a_note_is_a_warning_where_steps_are_too_large_soon_after_the_change():
         run = run_with([2, 1, 1.5, 1.5], dropout)
         run._kept["update.spike"] = [Finding("update.spike", "warning", step=step)]
         assert only(WorseLoss, run).severity == severity
+
+
+def test_weights_that_something_else_writes_to_are_a_change_that_may_be_meant():
+    for code, severity in (("loss.trivial", "warning"), ("loss.flat", "info")):
+        run = run_with([2, 1, 1.5, 1.5])
+        run._kept["param.overwritten"] = [Finding("param.overwritten", "info", "q", "q.weight", 99)]
+        run._kept[code] = [Finding(code, "warning")]
+        found = only(WorseLoss, run)
+        assert (found.severity, found.step, found.layer) == (severity, 100, "q")
+        assert "something other than the optimizer writes to q.weight, first after step 99" in found.message
+        assert isinstance(only(ChangedSettings, run), Passed)
 
 
 def test_changes_after_which_the_loss_is_no_higher_are_a_note():

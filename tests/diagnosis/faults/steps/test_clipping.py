@@ -47,7 +47,16 @@ def test_clipping_of_steps_that_stay_large_is_a_note_for_adam_or_an_objective(is
     assert (found.severity == "info", "this does little harm" in found.message) == (is_note, is_note)
 
 
-@in_turn("given", [clipped(0.1), clipped(1.0), clipped([1e-3] * 37 + [1.0] * 3), clipped(1e-3, loss=FALLS)])
+@in_turn(
+    "given",
+    [
+        clipped(0.1),
+        clipped(1.0),
+        clipped([1e-3] * 37 + [1.0] * 3),
+        clipped(1e-3, loss=FALLS),
+        clipped(1 / 1024),  # a loss that is scaled by hand
+    ],
+)
 def test_clipping_that_is_usual_is_no_finding(given):
     assert isinstance(only(ConstantClipping().findings, given), Passed)
 

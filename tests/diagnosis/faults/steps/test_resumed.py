@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from functools import partial
+from io import BytesIO
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
+from hookcb.diagnosis.heard import heard
+from hookcb.diagnosis.measurements.loads import Saves
 from hookcb.diagnosis.measurements.restores import settings_of
 from tests.diagnosis.faults.support import found_in_loop, from_start, small_net
 from tests.support import in_turn
@@ -69,6 +72,21 @@ def test_weights_without_the_state_of_the_optimizer_are_found(file):
     assert severity == "warning"
     assert "last.pt, which also has the state of an optimizer for 6 parameters" in message
     assert len(found(file, "rate")) == 1
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_weights_from_memory_without_the_state_of_the_optimizer_are_found_if_the_program_saved_them(is_own):
+    model, kept = small_net(), BytesIO()
+    opt = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model(torch.randn(8, 4)).square().mean().backward()
+    opt.step()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, kept)
+    kept.seek(0)
+    if not is_own:
+        heard(Saves).saves.clear()
+    again = small_net()
+    again.load_state_dict(torch.load(kept)["model"])
+    assert len(found_in_loop(again, SGD(again.parameters(), lr=0.05, momentum=0.9), CODE)) == is_own
 
 
 @pytest.mark.slow
