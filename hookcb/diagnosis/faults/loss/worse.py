@@ -1,6 +1,7 @@
 """train.changed: settings that a program changes in mid-run; loss.worse: a loss that is higher since then."""
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -250,14 +251,18 @@ class ChangedSettings(Fault):
 
 
 def _begin_of_rise(series: Series) -> tuple[int, float]:
-    """First step of a rise of the rate that goes on until the end, and the rate before it."""
-    i = len(series) - 1
-    while i > 0 and series.values[i - 1] <= series.values[i]:
+    """First step of a rise from a constant rate that goes on until the end, and the rate before it."""
+    steps, values = series.steps, series.values
+    i = len(values) - 1
+    while i > 0 and values[i - 1] <= values[i]:
+        n = bisect_right(steps, steps[i] - MIN_SPAN)
+        if n and values[n - 1] == values[i]:
+            break
         i -= 1
-    lowest = series.values[i]
-    while i + 1 < len(series) and series.values[i] == lowest:
+    lowest = values[i]
+    while i + 1 < len(values) and values[i] == lowest:
         i += 1
-    return series.steps[i], lowest
+    return steps[i], lowest
 
 
 def _tells(finding: Finding, fact: Fact) -> bool:

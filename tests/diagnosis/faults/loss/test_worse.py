@@ -97,6 +97,9 @@ def test_a_rate_that_creeps_up_is_told_from_its_first_step_on():
     found = only(WorseLoss, run_with([2, 1.5, 1, 1, 1.2, 1.5], rates=rates))
     assert found.step == 151
     assert "the learning rate, from 0.01 to 0.191 in the steps from 151 on" in found.message
+    rates = [0.01 * min(1, i / 20) * 1.02 ** max(0, i - 150) for i in range(300)]  # after a warmup
+    found = only(WorseLoss, run_with([2, 1.5, 1, 1, 1.2, 1.5], rates=rates))
+    assert "the learning rate, from 0.01 to 0.191 in the steps from 151 on" in found.message
 
 
 def test_a_warmup_under_which_the_loss_falls_is_no_finding():
