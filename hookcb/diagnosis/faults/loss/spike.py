@@ -53,8 +53,8 @@ class LossSpikes(Fault):
     the noise, 1.4826 times the median difference of two losses in a row over up to 128 batches, divided by
     √2. A note; a warning if the state of the optimizer or the scale of a GradScaler was wrong, or if the rate
     had risen or clipping had ended, or the model is no better than a constant in the end, as `loss.trivial`
-    warns, and the loss had not come back after 128 batches and is still above that limit at the end. Other
-    losses may stay higher as intended, as of tasks in a row.
+    warns and without `loss.diverging`, and the loss had not come back after 128 batches and is still above
+    that limit at the end. Other losses may stay higher as intended, as of tasks in a row.
 
     What came first, in this order. The state of torch's Adam, if |m| > C √v before the step of that batch, in
     any of up to 1,024 sampled elements of each parameter, C = (1 - β₁) / √((1 - β₂)(1 - β₁²/β₂)): no
@@ -138,7 +138,7 @@ class LossSpikes(Fault):
         first = spikes[0].step if cause.since is None else min(cause.since, spikes[0].step)
         others = [x for x in spikes if x is not spike]
         has_stayed = any(_has_stayed(x, run) for x in spikes)
-        is_ruined = any(f.severity != "info" for f in findings_of("loss.trivial", run))
+        is_ruined = _has_stayed(spike, run) and _is_ruined(run)
         is_wrong = cause.kind in WRONG or (has_stayed and (cause.kind in HARSHER or is_ruined))
         if cause.kind == "batch" and _has_stayed(spike, run):
             cause = cause._replace(kind="batches")
@@ -275,6 +275,12 @@ def _healing(spike: Spike, run: Run) -> str:
 
 def _has_stayed(spike: Spike, run: Run) -> bool:
     return len(spike.after) == N_AFTER and not run.loss.median(MIN_BEFORE) <= spike.limit  # it may be NaN
+
+
+def _is_ruined(run: Run) -> bool:
+    """Whether the model is no better than a constant in the end, and the loss does not rise by itself."""
+    is_trivial = any(f.severity != "info" for f in findings_of("loss.trivial", run))
+    return is_trivial and not findings_of("loss.diverging", run)
 
 
 def _place(spike: Spike) -> str:

@@ -208,8 +208,10 @@ def test_a_spike_that_leaves_a_model_no_better_than_a_constant_is_a_warning():
     for n, severity in ((200, "warning"), (40, "info")):  # which has healed
         values = level()[:100] + [3.0] * n + level()[:160]
         run = with_steps(values[:300])
-        run._kept["loss.trivial"] = [Finding("loss.trivial", "warning")]
+        run._kept |= {"loss.trivial": [Finding("loss.trivial", "warning")], "loss.diverging": []}
         assert only(LossSpikes, run).severity == severity
+        run._kept["loss.diverging"] = [Finding("loss.diverging", "error")]  # which then says what happened
+        assert only(LossSpikes, run).severity == "info"
 
 
 def test_clipping_that_ended_comes_first_if_it_did_cut():
