@@ -182,3 +182,9 @@ def nothing_is_left_on():
     assert not of_all._global_optimizer_post_hooks
     assert not torch.is_anomaly_enabled()
     assert torch.is_grad_enabled()
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch):
+    """As in a process of its own, whatever other tests have compiled."""
+    monkeypatch.setattr("hookcb.hooks.modules.compile_counts", lambda kind: {})

@@ -16,12 +16,7 @@ from hookcb.diagnosis.measurements.spikes import Spike
 from hookcb.diagnosis.run import Layer, Run
 from hookcb.testing import count_hooks
 
-
-@pytest.fixture(autouse=True)
-def _nothing_was_compiled(monkeypatch):
-    monkeypatch.setattr("hookcb.hooks.modules.compile_counts", lambda kind: {})  # whatever tests before have
-
-
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 SPIKE = Spike(100, 0, 100, 5.0, 1.0, 0.1, after=[4.0] * 40, lasted=40)
 USUAL = (1.0, 1.02, 0.98, 1.0)  # in four looks
 

@@ -17,10 +17,7 @@ from tests.support import SLEEP, Clock, first, fit, make_batches, make_learner, 
 TORCHS_OWN = _BaseDataLoaderIter.__next__
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_compiled(monkeypatch):
-    """As in a process of its own, whatever other tests have compiled."""
-    monkeypatch.setattr("hookcb.hooks.modules.compile_counts", lambda kind: {})
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import spikes
 
 from hookcb import Diagnose
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_compiled")]  # else no layer is named
 
 
 def verdict(case):

@@ -12,11 +12,7 @@ from hookcb.diagnosis.measurements.layer_times import FIRST, MAX_TIMED, MIN_TIME
 from hookcb.diagnosis.run import Run
 from tests.support import Clock, first, fit, in_turn, make_learner, make_model
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_compiled(monkeypatch):
-    """As in a process of its own, whatever other tests have compiled."""
-    monkeypatch.setattr("hookcb.hooks.modules.compile_counts", lambda kind: {})
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 @pytest.fixture
