@@ -134,6 +134,7 @@ class _Followed(NamedTuple):
     name: str
     layer: str
     attributes: dict[str, Any]
+    key: str  # of the object among these; "" for the layer itself
     buffers: dict[str, Tensor | None]
     params: Mapping[str, Tensor | None]
     known: _Known
@@ -173,37 +174,40 @@ class Settings(Measurement):
 
     def on_model(self, run: Run) -> None:
         self._names = {id(p): PARAM + name for name, p in named_params(run.loop.model).items()}
-        objects: dict[int, tuple[str, str, dict[str, Any]]] = {}
+        objects: dict[int, tuple[str, str, dict[str, Any], str]] = {}
         for name, m in named_modules(run.loop.model).items():
             buffers, params = buffers_of(m), parameters_of(m)
             are_plain = isinstance(buffers, dict) and isinstance(params, dict)  # not those of TorchScript
-            self._follow(run, as_layer(name), name, vars(m), *((buffers, params) if are_plain else ({}, {})))
+            of = as_layer(name) or "the model", name, vars(m), ""
+            self._follow(run, *of, *((buffers, params) if are_plain else ({}, {})))
             for key, x in plain_objects(m):
-                objects.setdefault(id(x), (f"{name}.{key}" if name else key, name, vars(x)))
-        for path, name, attributes in [*objects.values()][:MAX_OBJECTS]:
-            self._follow(run, path, name, attributes, {}, {})
+                objects.setdefault(id(x), (f"{name}.{key}" if name else key, name, vars(m), key))
+        for of in [*objects.values()][:MAX_OBJECTS]:
+            self._follow(run, *of, {}, {})
 
     def _follow(
         self,
         run: Run,
-        of: str,
+        name: str,
         layer: str,
         attributes: dict[str, Any],
+        key: str,
         buffers: dict[str, Tensor | None],
         params: Mapping[str, Tensor | None],
     ) -> None:
-        numbers, dtypes = tuple(_settings(attributes)), tuple(buffers)
+        own = _own(attributes, key)
+        numbers, dtypes = tuple(_settings(own)), tuple(buffers)
         if numbers or dtypes or params:
-            known = _Known(_values_of(attributes, buffers, params, numbers, dtypes), run.step)
-            what = of or "the model", layer, attributes, buffers, params
+            known = _Known(_values_of(own, buffers, params, numbers, dtypes), run.step)
+            what = name, layer, attributes, key, buffers, params
             self._of_layers.append(_Followed(*what, known, numbers, dtypes))
 
     def on_batch(self, run: Run) -> None:
         layers = self._of_layers
         if layers and not run.looking:
             layers = [layers[run.step % len(layers)]]
-        for name, layer, attributes, buffers, params, known, numbers, dtypes in layers:
-            values = _values_of(attributes, buffers, params, numbers, dtypes)
+        for name, layer, attributes, key, buffers, params, known, numbers, dtypes in layers:
+            values = _values_of(_own(attributes, key), buffers, params, numbers, dtypes)
             for change in known.changed(values, run.step):
                 self.changes.append(change._replace(of=name, layer=layer))
         x = next((x for _, x in parts(run.loop.xb) if isinstance(x, Tensor)), None)
@@ -274,6 +278,12 @@ def _first_new(before: Sequence[str], after: Sequence[str]) -> str:
     """The first parameter at or behind the first place in which two graphs differ; "" without one."""
     n = next((i for i, (x, y) in enumerate(zip(before, after, strict=False)) if x != y), 0)
     return next((x[1:] for x in (*after[n:], *before[n:]) if x[0] == PARAM), "")
+
+
+def _own(attributes: dict[str, Any], key: str) -> dict[str, Any]:
+    """Attributes of a layer, or of the object that is in one of them now, which is not kept alive."""
+    own: dict[str, Any] = getattr(attributes.get(key), "__dict__", {}) if key else attributes
+    return own
 
 
 def _settings(owner: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -158,6 +159,16 @@ def test_operations_of_a_loss_have_their_numbers_and_end_at_the_last_layers():
     loss.backward()
     assert operations_of(loss.grad_fn)[:2] == ("MseLoss(1)", "Pow(3)")  # as a watch shows it
     assert operations_of(None) == ()
+
+
+def test_an_object_that_was_replaced_is_not_kept_alive():
+    model, settings = Net(), Settings()
+    model.config.kept = torch.ones(3)
+    run = Run(loop=SimpleNamespace(model=model, opt=None, train_iter=0, xb=()))
+    settings.on_model(run)
+    gone, model.config = ref(model.config.kept), SimpleNamespace(cap=30.0)
+    settings.on_batch(run)
+    assert gone() is None
 
 
 def test_nothing_of_the_model_is_kept_once_the_fit_has_ended():
