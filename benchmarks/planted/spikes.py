@@ -183,11 +183,6 @@ class Between(LanguageModel):
         )
 
 
-@spike("LM: the sign of what a layer gets is flipped", says="before it in the forward had not changed")
-def other_sign(seed: int, cbs: Callbacks) -> Run:
-    return Between(lambda x, step: -x if step >= AT else x).train_on(seed, cbs)
-
-
 @control(SPIKE_CONTROLS, "LM: a scale between two layers that grows slowly", target=3.1)
 def slow_scale(seed: int, cbs: Callbacks) -> Run:
     return Between(lambda x, step: x * 1.005**step).train_on(seed, cbs)

@@ -18,6 +18,7 @@ N_NEAR = 8  # steps before a spike in which a change counts
 MAX_SPAN = 48  # steps between two looks at a setting, as one layer is looked at in each batch
 FALLS = 1 / 3  # part of the excess that the next batches keep at most, if it was the batch's
 N_BAND, N_RECENT, N_BEFORE = 8, 5, 2  # looks before a jump, those it is compared with, and those after it
+YOUNG = 16  # steps of a training in which all numbers move, so that they show no band
 RATIO = 2.0  # of a jump to the number before, and to the largest change between the looks it is compared with
 MAX_INPUT = 4.0  # ratio of the largest input to that of all inspected batches
 FEWER = 4  # different values in it, relative to any inspected batch that is no larger
@@ -26,8 +27,6 @@ MIN_NORMS, CUT = 8, 1 / 2  # known norms before a limit of clipping ended, and t
 OF_LAYERS = {"std": "standard deviation of the output", "abs_max": "largest output"}
 OF_PARAMS = {"rms": "RMS of the gradient", "weight_norm": "norm"}
 
-MOVED = "the weights have moved, or these batches are unusual, too"
-UNLIKE = "these batches are unusual, too, or the model has changed otherwise than by its steps"
 UNFITTING = "a change of the training that does not fit it at this point"
 
 Kind = Literal[
@@ -40,7 +39,6 @@ Kind = Literal[
     "setting",
     "layer",
     "batches",
-    "targets",
     "data",
     "weights",
     "unsure",
@@ -215,7 +213,7 @@ def _of_layers(spike: Spike, run: Run) -> Cause | None:
 
 def _left_band(series: Series, until: int) -> tuple[int, float] | None:
     """Step and ratio at which a number has jumped, and not come back before a step."""
-    pairs = [(step, math.log(x)) for step, x in series if step < until and 0 < x < math.inf]
+    pairs = [(step, math.log(x)) for step, x in series if YOUNG <= step < until and 0 < x < math.inf]
     usual, last = [x for _, x in pairs[:-N_BEFORE]], pairs[-N_BEFORE:]
     if len(usual) < N_BAND or last[0][0] < until - N_AFTER:
         return None
@@ -256,7 +254,7 @@ def _of_weights(spike: Spike) -> Cause | None:
         climb = f"it is {highest:.3g} {n} batch{'es' * (n > 1)} later"
     is_large = bool(norms and before) and max(norms) > MAX_NORM * median(before)
     if is_sudden and not is_large:
-        return Cause("unsure", f"{climb}, so {MOVED}")
+        return Cause("unsure", f"{climb}, so the weights have moved, or these batches are unusual, too")
     return Cause("weights", f"{climb}, so the weights have moved, by this step or one before it")
 
 

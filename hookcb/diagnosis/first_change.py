@@ -17,14 +17,14 @@ SCALED = 1.25  # ratio of a size that is told as such
 
 
 class FirstChange(NamedTuple):
-    """The layer, None if the output of none has changed, and a sentence on it."""
+    """The layer, None if it is the last one, and a sentence on it."""
 
     layer: Layer | None
     text: str
 
 
 def first_change(spike: Spike, run: Run) -> FirstChange | None:
-    """Finds where a spike shows first in the forward; None if that is not known.
+    """Finds where a spike shows first in the forward; None if no change was seen, which rules out none.
 
     An output has changed if, in each look while the spike lasts, its profile is twice as far from those of
     the last two looks before as four looks in a row before were from each other, and by a fifth of its
@@ -49,9 +49,7 @@ def first_change(spike: Spike, run: Run) -> FirstChange | None:
             return FirstChange(layer, f"{text}.")
         else:
             n_known += 1
-    if not n_known or n_unknown:
-        return None
-    return FirstChange(None, f"{when} the channels of all {n_known} layers had their usual means and sizes.")
+    return None
 
 
 def _known(profiles: Sequence[list[float]]) -> list[list[float]]:

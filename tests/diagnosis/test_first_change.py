@@ -89,9 +89,7 @@ def test_of_the_last_layer_the_targets_may_have_changed():
     ],
 )
 def test_a_layer_that_drifts_or_changes_in_one_look_is_not_named(before, looks):
-    layer, text = first_change(SPIKE, run_with(looks, inp=USUAL, body=before))
-    assert layer is None
-    assert text.endswith("the channels of all 2 layers had their usual means and sizes.")
+    assert first_change(SPIKE, run_with(looks, inp=USUAL, body=before)) is None
 
 
 def test_too_few_looks_say_nothing():
@@ -165,7 +163,7 @@ def test_a_layer_whose_inputs_were_scaled_in_mid_run_is_named():
 def test_labels_that_are_wrong_from_a_batch_on_name_no_layer():
     found = of_spike(trained("labels", Diagnose(show=False))[1])
     assert found.layer == ""
-    assert "the channels of all 3 layers had their usual means and sizes" in found.message
+    assert "in the forward" not in found.message
 
 
 def test_an_error_in_a_look_at_a_spike_ends_nothing(monkeypatch):

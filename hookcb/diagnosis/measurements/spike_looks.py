@@ -18,7 +18,7 @@ from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import has_compiled
 from hookcb.processes.groups import is_sharded
 
-AFTER = (1, 4)  # known losses after the first one of a spike, from which on it is looked, if the last is high
+N_LOOKS, MAX_LATE = 2, 4  # batches after the first one of a spike, and how much later they may come
 N_SPIKES, N_BEFORE = 8, 4  # of a run that are looked at, and inspected batches before each
 FROM_STEP = 8  # before which batches are inspected close together
 MAX_CHANNELS, MAX_ROWS = 32, 2_048  # of an output in a profile
@@ -31,8 +31,10 @@ class SpikeLooks(Measurement):
     """Looks at the outputs of all layers while a spike of the loss lasts, apart from inspected batches.
 
     Inspected batches are chosen by their number alone, and the next one may come when all layers have
-    changed with the loss. What is seen here is kept for the spike only. Nothing is looked at once any code
-    was compiled, as that would compile it again, nor in a model that is divided between ranks.
+    changed with the loss. What is seen here is kept for the spike only. Nothing is looked at more than four
+    batches after the first one, as on a GPU, whose losses arrive later: all layers have learned from it then.
+    Nor is it once any code was compiled, as that would compile it again, nor in a model that is divided
+    between ranks.
 
     Attributes:
         after: profiles of the first output of each layer, see `profile`, by the first step of a spike, the
@@ -63,7 +65,8 @@ class SpikeLooks(Measurement):
         if spike is None or (spike.step not in self._after and len(self._after) == N_SPIKES):
             return
         n = len(self._after.get(spike.step, ()))
-        is_due = n < len(AFTER) and len(spike.after) >= AFTER[n] and spike.after[-1] > spike.limit
+        is_high = all(x > spike.limit for x in spike.after[-1:])
+        is_due = n < N_LOOKS and run.step <= spike.step + MAX_LATE and is_high
         if is_due and not (has_compiled() or is_sharded(run.loop.model)):
             before = [x for x in self._recent if x[0] < spike.step][-N_BEFORE:]
             self._before.setdefault(spike.step, dict(before))

@@ -7,10 +7,8 @@ from itertools import pairwise
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.causes import (
     MAX_NORM,
-    MOVED,
     N_NEAR,
     UNFITTING,
-    UNLIKE,
     Cause,
     Kind,
     cause_of,
@@ -72,31 +70,31 @@ class LossSpikes(Fault):
     `loss.worse`, if the loss is high for more than one batch. A layer or parameter whose standard deviation,
     largest magnitude or norm has jumped in the last two looks before the spike, at most 128 batches before:
     above the five looks before by a factor of two, and by twice their largest change in logarithms, after
-    eight looks or more. Several batches in a row, or a model that was changed by something else, if the loss
-    jumps at once and stays, while most samples of its first batch have usual losses, or the norms of the
-    gradients of the eight steps before are at most the largest of the 24 before these. Otherwise, if later
-    losses are higher or keep half of the excess, the weights, if the loss climbs to twice the first excess,
-    or a norm in the eight steps before was four times the median norm before; else the weights or several
-    batches, or targets that no longer belong to their inputs, if the output of no layer has changed. What is
-    not known is said. For these, and for a layer that had jumped, it is told where the loss shows first in
-    the forward, which need not be the cause: the first layer whose output, in each of two batches from the
-    third one of the spike on, has means and standard deviations of channels whose distance to those of the
-    last two looks before is twice the largest one between four looks before, and a fifth of its standard
-    deviation; of the last layer, half as much again. These batches are no inspected ones; nothing is seen in
-    compiled code. For what came first besides a batch, it is told if in the eight steps before the scale of a
-    GradScaler has changed, or a norm was four times the median norm before. Other data come before a layer,
-    and before a batch that is unusual, if the loss is high for more than one batch: inputs or targets that
-    are others for good, from one of the eight steps before on or from the batch itself. Their mean, their
-    standard deviation or, of float targets, their root mean square has left the range of all batches before,
-    32 or more, and does so on that side in seven of the eight batches after the first. The range is without
-    the smallest and the largest number, and is widened on both sides by its width, and at least by a tenth of
-    the largest standard deviation or root mean square. Or the pattern of 16 batches, and of the next 16, is
-    farther from the mean pattern of all before than any of six or more such blocks, by three times the range
-    of their distances and by 0.1. The pattern of numbers is their mean at each place, and the distance the
-    mean squared difference, divided by the variance; that of indices, such as tokens, is how often two
-    neighbors come, in 256 bins, and the distance that of Hellinger, squared; it begins where the distances of
-    single batches rise most. Of each batch these are numbers of up to 1,024 elements of the largest input,
-    and of the targets that the loop tells or a loss of torch has saved.
+    eight looks or more from step 16 on. Several batches in a row, or a model that was changed by something
+    else, if the loss jumps at once and stays, while most samples of its first batch have usual losses, or the
+    norms of the gradients of the eight steps before are at most the largest of the 24 before these.
+    Otherwise, if later losses are higher or keep half of the excess, the weights, if the loss climbs to twice
+    the first excess, or a norm in the eight steps before was four times the median norm before; else the
+    weights or several batches. What is not known is said. For these, and for a layer that had jumped, it is
+    told where the loss shows first in the forward, which need not be the cause: the first layer whose output,
+    in each of the two batches after the first one of the spike, has means and standard deviations of channels
+    whose distance to those of the last two looks before is twice the largest one between four looks before,
+    and a fifth of its standard deviation; of the last layer, half as much again. These batches are no
+    inspected ones; nothing is seen in compiled code, nor on a GPU, where the loss is known too late. For what
+    came first besides a batch, it is told if in the eight steps before the scale of a GradScaler has changed,
+    or a norm was four times the median norm before. Other data come before a layer, and before a batch that
+    is unusual, if the loss is high for more than one batch: inputs or targets that are others for good, from
+    one of the eight steps before on or from the batch itself. Their mean, their standard deviation or, of
+    float targets, their root mean square has left the range of all batches before, 32 or more, and does so on
+    that side in seven of the eight batches after the first. The range is without the smallest and the largest
+    number, and is widened on both sides by its width, and at least by a tenth of the largest standard
+    deviation or root mean square. Or the pattern of 16 batches, and of the next 16, is farther from the mean
+    pattern of all before than any of six or more such blocks, by three times the range of their distances and
+    by 0.1. The pattern of numbers is their mean at each place, and the distance the mean squared difference,
+    divided by the variance; that of indices, such as tokens, is how often two neighbors come, in 256 bins,
+    and the distance that of Hellinger, squared; it begins where the distances of single batches rise most. Of
+    each batch these are numbers of up to 1,024 elements of the largest input, and of the targets that the
+    loop tells or a loss of torch has saved.
 
     Source: J. von Neumann et al., "The mean square successive difference", 1941, and P. J. Huber, "Robust
     Statistics", 1981, for the noise. The batch or the state of the weights: A. Chowdhery et al., "PaLM",
@@ -143,8 +141,6 @@ class LossSpikes(Fault):
         if cause.kind == "batch" and _has_stayed(spike, run):
             cause = cause._replace(kind="batches")
         shown = _where(_origin(spike, spikes), cause, run)
-        if shown.text and shown.layer is None and cause.kind == "unsure":
-            cause = cause._replace(kind="targets", text=cause.text.replace(MOVED, UNLIKE))
         name = as_layer(shown.layer.name) if shown.layer else ""
         look = (f"Look at what {name} gets and computes from step {spike.step} on",) if name else ()
         return self.finding(
@@ -171,11 +167,9 @@ def _origin(spike: Spike, spikes: Sequence[Spike]) -> Spike:
 
 
 def _where(spike: Spike, cause: Cause, run: Run) -> FirstChange:
-    """The layer in which it shows first, if nothing better is known; or that none has changed."""
+    """The layer in which it shows first, if nothing better is known."""
     found = first_change(spike, run) if cause.kind in LOCALIZED else None
-    if found is None or (found.layer is None and cause.kind not in ("batches", "unsure")):
-        return FirstChange(None, "")
-    return found
+    return found or FirstChange(None, "")
 
 
 def _rise(spike: Spike) -> float:
@@ -224,10 +218,6 @@ CAUSES: dict[Kind, tuple[str, ...]] = {
     ),
     "data": (OTHER_DATA,),
     "setting": (UNFITTING,),
-    "targets": (
-        "targets that are wrong, or no longer belong to their inputs",
-        "a change of the model that keeps the sizes of its outputs",
-    ),
     "unsure": (
         "an update that was too large, as the optimizer's state lags, or a rate that is too high",
         "several damaged or mislabeled batches in a row, or data of another kind",
@@ -332,7 +322,7 @@ def _next_steps(spike: Spike, cause: Cause, run: Run) -> tuple[str, ...]:
         return (undo_from(cause.since),)
     if cause.kind == "data" and cause.since is not None:
         return (compare_from(cause.since),)
-    if cause.kind in ("batches", "targets", "unsure"):
+    if cause.kind in ("batches", "unsure"):
         look = f"Look at the batches and the model at step {spike.step}"
         clip = (run.advise("clip"),) if cause.kind == "unsure" else ()
         return (f"{look}: {again}" if again else look, *clip)

@@ -151,14 +151,17 @@ def test_inputs_on_another_scale_for_good_are_the_cause_of_a_spike(is_watched):
 
 
 def test_a_layer_that_left_its_band_before_comes_first():
-    steps = list(range(0, 200, 10))
-    usual = series(noisy([1.0] * 8, 0.01) + [30.0, 60.0] + [1.0] * 10, every=10)
+    steps = list(range(0, 200, 5))
+    usual = series(noisy([1.0] * 18, 0.01) + [30.0, 60.0] + [1.0] * 20, every=5)
     body = Layer("body", "Linear", "Linear 4→4", 0, {"abs_max": usual})
-    other = Layer("other", "Linear", "Linear 4→4", 1, {"abs_max": series(noisy([1.0] * 20, 0.01), every=10)})
+    other = Layer("other", "Linear", "Linear 4→4", 1, {"abs_max": series(noisy([1.0] * 40, 0.01), every=5)})
     assert usual.steps == steps
     found = only(LossSpikes, spiky(lasting(), {}, layers={"other": other, "body": body}))
     assert found.layer == "body"
     assert "the largest output of body was" in found.message
+    young = series(noisy([1.0] * 8, 0.01) + [30.0, 60.0] + [1.0] * 10, every=10)  # six looks from step 16 on
+    body = Layer("body", "Linear", "Linear 4→4", 0, {"abs_max": young})
+    assert only(LossSpikes, spiky(lasting(), {}, layers={"body": body})).layer == ""
 
 
 def test_a_layer_that_leaves_its_band_with_the_loss_is_not_to_blame():
