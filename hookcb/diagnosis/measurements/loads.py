@@ -357,6 +357,11 @@ class LoadClock(Measurement):
         model = self._model() if self._model is not None else None
         return {} if model is None else dict(model.named_parameters())
 
+    def loads(self) -> list[Load]:
+        """Loads that have filled parameters of the model."""
+        own = set(map(id, self.params().values()))
+        return [load for load in heard(Loads).loads if any(id(x()) in own for x in load.params.values())]
+
     def statistics(self) -> dict[str, Tensor]:
         """Running statistics of the model's batch norms, by name; none if it is gone."""
         model = self._model() if self._model is not None else None

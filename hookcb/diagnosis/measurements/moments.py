@@ -170,7 +170,7 @@ class Moments(Measurement):
             count, n_since = _count(state), 0
             if isinstance(count, Tensor):
                 if run.noting or last is None:
-                    count = count.detach().clone()
+                    count = _copy(count)
                 else:
                     count, n_since = last.n_steps, last.n_since + 1
             followed.known[id(p)] = _Known(ref(moment), version_of(moment), count, n_since, version_of(p))
@@ -189,13 +189,13 @@ class Moments(Measurement):
             samples = sketch_copies([first])[0].square(), sketch_copies([second])[0]
             count = _copy(_count(state))
             at = run.step, type(opt).__name__, _name_of(p, run)
-            followed.changes.append(_Change(*at, (count, 0, count), samples, is_first=True))
-        self._keep(followed)
+            self._keep(followed, _Change(*at, (count, 0, count), samples, is_first=True))
         return followed
 
-    def _keep(self, followed: _Followed) -> None:
-        if followed.changes and not any(x is followed.changes for x in self._changes):
+    def _keep(self, followed: _Followed, change: _Change) -> None:
+        if not followed.changes:
             self._changes.append(followed.changes)
+        followed.changes.append(change)
 
     def _note(self, run: Run, followed: _Followed, p: nn.Parameter, known: _Known) -> None:
         """Keeps a change of the state before the step, unless it is of steps that were not followed."""
@@ -208,17 +208,15 @@ class Moments(Measurement):
         if followed.n_noted >= MAX_NOTED:  # as of a state that is on another device between the steps
             followed.params.clear()
         sample = sketch_copies([moment])[0] if moment is not None and is_native(moment) else None
-        followed.changes.append(
-            _Change(
-                run.step,
-                type(opt).__name__,
-                _name_of(p, run),
-                (known.n_steps, known.n_since, _copy(count)),
-                (followed.samples.get(id(p)), sample),
-                version_of(p) != known.of_param,
-            )
+        change = _Change(
+            run.step,
+            type(opt).__name__,
+            _name_of(p, run),
+            (known.n_steps, known.n_since, _copy(count)),
+            (followed.samples.get(id(p)), sample),
+            version_of(p) != known.of_param,
         )
-        self._keep(followed)
+        self._keep(followed, change)
 
     def tell(self, run: Run) -> None:
         kept = [_read(x) for changes in self._changes for x in changes]

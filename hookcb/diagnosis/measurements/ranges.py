@@ -51,10 +51,8 @@ class Shift(NamedTuple):
     @property
     def text(self) -> str:
         """A clause on it."""
-        numbers, since = (
-            "; ".join(x.text for x in self.left),
-            f"{'about ' * bool(self.slack)}step {self.step:,}",
-        )
+        numbers = "; ".join(x.text for x in self.left)
+        since = f"{'about ' * bool(self.slack)}step {self.step:,}"
         return f"the {self.of} of the batches from {since} on are unlike those before: {numbers}"
 
 

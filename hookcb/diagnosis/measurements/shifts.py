@@ -80,10 +80,8 @@ class _Moments:
         if (plan := self._plans.get(key)) is None:
             plan = self._plan(x)
             self._plans[key] = plan
-        sample, i = (
-            x.detach().as_strided(plan.size, plan.stride, x.storage_offset() + plan.start),
-            len(self._block),
-        )
+        sample = x.detach().as_strided(plan.size, plan.stride, x.storage_offset() + plan.start)
+        i = len(self._block)
         if (row := plan.rows[i]) is None:
             assert self._buffer is not None
             row = plan.rows[i] = self._buffer[i, : plan.n].view(plan.size)
@@ -114,17 +112,14 @@ class _Moments:
         self._block = []
         # rows without a batch come last
         sizes = [plan.n for plan in plans] + [1] * (self._n - len(plans))
-        lengths = (
-            None
-            if len({*sizes}) == 1
-            else torch.tensor(sizes, device="cpu").to(self._buffer.device, non_blocking=True)
-        )
+        lengths = None
+        if len({*sizes}) > 1:
+            lengths = torch.tensor(sizes, device="cpu").to(self._buffer.device, non_blocking=True)
         rows = self._buffer[:, : max(sizes)]
         numbers = moments_of(rows, lengths)
         if self._pattern is not None:
-            kind = (
-                plans[0].kind if len(plans) == self._n and len({plan.kind for plan in plans}) == 1 else None
-            )
+            is_one_kind = len(plans) == self._n and len({plan.kind for plan in plans}) == 1
+            kind = plans[0].kind if is_one_kind else None
             numbers = torch.cat([numbers, self._pattern.distances(rows, lengths, kind, numbers[1])])
         if numbers.is_cpu:
             self._here += zip(steps, *numbers.tolist(), strict=False)

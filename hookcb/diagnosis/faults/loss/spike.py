@@ -116,19 +116,17 @@ class LossSpikes(Fault):
             largest = max(groups, key=lambda group: _largest_rise(group[1]))
             least = MINOR * _largest_rise(largest[1])
             # smaller spikes of single batches, or without a known cause, are told beside the largest one
-            minor = [
-                group
-                for group in groups
-                if group is not largest
-                and (
-                    group[0].kind == "unknown"
-                    or (group[0].kind == "batch" and _largest_rise(group[1]) < least)
-                )
-            ]
-            rest = sorted((x for _, spikes in minor for x in spikes), key=lambda spike: spike.step)
-            for group in groups:
-                if group not in minor:
-                    yield self._finding(run, *group, rest if group is largest else ())
+            rest: list[Spike] = []
+            told: list[tuple[Cause, list[Spike]]] = []
+            for cause, same in groups:
+                is_small = cause.kind == "unknown" or (cause.kind == "batch" and _largest_rise(same) < least)
+                if is_small and same is not largest[1]:
+                    rest += same
+                else:
+                    told.append((cause, same))
+            rest.sort(key=lambda spike: spike.step)
+            for cause, same in told:
+                yield self._finding(run, cause, same, rest if same is largest[1] else ())
 
     def _finding(self, run: Run, cause: Cause, spikes: Sequence[Spike], smaller: Sequence[Spike]) -> Finding:
         """A finding on the spikes of one cause, that of the largest."""
@@ -136,8 +134,8 @@ class LossSpikes(Fault):
         first = spikes[0].step if cause.since is None else min(cause.since, spikes[0].step)
         others = [x for x in spikes if x is not spike]
         has_stayed = any(_has_stayed(x, run) for x in spikes)
-        is_ruined = _has_stayed(spike, run) and _is_ruined(run)
-        is_wrong = cause.kind in WRONG or (has_stayed and (cause.kind in HARSHER or is_ruined))
+        is_alarm = cause.kind in WRONG or (has_stayed and cause.kind in HARSHER)
+        is_alarm |= _has_stayed(spike, run) and _is_ruined(run)
         if cause.kind == "batch" and _has_stayed(spike, run):
             cause = cause._replace(kind="batches")
         shown = _where(_origin(spike, spikes), cause, run)
@@ -147,7 +145,7 @@ class LossSpikes(Fault):
             f"The loss jumps to {spike.value:.3g} at step {spike.step:,}{_place(spike)}, while up to "
             f"{spike.limit:.3g} is noise: {cause.text}.{shown.text}{_before(spike, cause)} "
             f"{_healing(spike, run)}{_repeated(spike, others)}{_smaller(smaller)}",
-            "warning" if is_wrong else "info",
+            "warning" if is_alarm else "info",
             at=shown.layer or cause.at,
             when=(first, spikes[-1].step),
             value=spike.value,

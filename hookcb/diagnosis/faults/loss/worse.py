@@ -185,10 +185,9 @@ def _facts(run: Run) -> Iterator[Fact]:
         yield Fact(limit.step, limit.step - 1, text_of_limit(limit))
     for found in findings_of("param.overwritten", run):
         if found.severity == "info" and found.step is not None:
-            text = (
-                f"something other than the optimizer writes to {found.param}, first after step {found.step:,}"
-            )
-            yield Fact(found.step + 1, found.step, text, found.layer, True, WEIGHTS)
+            step, name = found.step, found.param
+            text = f"something other than the optimizer writes to {name}, first after step {step:,}"
+            yield Fact(step + 1, step, text, found.layer, True, WEIGHTS)
     for change in run.measured(Settings).changes:
         if change.name == CLIPPED and 0 in (change.before, change.after):
             continue  # its limit has ended

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hookcb.diagnosis.fault import Fault, Site, Unknown, fault
 from hookcb.diagnosis.heard import heard
-from hookcb.diagnosis.measurements.loads import LoadClock, Loads, Save, Saves
+from hookcb.diagnosis.measurements.loads import LoadClock, Save, Saves
 from hookcb.diagnosis.measurements.state_dicts import is_plain
 from hookcb.diagnosis.run import Absent, Run
 
@@ -40,10 +40,8 @@ class KeptWithoutCopy(Fault):
     unless: Unknown = UNSEEN
 
     def tell(self, run: Run) -> None:
-        clock, loads = run.measured(LoadClock), heard(Loads).loads
-        memory = memory_of(clock.params().values())
-        own = set(map(id, clock.params().values()))
-        loaded = [x for x in loads if own & {id(p()) for p in x.params.values()}]
+        clock = run.measured(LoadClock)
+        memory, loaded = memory_of(clock.params().values()), clock.loads()
         kept = [x for x in heard(Saves).saves if any(x.memory & memory for x in x.dicts)]
         self.unless = "" if loaded or kept else Absent(NOTHING) if clock.has_heard_start else UNSEEN
         self.seen = []

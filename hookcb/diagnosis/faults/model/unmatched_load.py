@@ -47,8 +47,7 @@ class UnmatchedLoad(Fault):
 
     def tell(self, run: Run) -> None:
         clock, ear = run.measured(LoadClock), heard(Loads)
-        own = set(map(id, clock.params().values()))
-        ours = [load for load in ear.loads if any(id(x()) in own for x in load.params.values())]
+        ours = clock.loads()
         self.unless = "" if ours else UNHEARD
         if clock.has_heard_start and len(ours) == 0:
             self.unless = Absent("no weights were loaded into the model by load_state_dict")

@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 from hookcb.core.text import join_names
 from hookcb.core.torch_private import buffers_of, unsaved_buffer_names, version_of
 from hookcb.diagnosis.fault import EVERY, Fault, Site, Unknown, fault
-from hookcb.diagnosis.heard import heard
 from hookcb.diagnosis.measurements.attributes import plain_objects
-from hookcb.diagnosis.measurements.loads import LoadClock, Loads
+from hookcb.diagnosis.measurements.loads import LoadClock
 from hookcb.diagnosis.run import Absent, Run
 
 MAX_TENSORS = 64  # that are followed
@@ -92,10 +91,8 @@ class LeftOut(Fault):
 
 def _was_loaded(run: Run) -> bool:
     """Whether load_state_dict has filled the model before its first step."""
-    clock, ear = run.measured(LoadClock), heard(Loads)
-    own = set(map(id, clock.params().values()))
-    before = (load for load in ear.loads if clock.steps(load.clock) == 0)
-    return any(id(x()) in own for load in before for x in load.params.values())
+    clock = run.measured(LoadClock)
+    return any(clock.steps(load.clock) == 0 for load in clock.loads())
 
 
 def _unsaved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
