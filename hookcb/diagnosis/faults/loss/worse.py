@@ -14,6 +14,7 @@ from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.schedules import Schedules
 from hookcb.diagnosis.measurements.settings import (
     CLIPPED,
+    FACTOR,
     LIMIT,
     MIN_SPAN,
     OPERATIONS,
@@ -35,7 +36,7 @@ FALL = 2 / 3  # of a limit of clipping
 SCHEDULE, N_SHOWN = 3, 4  # changes of one setting, and those that are listed
 WEIGHTS = "weights"  # which param.overwritten notes
 NEAR = 32  # steps after the first change within which others are told beside it
-MAY_BE_MEANT = {OPERATIONS, SHAPE, "weight_decay"}  # another loss, or a step against overfitting
+MAY_BE_MEANT = {OPERATIONS, SHAPE, FACTOR, "weight_decay"}  # another loss, or a step against overfitting
 
 
 class Fact(NamedTuple):
