@@ -36,7 +36,7 @@ BACKWARDS, CLIPPED, OPERATIONS = "backwards per step", "parameters that are clip
 LIMIT, GRAPH = "limit of clip_grad_norm_", "autograd graph"  # inf without any; of the model
 SHAPE, PARTS, PARAMS = "shape", "tensors", "names of parameters"
 FACTOR, FACTORS = "the factor", "numbers that scale parts"  # of a mean, and of the rest of the loss
-BUFFER, OPTIMIZER = "buffer ", "optimizer"  # before the name of a buffer
+BUFFER, DTYPE, OPTIMIZER = "buffer ", "dtype of ", "optimizer"  # the first two before the name of a buffer
 MAX_OBJECTS = 64  # of the user's, in attributes of layers
 PARAM = "="  # before the name of a parameter in a graph
 
@@ -227,7 +227,11 @@ class Settings(Measurement):
             values = _values_of(_own(attributes, key), buffers, params, numbers, dtypes)
             new = known.changed(values, run.step)
             if dtypes:
-                new += written.changed(_versions_of(buffers, dtypes), run.step)
+                others = {
+                    BUFFER + change.name.removeprefix(DTYPE) for change in new
+                }  # replaced for their dtype
+                writes = written.changed(_versions_of(buffers, dtypes), run.step)
+                new += [change for change in writes if change.name not in others]
             self.changes += [change._replace(of=name, layer=layer) for change in new]
         tensors = [(path, x) for path, x in parts(run.loop.xb) if isinstance(x, Tensor)]
         values = {
@@ -360,6 +364,6 @@ def _values_of(
     values = {name: attributes.get(name) for name in numbers}
     for name in dtypes:
         x = buffers.get(name)
-        values[f"dtype of {name}"] = None if x is None else x.dtype
+        values[DTYPE + name] = None if x is None else x.dtype
     values[PARAMS] = tuple(params)
     return values
