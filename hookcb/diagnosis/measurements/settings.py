@@ -278,7 +278,7 @@ class Settings(Measurement):
         self._grad = self._gradient(run)
 
     def _gradient(self, run: Run) -> tuple[int, int] | None:
-        """Which tensor the gradient of one parameter is, each in turn, and how often it was written to."""
+        """Identity of the gradient of one parameter, each in turn, and the number of writes to it."""
         p = self._of_grads[run.step % len(self._of_grads)][1]() if self._of_grads else None
         grad = None if p is None else p.grad
         return None if grad is None or grad.is_inference() else (id(grad), version_of(grad))
