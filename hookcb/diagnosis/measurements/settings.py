@@ -3,21 +3,21 @@
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookcb.core import graph
 from hookcb.core.batch import parts
 from hookcb.core.text import as_layer, join_names
-from hookcb.core.torch_private import buffers_of, input_dtype, parameters_of, version_of
-from hookcb.diagnosis.fault import EVERY, NOTES, Measurement
+from hookcb.core.torch_private import buffers_of, children_of, input_dtype, parameters_of, version_of
+from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.attributes import plain_objects
 from hookcb.diagnosis.measurements.curves import Curves
-from hookcb.diagnosis.measurements.loss_terms import factor_of
+from hookcb.diagnosis.measurements.loss_terms import factor_of, factor_of_mean
 from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.modules import named_modules
@@ -26,7 +26,7 @@ from hookcb.hooks.params import named_params
 N_CHANGES, MAX_GROUPS = 16, 8  # changes that are kept; groups of an optimizer that are followed
 MIN_SPAN, MIN_STAY = 32, 8  # steps with one value before a change, and with the new one
 MAX_NODES, MAX_GRAPH = 24, 2_000  # nodes of the graph of the loss, and of that of the model
-MIN_GRAPH_SPAN = 96  # steps with one graph, which is read in inspected batches only
+EASY_GRAPH = 100  # operations, for each hundred of which one noted batch is left out
 NUMBERS = {bool, int, float}
 SINGLE = {*NUMBERS, str, torch.dtype}
 PLAIN = {*SINGLE, tuple, type(None)}
@@ -34,9 +34,13 @@ LEFT_OUT = {"lr", "initial_lr", "training"}  # which have records of their own
 SAVED = {"exponent": None, "reduction": None, "alpha": 1}  # of operations of the loss, and what is usual
 BACKWARDS, CLIPPED, OPERATIONS = "backwards per step", "parameters that are clipped", "operations"
 LIMIT, GRAPH = "limit of clip_grad_norm_", "autograd graph"  # inf without any; of the model
-SHAPE, PARTS, PARAMS = "shape", "tensors", "names of parameters"
+SHAPE, PARTS, PARAMS, MODULES = "shape", "tensors", "names of parameters", "modules"
 FACTOR, FACTORS = "the factor", "numbers that scale parts"  # of a mean, and of the rest of the loss
-GRADIENT, TURN = "gradient", 128  # steps in which changes of other gradients are the same one
+GRADIENT, CLEARED, TURN = (
+    "gradient",
+    "gradients",
+    128,
+)  # steps in which changes of other gradients are the same one
 BUFFER, DTYPE, OPTIMIZER = "buffer ", "dtype of ", "optimizer"  # the first two before the name of a buffer
 MAX_OBJECTS = 64  # of the user's, in attributes of layers
 PARAM = "="  # before the name of a parameter in a graph
@@ -71,10 +75,13 @@ class Change(NamedTuple):
         if self.name == GRADIENT:
             way = "is written to" if self.after else "is no longer written to"
             return f"the gradient of {self.of} {way} between backward and step, first seen {when}"
+        if self.name == CLEARED:
+            way = "cleared" if self.after else "no longer cleared"
+            return f"gradients are {way} before each backward, from step {self.step:,} on"
         if self.name.startswith(BUFFER):
             return f"{self.name} of {self.of}, which was written to {when}"
         how = f"from {_shown(self.before)} to {_shown(self.after)}"
-        if self.name == OPERATIONS:
+        if self.name in (OPERATIONS, PARTS, MODULES):
             how = _difference(self.before, self.after)
         if self.name == GRAPH:
             place = f", near {as_layer(self.layer)}" if self.layer else ""
@@ -141,7 +148,15 @@ class _Known:
         if step - self._new[0].step < MIN_STAY:
             return []
         new, self._new = self._new, []
-        return [x._replace(after=values[x.name]) for x in new if values[x.name] != x.before]
+        return [x._replace(after=values.get(x.name)) for x in new if values.get(x.name) != x.before]
+
+
+class _Holds(NamedTuple):
+    """What a layer holds, as it holds it."""
+
+    buffers: Mapping[str, Tensor | None] = {}
+    params: Mapping[str, Tensor | None] = {}
+    modules: Mapping[str, nn.Module | None] = {}
 
 
 class _Followed(NamedTuple):
@@ -151,12 +166,9 @@ class _Followed(NamedTuple):
     layer: str
     attributes: dict[str, Any]
     key: str  # of the object among these; "" for the layer itself
-    buffers: dict[str, Tensor | None]
-    params: Mapping[str, Tensor | None]
-    known: _Known
-    written: _Known
+    holds: _Holds
     numbers: tuple[str, ...]
-    dtypes: tuple[str, ...]
+    known: list[_Known]
 
 
 class Settings(Measurement):
@@ -178,7 +190,6 @@ class Settings(Measurement):
     """
 
     cadence = EVERY
-    cadences: ClassVar = {"on_loss": NOTES}
     uses = (Curves, StepScales)
 
     def __init__(self) -> None:
@@ -190,8 +201,13 @@ class Settings(Measurement):
         self._of_inputs: list[_Known] = []
         self._of_opt: _Known | None = None
         self._of_graph: _Known | None = None
+        self._n_until_graph = 0  # noted batches
         self._names: dict[int, str] = {}  # of parameters, by id
         self._n_backward = 0
+        self._factor = 1.0  # of the newest mean
+        self._are_cleared = True  # gradients, before the newest backward
+        self._left: tuple[int, int] | None = None  # identity and version of a gradient after a step
+        self._turn = 0  # number of its parameter
         self._of_grads: list[tuple[str, ref[Tensor], _Known]] = []
         self._grad: tuple[int, int] | None = None  # identity of a gradient after a backward, and its version
 
@@ -201,14 +217,14 @@ class Settings(Measurement):
         self._of_grads = [(name, ref(p), _Known({GRADIENT: None}, run.step)) for name, p in named.items()]
         objects: dict[int, tuple[str, str, dict[str, Any], str]] = {}
         for name, m in named_modules(run.loop.model).items():
-            buffers, params = buffers_of(m), parameters_of(m)
-            are_plain = isinstance(buffers, dict) and isinstance(params, dict)  # not those of TorchScript
+            holds = _Holds(buffers_of(m), parameters_of(m), children_of(m))
+            are_plain = all(isinstance(x, dict) for x in holds)  # not those of TorchScript
             of = as_layer(name) or "the model", name, vars(m), ""
-            self._follow(run, *of, *((buffers, params) if are_plain else ({}, {})))
+            self._follow(run, *of, holds if are_plain else _Holds())
             for key, x in plain_objects(m):
                 objects.setdefault(id(x), (f"{name}.{key}" if name else key, name, vars(m), key))
         for of in [*objects.values()][:MAX_OBJECTS]:
-            self._follow(run, *of, {}, {})
+            self._follow(run, *of, _Holds())
 
     def _follow(
         self,
@@ -217,30 +233,25 @@ class Settings(Measurement):
         layer: str,
         attributes: dict[str, Any],
         key: str,
-        buffers: dict[str, Tensor | None],
-        params: Mapping[str, Tensor | None],
+        holds: _Holds,
     ) -> None:
         own = _own(attributes, key)
-        numbers, dtypes = tuple(_settings(own)), tuple(buffers)
-        if numbers or dtypes or params:
-            known = _Known(_values_of(own, buffers, params, numbers, dtypes), run.step)
-            written = _Known(_versions_of(buffers, dtypes), run.step)
-            what = name, layer, attributes, key, buffers, params
-            self._of_layers.append(_Followed(*what, known, written, numbers, dtypes))
+        numbers = tuple(_settings(own))
+        if numbers or any(holds):
+            known = [_Known(values, run.step) for values in _values_of(own, holds, numbers)]
+            self._of_layers.append(_Followed(name, layer, attributes, key, holds, numbers, known))
 
     def on_batch(self, run: Run) -> None:
         layers = self._of_layers
         if layers and not run.looking:
             layers = [layers[run.step % len(layers)]]
-        for name, layer, attributes, key, buffers, params, known, written, numbers, dtypes in layers:
-            values = _values_of(_own(attributes, key), buffers, params, numbers, dtypes)
-            new = known.changed(values, run.step)
-            if dtypes:
-                # told by their new dtype
-                others = {BUFFER + change.name.removeprefix(DTYPE) for change in new}
-                writes = written.changed(_versions_of(buffers, dtypes), run.step)
-                new += [change for change in writes if change.name not in others]
-            self.changes += [change._replace(of=name, layer=layer) for change in new]
+        for name, layer, attributes, key, holds, numbers, known in layers:
+            of_each = _values_of(_own(attributes, key), holds, numbers)
+            new = [
+                x for own, values in zip(known, of_each, strict=True) for x in own.changed(values, run.step)
+            ]
+            replaced = {BUFFER + x.name.removeprefix(DTYPE) for x in new}  # told by their new dtype
+            self.changes += [x._replace(of=name, layer=layer) for x in new if x.name not in replaced]
         tensors = [(path, x) for path, x in parts(run.loop.xb) if isinstance(x, Tensor)]
         values = {
             SHAPE: tuple(tensors[0][1].shape) if tensors else None,
@@ -252,13 +263,20 @@ class Settings(Measurement):
             self.changes += [y._replace(of="the inputs") for y in own.changed({name: x}, run.step)]
 
     def on_loss(self, run: Run) -> None:
+        if self._left is not None and not self._n_backward:
+            self._are_cleared = self._gradient(self._turn) != self._left
+        if run.noting:
+            self._note_loss(run)
+
+    def _note_loss(self, run: Run) -> None:
         node = run.loop.loss_node
         values: dict[str, Any] = {OPERATIONS: operations_of(node), FACTORS: factors_of(node)}
         if not self._of_loss:
             self._of_loss = [_Known({name: x}, run.step) for name, x in values.items()]
         for own, (name, x) in zip(self._of_loss, values.items(), strict=True):
             self.changes += [y._replace(of="the loss") for y in own.changed({name: x}, run.step)]
-        if run.looking:
+        self._n_until_graph -= 1
+        if run.looking or self._n_until_graph <= 0:
             self._look_at_graph(run)
 
     def _look_at_graph(self, run: Run) -> None:
@@ -267,19 +285,20 @@ class Settings(Measurement):
         close = set(graph.near(loss, MAX_NODES))
         read = ((graph.leaf(at), _operation(at)) for at in nodes if at not in close)
         values = {GRAPH: tuple(op if x is None else self._names.get(id(x), op) for x, op in read)}
+        self._n_until_graph = len(values[GRAPH]) // EASY_GRAPH
         if self._of_graph is None:
-            self._of_graph = _Known(values, run.step, MIN_GRAPH_SPAN)
+            self._of_graph = _Known(values, run.step)
         for change in self._of_graph.changed(values, run.step):
             layer = _first_new(change.before, change.after).rpartition(".")[0]
             self.changes.append(change._replace(of="the model", layer=layer))
 
     def on_gradients(self, run: Run) -> None:
         self._n_backward += 1
-        self._grad = self._gradient(run)
+        self._grad = self._gradient(run.step)
 
-    def _gradient(self, run: Run) -> tuple[int, int] | None:
+    def _gradient(self, number: int) -> tuple[int, int] | None:
         """Identity of the gradient of one parameter, each in turn, and the number of writes to it."""
-        p = self._of_grads[run.step % len(self._of_grads)][1]() if self._of_grads else None
+        p = self._of_grads[number % len(self._of_grads)][1]() if self._of_grads else None
         grad = None if p is None else p.grad
         return None if grad is None or grad.is_inference() else (id(grad), version_of(grad))
 
@@ -288,7 +307,7 @@ class Settings(Measurement):
         if before is None:
             return
         name, _, known = self._of_grads[run.step % len(self._of_grads)]
-        values = {GRADIENT: self._gradient(run) != before}
+        values = {GRADIENT: self._gradient(run.step) != before}
         if known.values[GRADIENT] is None:
             known.values = values
         told = [x.step for x in self.changes if x.name == GRADIENT]
@@ -301,12 +320,15 @@ class Settings(Measurement):
         if not isinstance(opt, Optimizer):
             return
         step, scales = run.step, run.measured(StepScales)
+        if (factor := run.measured(Curves).factor) is not None:
+            self._factor = factor
+        self._turn, self._left = step, self._gradient(step)
         current = {OPTIMIZER: (type(opt).__name__, id(opt))}
         if self._of_opt is None:
             self._of_opt = _Known(current, step)
         self.changes += self._of_opt.changed(current, step)
         of_steps: list[dict[str, Any]] = [{BACKWARDS: n, CLIPPED: scales.n_clipped}]
-        of_steps += [{LIMIT: scales.limit}, {FACTOR: run.measured(Curves).factor}]  # which may change often
+        of_steps += [{LIMIT: scales.limit}, {FACTOR: self._factor}, {CLEARED: self._are_cleared}]
         if opt not in self._of_steps:
             self._of_steps[opt] = [_Known(values, step) for values in of_steps]
         for own, values in zip(self._of_steps[opt], of_steps, strict=True):
@@ -338,7 +360,8 @@ def operations_of(node: Any) -> tuple[str, ...]:
 
 def factors_of(node: Any) -> tuple[float, ...]:
     """Known numbers that multiply parts of a loss, or what the last layers give to it, nearest first."""
-    near = graph.near(graph.peel(node, graph.SCALING), MAX_NODES)
+    is_mean = math.isfinite(factor_of_mean(node))  # whose factor is known by itself
+    near = graph.near(graph.peel(node, graph.SCALING) if is_mean else node, MAX_NODES)
     found = (factor_of(at) for at in near if graph.name(at) in graph.SCALING)
     return tuple(x for x in found if x is not None and math.isfinite(x))
 
@@ -373,25 +396,17 @@ def _settings(owner: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _versions_of(buffers: dict[str, Tensor | None], names: tuple[str, ...]) -> dict[str, Any]:
-    """Identities of buffers, and numbers of writes to them."""
-    tensors = ((name, buffers.get(name)) for name in names)
-    return {
-        BUFFER + name: None if x is None or x.is_inference() else (id(x), version_of(x))
-        for name, x in tensors
-    }
-
-
 def _values_of(
-    attributes: dict[str, Any],
-    buffers: dict[str, Tensor | None],
-    params: Mapping[str, Tensor | None],
-    numbers: tuple[str, ...],
-    dtypes: tuple[str, ...],
-) -> dict[str, Any]:
-    values = {name: attributes.get(name) for name in numbers}
-    for name in dtypes:
-        x = buffers.get(name)
-        values[DTYPE + name] = None if x is None else x.dtype
-    values[PARAMS] = tuple(params)
-    return values
+    attributes: dict[str, Any], holds: _Holds, numbers: tuple[str, ...]
+) -> tuple[dict[str, Any], ...]:
+    """Numbers of a layer, the names and types of what it holds, and writes to its buffers."""
+    buffers = [(name, x) for name, x in holds.buffers.items() if x is not None]
+    return (
+        {name: attributes.get(name) for name in numbers},
+        {DTYPE + name: x.dtype for name, x in buffers}
+        | {
+            PARAMS: tuple(holds.params),
+            MODULES: tuple([f"{name} ({type(m).__name__})" for name, m in holds.modules.items()]),
+        },
+        {BUFFER + name: (id(x), version_of(x)) for name, x in buffers if not x.is_inference()},
+    )

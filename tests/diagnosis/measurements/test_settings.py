@@ -130,7 +130,9 @@ def test_names_of_parameters_objects_in_attributes_and_shapes_of_inputs_are_foll
     texts = [x.text for x in changes(change, n=200)]
     assert texts[0] == "shape of the inputs, from (8, 4) to (32, 4) at step 60"
     assert texts[1].startswith("cap of config, from 30 to 20 between steps 8")
-    assert texts[2].startswith("names of parameters of body, from (weight, bias) to (bias) between")
+    new = "now with body (ParametrizedLinear), without body (Linear) between"
+    assert texts[2].startswith(f"modules of the model, {new}")
+    assert texts[3].startswith("names of parameters of body, from (weight, bias) to (bias) between")
 
 
 def test_writes_to_buffers_tensors_of_inputs_and_another_optimizer_are_followed():
@@ -145,9 +147,8 @@ def test_writes_to_buffers_tensors_of_inputs_and_another_optimizer_are_followed(
     rows, tensors, optimizer = changes(change)
     assert (rows.layer, rows.last < 60 <= rows.step < 60 + 10) == ("table", True)
     assert rows.text.startswith("buffer rows of table, which was written to between steps ")
-    assert (
-        tensors.text == "tensors of the inputs, from ([0] float32, [1] float32) to ([0] float16) at step 90"
-    )
+    how = "now with [0] float16, without [0] float32, [1] float32 at step 90"
+    assert tensors.text == f"tensors of the inputs, {how}"
     assert optimizer.text == "the optimizer, from AdamW to another SGD at step 120"
 
 
@@ -161,6 +162,28 @@ def test_gradients_that_something_begins_to_write_to_are_followed_one_in_turn():
     assert (found.name, found.before, found.after) == ("gradient", False, True)
     assert 70 <= found.step < 70 + 8
     assert "is written to between backward and step, first seen between steps" in found.text
+
+
+def test_gradients_that_are_no_longer_cleared_are_told():
+    def change(model, opt, step, run):
+        for p in model.parameters() if step < 80 else ():
+            p.grad = torch.zeros(p.shape)
+            p.grad.writes = True
+        for p in model.parameters():
+            p.grad.writes = step < 80
+
+    assert "gradients are no longer cleared before each backward, from step 80 on" in [
+        x.text for x in changes(change, writes=True)
+    ]
+
+
+def test_modules_that_are_replaced_are_told():
+    def change(model, opt, step, run):
+        if step == 60:
+            model.drop = nn.Identity()
+
+    (found,) = changes(change)
+    assert found.text.startswith("modules of the model, now with drop (Identity), without drop (Dropout) b")
 
 
 def test_numbers_that_scale_a_loss_or_its_parts_and_casts_are_followed():

@@ -226,7 +226,7 @@ def _facts_of_data(run: Run) -> Iterator[Fact]:
         last[x.of] = x.step
 
 
-@fault("train.changed", Site.RUN, needs="batches", exact=True)
+@fault("train.changed", Site.RUN, needs="batches", leads_to="param.overwritten", exact=True)
 class ChangedSettings(Fault):
     """A setting that a program changes in mid-run: what and when, as a note.
 
