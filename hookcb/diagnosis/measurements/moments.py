@@ -21,6 +21,10 @@ from hookcb.records.store import read_numbers
 
 N_CHANGES, MAX_NOTED = 8, 64  # of an optimizer: changes that are kept, and after which it is left alone
 FAR = 10.0  # ratio of two roots of a second moment that no eight steps of usual gradients make
+ROUNDED, MAX_PARAMS = (
+    1e-15,
+    1_024,
+)  # |exp_avg| whose square float32 rounds to 0; parameters that are read first
 WIDE = {torch.float32, torch.float64, torch.bfloat16}
 Number = float | Tensor
 
@@ -39,7 +43,8 @@ class StateChange:
             NaN if unknown.
         is_gone: whether there is no state at all.
         has_moved: whether the parameter was written to as well, as by a checkpoint that is loaded.
-        is_first: whether it is that before the first step that was seen; `ratio` is then to `exp_avg`.
+        lost: share of the elements of the state before the first step that was seen whose `exp_avg_sq` is 0,
+            though `exp_avg` is not, of the parameter with most of them; NaN for other changes.
     """
 
     step: int
@@ -50,12 +55,12 @@ class StateChange:
     ratio: float
     is_gone: bool
     has_moved: bool
-    is_first: bool = False
+    lost: float = math.nan
 
     @property
     def is_foreign(self) -> bool:
         """Whether a state cannot be that of these weights, or contradicts itself."""
-        is_empty = self.ratio == 0 and self.after > 1
+        is_empty = (self.ratio == 0 or self.lost > 0) and self.after > 1
         is_far = not 1 / FAR < self.ratio < FAR and 0 < self.after < self.before
         return not self.has_moved and (is_empty or (is_far and math.isfinite(self.ratio)))
 
@@ -69,10 +74,13 @@ class StateChange:
         if self.after != self.before:
             way = "falls" if self.after < self.before else "jumps"
             said.append(f"the step count of {kind} {way} from {self.before:,.0f} to {self.after:,.0f}")
+        if self.lost > 0:
+            share = "all zero" if self.lost == 1 else f"zero in {100 * self.lost:.2g}% of its elements"
+            kept = f"while it counts {self.after:,.0f} steps"
+            return f"exp_avg_sq{where} is {share}, though exp_avg is not, {kept}"
         if self.ratio == 0:
             kept = f", while it counts {self.after:,.0f} steps" if not said else ""
-            became = "is all zero, though exp_avg is not" if self.is_first else "became all zero"
-            said.append(f"exp_avg_sq{where} {became}{kept}")
+            said.append(f"exp_avg_sq{where} became all zero{kept}")
         elif not 1 / FAR < self.ratio < FAR and math.isfinite(self.ratio):
             factor = self.ratio**2
             size = f"{format_factor(factor)} times as large" if factor > 1 else f"{factor:.2g} of its size"
@@ -97,7 +105,7 @@ class _Change(NamedTuple):
     counts: tuple[Number, int, Number]
     samples: tuple[Tensor | None, Tensor | None]
     has_moved: bool = False
-    is_first: bool = False
+    lost: Tensor | None = None
 
 
 class _Followed:
@@ -116,9 +124,10 @@ class Moments(Measurement):
     """Follows the second moment of two parameters of each optimizer like Adam, the first and the last.
 
     A step ends with a version of the tensor, which counts changes in place, and the next one begins with the
-    same version of the same tensor, unless the program has written to it or replaced it. So this costs no
-    operation of a device, and no transfer. A write through `.data` is not seen. What is there after a change
-    is compared by samples of up to 1,024 elements, and read at the end.
+    same version of the same tensor, unless the program has written to it or replaced it. Before the first
+    step, the state of all parameters is compared with their first moment. So this costs no operation of a
+    device, and no transfer. A write through `.data` is not seen. What is there after a change is compared by
+    samples of up to 1,024 elements, and read at the end.
 
     Attributes:
         changes: the last eight of each optimizer, in their order.
@@ -130,6 +139,7 @@ class Moments(Measurement):
     def __init__(self) -> None:
         self._followed: MutableMapping[Optimizer, _Followed] = WeakKeyDictionary()
         self._changes: list[deque[_Change]] = []  # of optimizers that have some, also of dead ones
+        self._first: list[_Change] = []  # states before the first step
         self.has_seen = False
         self.changes: list[StateChange] = []
 
@@ -180,16 +190,16 @@ class Moments(Measurement):
     def _begin(self, run: Run, opt: Optimizer) -> _Followed:
         """Follows an optimizer, and keeps samples of a state that it has before its first step."""
         followed = self._followed[opt] = _Followed()
-        for known_p in _watched(opt):
-            p = known_p()
-            state = {} if p is None else opt.state[p]
+        params = [p for group in opt.param_groups for p in group["params"] if p.grad is not None]
+        for p in params[:MAX_PARAMS]:
+            state = opt.state.get(p, {})
             first, second = state.get("exp_avg"), state.get("exp_avg_sq")
-            if p is None or p.grad is None or not (_is_wide(first) and _is_wide(second)):
-                continue
-            samples = sketch_copies([first])[0].square(), sketch_copies([second])[0]
-            count = _copy(_count(state))
-            at = run.step, type(opt).__name__, _name_of(p, run)
-            self._keep(followed, _Change(*at, (count, 0, count), samples, is_first=True))
+            if _is_wide(first) and _is_wide(second):
+                m, v = sketch_copies([first])[0], sketch_copies([second])[0]
+                lost = ((v == 0) & (m.abs() > ROUNDED)).float().mean()
+                count = _copy(_count(state))
+                at = run.step, type(opt).__name__, _name_of(p, run)
+                self._first.append(_Change(*at, (count, 0, count), (None, None), lost=lost))
         return followed
 
     def _keep(self, followed: _Followed, change: _Change) -> None:
@@ -219,11 +229,13 @@ class Moments(Measurement):
         self._keep(followed, change)
 
     def tell(self, run: Run) -> None:
+        first = [x for x in map(_read, self._first) if x.lost > 0]
         kept = [_read(x) for changes in self._changes for x in changes]
+        kept += sorted(first, key=lambda x: -x.lost)[:1]
         self.changes = sorted(filter(_is_other, kept), key=lambda x: x.step)
 
     def freeze(self) -> None:
-        self._followed, self._changes = {}, []
+        self._followed, self._changes, self._first = {}, [], []
 
 
 def _has_stepped(known: _Known, moment: Tensor, count: float) -> bool:
@@ -237,8 +249,8 @@ def _is_other(change: StateChange) -> bool:
 
     It may have been moved to another device and back, or be loaded after a step that has only made it.
     """
-    if change.is_first:
-        return change.ratio == 0 and change.after > 1
+    if change.lost > 0:
+        return change.after > 1
     if change.before <= 1 and math.isinf(change.ratio):
         return False
     is_far = math.isfinite(change.ratio) and not 1 / FAR < change.ratio < FAR
@@ -264,7 +276,7 @@ def _read(change: _Change) -> StateChange:
         ratio,
         new is None and new_count == 0,
         change.has_moved,
-        change.is_first,
+        math.nan if change.lost is None else float(change.lost),
     )
 
 

@@ -23,14 +23,14 @@ class StateChanged(Fault):
     """A state of Adam that is replaced or written to while it trains: of another or older run, or reset.
 
     Exact: between the end of a step and the beginning of the next one, the second moment of the first or the
-    last parameter is another tensor or was written to in place, and its number of steps has fallen or
-    jumped, or all sampled elements are 0, or their root mean square is a tenth or ten times that of its root
-    at the last noted step, at most 8 steps before. A note, as a program may mean it. A warning if the second
-    moment is 0 after more than one step, also before the first step that is seen, or has another size and a
-    smaller number of steps, or the moments contradict each other in a spike of the loss within eight steps,
-    see `loss.spike`. Not told if that parameter was written to as well, as by a checkpoint that is loaded
-    with its weights, or has no gradient in that step, as while it is frozen. A new optimizer is another one,
-    and no finding.
+    last parameter is another tensor or was written to in place, and its number of steps has fallen or jumped,
+    or all sampled elements are 0, or their root mean square is a tenth or ten times that of its root at the
+    last noted step, at most 8 steps before. A note, as a program may mean it. A warning if the second moment
+    is 0 after more than one step, or, before the first step that is seen, in any sampled element of a
+    parameter whose first moment is not 0 there, or has another size and a smaller number of steps, or the
+    moments contradict each other in a spike of the loss within eight steps, see `loss.spike`. Not told if
+    that parameter was written to as well, as by a checkpoint that is loaded with its weights, or has no
+    gradient in that step, as while it is frozen. A new optimizer is another one, and no finding.
 
     Source: Kingma & Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 1: m, v and the number
     of steps t belong together, and only a step changes them.
