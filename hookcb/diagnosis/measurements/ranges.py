@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from hookcb.processes.groups import name_ranks
+
 N_BEFORE, N_STAY, MIN_OUT = 32, 8, 7  # batches before, and after the first one, so many of which stay out
 WIDER, MIN_CHANGE = 1.0, 0.1  # margins of a range: of its width, and of the largest size
 N_KEPT = 16  # shifts
@@ -36,12 +38,14 @@ class Shift(NamedTuple):
         of: "inputs" or "targets".
         left: its numbers.
         slack: steps by which it may have begun earlier or later.
+        ranks: those whose batches have changed, of several; empty if all have, or there is one.
     """
 
     step: int
     of: str
     left: tuple[Left, ...]
     slack: int = 0
+    ranks: tuple[int, ...] = ()
 
     @property
     def last(self) -> int:
@@ -53,7 +57,39 @@ class Shift(NamedTuple):
         """A clause on it."""
         numbers = "; ".join(x.text for x in self.left)
         since = f"{'about ' * bool(self.slack)}step {self.step:,}"
-        return f"the {self.of} of the batches from {since} on are unlike those before: {numbers}"
+        whose = f" of {name_ranks(self.ranks)}" if self.ranks else ""
+        return f"the {self.of} of the batches{whose} from {since} on are unlike those before: {numbers}"
+
+
+def shifts_of_all(of_ranks: Sequence[Sequence[Shift]]) -> list[Shift]:
+    """Shifts of all ranks, in order; those that begin in the same step are one, with the widest ranges."""
+    pairs = [(shift, rank) for rank, found in enumerate(of_ranks) for shift in found]
+    groups: list[list[tuple[Shift, int]]] = []
+    for shift, rank in sorted(pairs):
+        same = (x for x in groups if x[0][0].of == shift.of and _begins_with(x[0][0], shift))
+        if (group := next(same, None)) is None:
+            groups.append(group := [])
+        group.append((shift, rank))
+    return [_joined([x for x, _ in group], {rank for _, rank in group}, len(of_ranks)) for group in groups]
+
+
+def _begins_with(one: Shift, other: Shift) -> bool:
+    return abs(one.step - other.step) <= one.slack + other.slack
+
+
+def _joined(shifts: Sequence[Shift], ranks: set[int], world: int) -> Shift:
+    numbers: dict[str, list[Left]] = {}
+    for x in (x for shift in shifts for x in shift.left):
+        numbers.setdefault(x.name, []).append(x)
+    left = tuple(
+        Left(name, _widest([x.before for x in found]), _widest([x.since for x in found]))
+        for name, found in numbers.items()
+    )
+    return shifts[0]._replace(left=left, ranks=() if len(ranks) == world else tuple(sorted(ranks)))
+
+
+def _widest(bounds: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    return min(low for low, _ in bounds), max(high for _, high in bounds)
 
 
 class _Range:
