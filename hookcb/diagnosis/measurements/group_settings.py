@@ -1,0 +1,125 @@
+"""GroupSettings: settings of the optimizer's groups at a few steps, by which ranks are compared."""
+
+import math
+from collections.abc import MutableMapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hookcb.diagnosis.fault import EVERY, Measurement
+from hookcb.diagnosis.measurements.group_rates import as_number
+from hookcb.diagnosis.measurements.processes import Processes
+from hookcb.diagnosis.measurements.replica_hashes import next_look, replicated
+from hookcb.diagnosis.measurements.settings import LIMIT, NUMBERS
+from hookcb.diagnosis.measurements.step_scales import StepScales
+from hookcb.diagnosis.run import Run
+from hookcb.hooks.params import named_params
+from hookcb.processes.shards import is_dtensor
+
+MAX_GROUPS = 8  # of an optimizer
+NAMES = (  # of what torch's optimizers have, without how they compute
+    *("betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad", "maximize", "alpha"),
+    *("rho", "lambd", "t0", "lr_decay", "momentum_decay", "decoupled_weight_decay", "etas", "step_sizes"),
+)
+
+
+class Shared(NamedTuple):
+    """The first parameter of a group, by its name, and the ranks that train it together."""
+
+    name: str
+    ranks: Sequence[int]
+
+
+class Settled(NamedTuple):
+    """Settings of a step: the number of its batch, and values by name of each group."""
+
+    step: int
+    of_groups: dict[Shared, dict[str, Any]]
+
+
+class GroupSettings(Measurement):
+    """Rates and other settings of up to eight groups of the optimizer, and the limit of clipping, of a step.
+
+    Known are groups whose first parameter has replicas of DistributedDataParallel, or parts of a DTensor, on
+    other ranks. The steps are the 1st, 2nd, 4th, 8th … and 10th, 100th …, that after each of these, and the
+    last one in a batch of `Run.noting`. What is on a device is left out.
+
+    Attributes:
+        looks: those of this rank, by number of steps made.
+        of_ranks: of all ranks that have told them.
+    """
+
+    cadence = EVERY
+    uses = (Processes, StepScales)
+
+    def __init__(self) -> None:
+        self.looks: dict[int, Settled] = {}
+        self.of_ranks: list[dict[int, Settled]] = []
+        self._next = self._next_whole = 1  # as in `ReplicaHashes`
+        self._is_spare = False  # whether the last look stays only until the next one
+        self._groups: MutableMapping[Optimizer, list[Shared | None]] = WeakKeyDictionary()
+
+    def on_between(self, run: Run) -> None:
+        self.done = run.measured(Processes).world == 1
+        n, opt = run.n_steps, run.loop.opt
+        is_spare = n < self._next
+        if self.done or (is_spare and not run.noting) or not isinstance(opt, Optimizer):
+            return
+        if self._is_spare:
+            self.looks.popitem()
+        self._is_spare = is_spare
+        if not is_spare:
+            is_whole = n >= self._next_whole
+            self._next_whole = next_look(n) if is_whole else self._next_whole
+            self._next = n + 1 if is_whole else self._next_whole
+        self.looks[n] = Settled(run.step, self._read(run, opt))
+
+    def _read(self, run: Run, opt: Optimizer) -> dict[Shared, dict[str, Any]]:
+        groups = opt.param_groups[:MAX_GROUPS]
+        if len(self._groups.get(opt, ())) != len(groups):
+            self._groups[opt] = _shared(run, groups)
+        pairs = zip(self._groups[opt], groups, strict=True)
+        found = {shared: _settings(group) for shared, group in pairs if shared is not None}
+        limit = run.measured(StepScales).limit
+        for settings in found.values() if not math.isnan(limit) else ():
+            settings[LIMIT] = limit
+        before = next(reversed(self.looks.values()), None)
+        # the same object is sent once
+        return before.of_groups if before is not None and before.of_groups == found else found
+
+    def state(self, run: Run) -> dict[int, Settled]:
+        return self.looks
+
+    def merge(self, run: Run, of_ranks: Sequence[dict[int, Settled]], rank: int) -> None:
+        self.of_ranks = list(of_ranks)
+
+    def freeze(self) -> None:
+        self._groups = {}
+
+
+def _shared(run: Run, groups: Sequence[dict[str, Any]]) -> list[Shared | None]:
+    """What each group is known by, None if no other rank trains its first parameter."""
+    role, ddp = run.measured(Processes).own, run.measured(Processes).ddp
+    own = set() if ddp is None or role.is_periodic else {id(p) for _, p in replicated(ddp)}
+    names = {id(p): name for name, p in named_params(run.loop.model).items()}
+    found: list[Shared | None] = []
+    for group in groups:
+        p = next(iter(group["params"]), None)
+        ranks: Sequence[int] = role.replicas if id(p) in own else ()
+        if isinstance(p, Tensor) and is_dtensor(p):
+            ranks = tuple(p.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]
+        name = names.get(id(p))
+        found.append(None if name is None or len(ranks) < 2 else Shared(name, ranks))
+    return found
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    rate = as_number(group.get("lr"))
+    found = {} if math.isnan(rate) else {"lr": rate}
+    for name in NAMES:
+        x = group.get(name)
+        if type(x) in NUMBERS or (type(x) is tuple and NUMBERS.issuperset(map(type, x))):
+            found[name] = x
+    return found
