@@ -49,6 +49,7 @@ class GroupSettings(Measurement):
     Attributes:
         looks: those of this rank, by number of steps made.
         of_ranks: of all ranks that have told them.
+        n_sharing: ranks that train each parameter of these groups together, the least number; 0 if unknown.
     """
 
     cadence = EVERY
@@ -57,6 +58,7 @@ class GroupSettings(Measurement):
     def __init__(self) -> None:
         self.looks: dict[int, Settled] = {}
         self.of_ranks: list[dict[int, Settled]] = []
+        self.n_sharing = 0
         self._next = self._next_whole = 1  # as in `ReplicaHashes`
         self._is_spare = False  # whether the last look stays only until the next one
         self._groups: MutableMapping[Optimizer, list[Shared | None]] = WeakKeyDictionary()
@@ -77,10 +79,12 @@ class GroupSettings(Measurement):
         self.looks[n] = Settled(run.step, self._read(run, opt))
 
     def _read(self, run: Run, opt: Optimizer) -> dict[Shared, dict[str, Any]]:
-        groups = opt.param_groups[:MAX_GROUPS]
+        groups = opt.param_groups
         if len(self._groups.get(opt, ())) != len(groups):
-            self._groups[opt] = _shared(run, groups)
-        pairs = zip(self._groups[opt], groups, strict=True)
+            known, n = _shared(run, groups)
+            self.n_sharing = min(n, self.n_sharing) if self._groups else n
+            self._groups[opt] = known
+        pairs = [*zip(self._groups[opt], groups, strict=True)][:MAX_GROUPS]
         found = {shared: _settings(group) for shared, group in pairs if shared is not None}
         limit = run.measured(StepScales).limit
         for settings in found.values() if not math.isnan(limit) else ():
@@ -99,25 +103,27 @@ class GroupSettings(Measurement):
         self._groups = {}
 
 
-def _shared(run: Run, groups: Sequence[dict[str, Any]]) -> list[Shared | None]:
-    """What each group is known by, None if no other rank trains its first parameter."""
+def _shared(run: Run, groups: Sequence[dict[str, Any]]) -> tuple[list[Shared | None], int]:
+    """What each group is known by, None if no other rank trains its first parameter; see `n_sharing`."""
     role, ddp = run.measured(Processes).own, run.measured(Processes).ddp
     own = set() if ddp is None or role.is_periodic else {id(p) for _, p in replicated(ddp)}
     names = {id(p): name for name, p in named_params(run.loop.model).items()}
-    found: list[Shared | None] = []
-    for group in groups:
-        p = next(iter(group["params"]), None)
-        ranks: Sequence[int] = role.replicas if id(p) in own else ()
-        if isinstance(p, Tensor) and is_dtensor(p):
-            ranks = tuple(p.device_mesh.mesh.flatten().tolist())  # type: ignore[attr-defined]
-        name = names.get(id(p))
-        found.append(None if name is None or len(ranks) < 2 else Shared(name, ranks))
-    return found
+    of_each = {id(p): role.replicas if id(p) in own else _ranks_of(p) for x in groups for p in x["params"]}
+    firsts = [id(next(iter(x["params"]), None)) for x in groups]
+    known = [
+        Shared(names[i], of_each[i]) if i in names and len(of_each.get(i, ())) > 1 else None for i in firsts
+    ]
+    return known, min(map(len, of_each.values()), default=0)
+
+
+def _ranks_of(p: Tensor) -> tuple[int, ...]:
+    """Ranks that have parts of a DTensor; none of another tensor."""
+    return tuple(p.device_mesh.mesh.flatten().tolist()) if is_dtensor(p) else ()  # type: ignore[attr-defined]
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     rate = as_number(group.get("lr"))
-    found = {} if math.isnan(rate) else {"lr": rate}
+    found: dict[str, Any] = {} if math.isnan(rate) else {"lr": rate}
     for name in NAMES:
         x = group.get(name)
         if type(x) in NUMBERS or (type(x) is tuple and NUMBERS.issuperset(map(type, x))):

@@ -204,6 +204,7 @@ def next_look(n: int) -> int:
 
 
 def replicated(ddp: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that DistributedDataParallel keeps alike, with their names."""
     return (x for x in ddp.module.named_parameters() if x[0] not in ddp.parameters_to_ignore)
 
 

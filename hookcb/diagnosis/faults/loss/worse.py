@@ -36,6 +36,7 @@ FALL = 2 / 3  # of a limit of clipping
 SCHEDULE, N_SHOWN = 3, 4  # changes of one setting, and those that are listed
 WEIGHTS = "weights"  # which param.overwritten notes
 NEAR = 32  # steps after the first change within which others are told beside it
+TOLD = "loss.worse", "loss.spike", "replica.settings"  # what says more than `train.changed`
 N_SHARED = 16  # changes that a rank gives, the latest
 MAY_BE_MEANT = {OPERATIONS, SHAPE, "weight_decay"}  # another loss, or a step against overfitting
 
@@ -254,8 +255,8 @@ class ChangedSettings(Fault):
     """A setting that a program changes in mid-run: what and when, as a note.
 
     Exact: the facts of `loss.worse` after the first 32 steps, whatever the loss does then. A setting that has
-    changed three times or more follows a schedule, and is left out, as is what `loss.worse` or `loss.spike`
-    names.
+    changed three times or more follows a schedule, and is left out, as is what `loss.worse`, `loss.spike` or
+    `replica.settings` names. Of several ranks, those on which it has changed are told, unless these are all.
 
     Source: none is needed; a program has set these numbers, and it may mean them. That a value had stayed for
     32 steps, and that rates and limits have changed by half or more, are limits of ours.
@@ -270,7 +271,7 @@ class ChangedSettings(Fault):
         if run.n_batches <= MIN_SPAN:
             yield Skipped(f"fewer than {MIN_SPAN + 1} batches")
             return
-        told = findings_of("loss.worse", run) + findings_of("loss.spike", run)
+        told = [x for code in TOLD for x in findings_of(code, run)]
         facts = [x for x in run.measured(WorseLoss).facts(run) if x.last >= MIN_SPAN]  # not in a warmup
         facts = [x for x in facts if x.what != WEIGHTS]
         n_changes = Counter((x.what, x.ranks) for x in facts)

@@ -27,7 +27,7 @@ class _Unlike(NamedTuple):
     "replica.settings",
     Site.OPTIMIZER,
     needs="batches",
-    leads_to="replica.diverged train.changed loss.* nonfinite.* update.*",
+    leads_to="replica.diverged loss.* nonfinite.* update.*",
     subject="processes",
     exact=True,
 )
@@ -80,7 +80,8 @@ class UnlikeSettings(Fault):
                 "a schedule that follows a number of its rank only, such as the loss of its batch",
             ),
             next_steps=("Have all ranks change settings alike, by numbers that are means over ranks",),
-            ranks=apart_from_most(ranks, of_each),
+            ranks=tuple(sorted({*chain.from_iterable(x.ranks for x in changes)}))
+            or apart_from_most(ranks, of_each),
         )
 
 
