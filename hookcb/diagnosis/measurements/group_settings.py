@@ -104,7 +104,7 @@ class GroupSettings(Measurement):
 
 
 def _shared(run: Run, groups: Sequence[dict[str, Any]]) -> tuple[list[Shared | None], int]:
-    """What each group is known by, None if no other rank trains its first parameter; see `n_sharing`."""
+    """Each group as ranks know it, None if only this rank trains its first parameter; and `n_sharing`."""
     role, ddp = run.measured(Processes).own, run.measured(Processes).ddp
     own = set() if ddp is None or role.is_periodic else {id(p) for _, p in replicated(ddp)}
     names = {id(p): name for name, p in named_params(run.loop.model).items()}

@@ -62,34 +62,16 @@ class Shift(NamedTuple):
 
 
 def shifts_of_all(of_ranks: Sequence[Sequence[Shift]]) -> list[Shift]:
-    """Shifts of all ranks, in order; those that begin in the same step are one, with the widest ranges."""
-    pairs = [(shift, rank) for rank, found in enumerate(of_ranks) for shift in found]
-    groups: list[list[tuple[Shift, int]]] = []
-    for shift, rank in sorted(pairs):
-        same = (x for x in groups if x[0][0].of == shift.of and _begins_with(x[0][0], shift))
-        if (group := next(same, None)) is None:
-            groups.append(group := [])
-        group.append((shift, rank))
-    return [_joined([x for x, _ in group], {rank for _, rank in group}, len(of_ranks)) for group in groups]
-
-
-def _begins_with(one: Shift, other: Shift) -> bool:
-    return abs(one.step - other.step) <= one.slack + other.slack
-
-
-def _joined(shifts: Sequence[Shift], ranks: set[int], world: int) -> Shift:
-    numbers: dict[str, list[Left]] = {}
-    for x in (x for shift in shifts for x in shift.left):
-        numbers.setdefault(x.name, []).append(x)
-    left = tuple(
-        Left(name, _widest([x.before for x in found]), _widest([x.since for x in found]))
-        for name, found in numbers.items()
-    )
-    return shifts[0]._replace(left=left, ranks=() if len(ranks) == world else tuple(sorted(ranks)))
-
-
-def _widest(bounds: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    return min(low for low, _ in bounds), max(high for _, high in bounds)
+    """Shifts of all ranks, in order; those that begin in the same step are one, with the numbers of one."""
+    joined: list[tuple[Shift, set[int]]] = []
+    for shift, rank in sorted((shift, rank) for rank, found in enumerate(of_ranks) for shift in found):
+        near = (on for x, on in joined if x.of == shift.of and shift.step - x.step <= x.slack + shift.slack)
+        if (on := next(near, None)) is None:
+            joined.append((shift, {rank}))
+        else:
+            on.add(rank)
+    world = len(of_ranks)
+    return [x._replace(ranks=() if len(on) == world else tuple(sorted(on))) for x, on in joined]
 
 
 class _Range:

@@ -3,24 +3,18 @@
 import math
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.faults.loss.worse import WorseLoss
 from hookcb.diagnosis.measurements.group_settings import GroupSettings, Settled, Shared
 from hookcb.diagnosis.measurements.replicas import apart_from_most
 from hookcb.diagnosis.run import Passed, Run, Skipped
+from hookcb.diagnosis.verdict import Finding
 from hookcb.processes.groups import name_ranks
 
 N_SHOWN = 3  # settings, and values of each
-
-
-class _Unlike(NamedTuple):
-    """Settings that differ between ranks: in which batch, the last one before in which they did not."""
-
-    step: int
-    last: int | None
-    by_name: dict[str, dict[int, Any]]  # values by rank
+Settings = dict[str, Any]  # values by name
 
 
 @fault(
@@ -50,28 +44,32 @@ class UnlikeSettings(Fault):
     passed = "settings that differ between ranks"
 
     def findings(self, run: Run) -> Iterator[Result]:
-        of_ranks = run.measured(GroupSettings).of_ranks
-        if not of_ranks:
+        if not (of_ranks := run.measured(GroupSettings).of_ranks):
             yield Skipped("the settings of all ranks were not compared")
-        elif unlike := _first_unlike(of_ranks):
-            yield self._found(run, unlike)
-        elif any(len(ranks) > 1 for _, _, ranks in _groups(of_ranks)):
-            yield Passed(self.passed)
-        else:
-            yield Skipped("no two ranks have replicas or parts of one model")
+            return
+        last: dict[Shared, int] = {}  # steps in which all had the same
+        for n in sorted({*chain.from_iterable(of_ranks)}):
+            looks = {rank: found[n] for rank, found in enumerate(of_ranks) if n in found}
+            step = max(look.step for look in looks.values())
+            for shared, of_each in _by_group(looks).items():
+                if unlike := _unlike(of_each):
+                    yield self._found(run, step, last.get(shared), unlike)
+                    return
+                last |= {shared: step} if len(of_each) > 1 else {}
+        yield Passed(self.passed) if last else Skipped("no two ranks have replicas or parts of one model")
 
-    def _found(self, run: Run, unlike: _Unlike) -> Result:
-        step, last, by_name = unlike
-        ranks = sorted({*chain.from_iterable(by_name.values())})
-        of_each = [[values.get(rank) for values in by_name.values()] for rank in ranks]
+    def _found(self, run: Run, step: int, last: int | None, unlike: dict[str, dict[int, Any]]) -> Finding:
         changes = [
             x
             for x in run.measured(WorseLoss).facts(run)
             if x.ranks and not x.layer and (-1 if last is None else last) < x.step <= step
         ]
-        said = "; ".join(_text_of(name, values) for name, values in [*by_name.items()][:N_SHOWN])
+        said = "; ".join(_text_of(name, values) for name, values in [*unlike.items()][:N_SHOWN])
         before = "" if last is None else f"; at step {last:,} they were the same"
         what = f" What changed: {'; '.join(x.text for x in changes[:N_SHOWN])}." if changes else ""
+        ranks = [*next(iter(unlike.values()))]
+        apart = apart_from_most(ranks, [[values[rank] for values in unlike.values()] for rank in ranks])
+        changed = tuple(sorted({*chain.from_iterable(x.ranks for x in changes)}))
         return self.finding(
             f"Ranks that train the same parameters have, at step {step:,}, {said}{before}.{what}",
             when=changes[0].step if changes else step,
@@ -80,47 +78,30 @@ class UnlikeSettings(Fault):
                 "a schedule that follows a number of its rank only, such as the loss of its batch",
             ),
             next_steps=("Have all ranks change settings alike, by numbers that are means over ranks",),
-            ranks=tuple(sorted({*chain.from_iterable(x.ranks for x in changes)}))
-            or apart_from_most(ranks, of_each),
+            ranks=changed or apart,
         )
 
 
-def _groups(of_ranks: list[dict[int, Settled]]) -> Iterator[tuple[int, Shared, dict[int, Settled]]]:
-    """In the order of steps: their numbers, groups, and the ranks that have told these."""
-    for n in sorted({*chain.from_iterable(of_ranks)}):
-        at = {rank: looks[n] for rank, looks in enumerate(of_ranks) if n in looks}
-        for shared in dict.fromkeys(chain.from_iterable(look.of_groups for look in at.values())):
-            yield n, shared, {rank: look for rank, look in at.items() if shared in look.of_groups}
+def _by_group(looks: dict[int, Settled]) -> dict[Shared, dict[int, Settings]]:
+    """The settings of each group, by the ranks that have it."""
+    found: dict[Shared, dict[int, Settings]] = {}
+    for rank, look in looks.items():
+        for shared, settings in look.of_groups.items():
+            found.setdefault(shared, {})[rank] = settings
+    return found
 
 
-def _first_unlike(of_ranks: list[dict[int, Settled]]) -> _Unlike | None:
-    last: dict[Shared, int] = {}
-    for _, shared, ranks in _groups(of_ranks):
-        if len(ranks) < 2:
-            continue
-        of_each = {rank: look.of_groups[shared] for rank, look in ranks.items()}
-        step = max(look.step for look in ranks.values())
-        common = set.intersection(*map(set, of_each.values()))
-        by_name = {
-            name: {rank: settings[name] for rank, settings in of_each.items()}
-            for name in next(iter(of_each.values()))
-            if name in common and len({settings[name] for settings in of_each.values()}) > 1
-        }
-        if by_name:
-            return _Unlike(step, last.get(shared), by_name)
-        last[shared] = step
-    return None
+def _unlike(of_each: dict[int, Settings]) -> dict[str, dict[int, Any]]:
+    """Settings of a group that differ, by name, and their values by rank."""
+    names = [name for name in min(of_each.values(), key=len) if all(name in x for x in of_each.values())]
+    of_names = {name: {rank: x[name] for rank, x in of_each.items()} for name in names}
+    return {name: values for name, values in of_names.items() if len({*values.values()}) > 1}
 
 
 def _text_of(name: str, values: dict[int, Any]) -> str:
     """A setting, and its values with their ranks."""
-    by_value: dict[Any, list[int]] = {}
+    by_value: dict[str, list[int]] = {}
     for rank, x in values.items():
-        by_value.setdefault(x, []).append(rank)
-    said = [f"{_shown(x)} on {name_ranks(ranks)}" for x, ranks in [*by_value.items()][:N_SHOWN]]
-    more = f" and {len(by_value) - N_SHOWN} more" if len(by_value) > N_SHOWN else ""
-    return f"{name} {', '.join(said)}{more}"
-
-
-def _shown(x: Any) -> str:
-    return "none" if x == math.inf else repr(x)
+        by_value.setdefault("none" if x == math.inf else repr(x), []).append(rank)
+    said = [f"{x} on {name_ranks(ranks)}" for x, ranks in [*by_value.items()][:N_SHOWN]]
+    return f"{name} {', '.join(said)}{f' and {len(by_value) - N_SHOWN} more' * (len(by_value) > N_SHOWN)}"
