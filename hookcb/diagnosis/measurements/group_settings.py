@@ -1,9 +1,9 @@
 """GroupSettings: settings of the optimizer's groups at a few steps, by which ranks are compared."""
 
-import math
-from collections.abc import MutableMapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,24 +19,14 @@ from hookcb.hooks.params import named_params
 from hookcb.processes.shards import is_dtensor
 
 MAX_GROUPS = 8  # of an optimizer
-NAMES = (  # of what torch's optimizers have, without how they compute
-    *("betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad", "maximize", "alpha"),
-    *("rho", "lambd", "t0", "lr_decay", "momentum_decay", "decoupled_weight_decay", "etas", "step_sizes"),
+OF_GROUPS = (  # what torch's optimizers have, without how they compute
+    "lr betas eps weight_decay momentum dampening nesterov amsgrad maximize alpha rho lambd t0 lr_decay "
+    "momentum_decay decoupled_weight_decay etas step_sizes"
 )
+NAMES = (LIMIT, *OF_GROUPS.split())
 
-
-class Shared(NamedTuple):
-    """The first parameter of a group, by its name, and the ranks that train it together."""
-
-    name: str
-    ranks: Sequence[int]
-
-
-class Settled(NamedTuple):
-    """Settings of a step: the number of its batch, and values by name of each group."""
-
-    step: int
-    of_groups: dict[Shared, dict[str, Any]]
+Groups = dict[int, tuple[Any, ...]]  # values of `NAMES`, None if unknown, by what ranks know a group by
+Looks = dict[int, tuple[int, Groups]]  # the number of the batch and its settings, by number of steps made
 
 
 class GroupSettings(Measurement):
@@ -56,12 +46,12 @@ class GroupSettings(Measurement):
     uses = (Processes, StepScales)
 
     def __init__(self) -> None:
-        self.looks: dict[int, Settled] = {}
-        self.of_ranks: list[dict[int, Settled]] = []
+        self.looks: Looks = {}
+        self.of_ranks: list[Looks] = []
         self.n_sharing = 0
         self._next = self._next_whole = 1  # as in `ReplicaHashes`
         self._is_spare = False  # whether the last look stays only until the next one
-        self._groups: MutableMapping[Optimizer, list[Shared | None]] = WeakKeyDictionary()
+        self._groups: MutableMapping[Optimizer, list[int]] = WeakKeyDictionary()
 
     def on_between(self, run: Run) -> None:
         self.done = run.measured(Processes).world == 1
@@ -76,44 +66,40 @@ class GroupSettings(Measurement):
             is_whole = n >= self._next_whole
             self._next_whole = next_look(n) if is_whole else self._next_whole
             self._next = n + 1 if is_whole else self._next_whole
-        self.looks[n] = Settled(run.step, self._read(run, opt))
+        self.looks[n] = run.step, self._read(run, opt)
 
-    def _read(self, run: Run, opt: Optimizer) -> dict[Shared, dict[str, Any]]:
+    def _read(self, run: Run, opt: Optimizer) -> Groups:
         groups = opt.param_groups
         if len(self._groups.get(opt, ())) != len(groups):
             known, n = _shared(run, groups)
             self.n_sharing = min(n, self.n_sharing) if self._groups else n
             self._groups[opt] = known
         pairs = [*zip(self._groups[opt], groups, strict=True)][:MAX_GROUPS]
-        found = {shared: _settings(group) for shared, group in pairs if shared is not None}
         limit = run.measured(StepScales).limit
-        for settings in found.values() if not math.isnan(limit) else ():
-            settings[LIMIT] = limit
-        before = next(reversed(self.looks.values()), None)
-        # the same object is sent once
-        return before.of_groups if before is not None and before.of_groups == found else found
+        found = {key: tuple(_values(group | {LIMIT: limit})) for key, group in pairs if key}
+        before = next((groups for _, groups in reversed(self.looks.values())), {})
+        return before if before == found else found  # the same object is sent once
 
-    def state(self, run: Run) -> dict[int, Settled]:
-        return self.looks
+    def state(self, run: Run) -> Looks:
+        return dict(self.looks)
 
-    def merge(self, run: Run, of_ranks: Sequence[dict[int, Settled]], rank: int) -> None:
+    def merge(self, run: Run, of_ranks: Sequence[Looks], rank: int) -> None:
         self.of_ranks = list(of_ranks)
 
     def freeze(self) -> None:
         self._groups = {}
 
 
-def _shared(run: Run, groups: Sequence[dict[str, Any]]) -> tuple[list[Shared | None], int]:
-    """Each group as ranks know it, None if only this rank trains its first parameter; and `n_sharing`."""
+def _shared(run: Run, groups: Sequence[dict[str, Any]]) -> tuple[list[int], int]:
+    """What ranks know each group by, 0 if only this one trains its first parameter; and `n_sharing`."""
     role, ddp = run.measured(Processes).own, run.measured(Processes).ddp
     own = set() if ddp is None or role.is_periodic else {id(p) for _, p in replicated(ddp)}
     names = {id(p): name for name, p in named_params(run.loop.model).items()}
     of_each = {id(p): role.replicas if id(p) in own else _ranks_of(p) for x in groups for p in x["params"]}
     firsts = [id(next(iter(x["params"]), None)) for x in groups]
-    known = [
-        Shared(names[i], of_each[i]) if i in names and len(of_each.get(i, ())) > 1 else None for i in firsts
-    ]
-    return known, min(map(len, of_each.values()), default=0)
+    known = [(names.get(i), tuple(of_each.get(i, ()))) for i in firsts]
+    keys = [crc32(repr(key).encode()) if key[0] and len(key[1]) > 1 else 0 for key in known]
+    return keys, min(map(len, of_each.values()), default=0)
 
 
 def _ranks_of(p: Tensor) -> tuple[int, ...]:
@@ -121,11 +107,8 @@ def _ranks_of(p: Tensor) -> tuple[int, ...]:
     return tuple(p.device_mesh.mesh.flatten().tolist()) if is_dtensor(p) else ()  # type: ignore[attr-defined]
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    rate = as_number(group.get("lr"))
-    found: dict[str, Any] = {} if math.isnan(rate) else {"lr": rate}
+def _values(group: dict[str, Any]) -> Iterator[Any]:
     for name in NAMES:
-        x = group.get(name)
-        if type(x) in NUMBERS or (type(x) is tuple and NUMBERS.issuperset(map(type, x))):
-            found[name] = x
-    return found
+        x = as_number(group.get(name)) if name == "lr" else group.get(name)
+        is_plain = type(x) in NUMBERS or (type(x) is tuple and NUMBERS.issuperset(map(type, x)))
+        yield x if is_plain and x == x else None  # a NaN is a number on a device

@@ -7,14 +7,13 @@ from typing import Any
 
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.faults.loss.worse import WorseLoss
-from hookcb.diagnosis.measurements.group_settings import GroupSettings, Settled, Shared
+from hookcb.diagnosis.measurements.group_settings import NAMES, Groups, GroupSettings
 from hookcb.diagnosis.measurements.replicas import apart_from_most
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
 from hookcb.processes.groups import name_ranks
 
 N_SHOWN = 3  # settings, and values of each
-Settings = dict[str, Any]  # values by name
 
 
 @fault(
@@ -47,15 +46,15 @@ class UnlikeSettings(Fault):
         if not (of_ranks := run.measured(GroupSettings).of_ranks):
             yield Skipped("the settings of all ranks were not compared")
             return
-        last: dict[Shared, int] = {}  # steps in which all had the same
+        last: dict[int, int] = {}  # steps in which all had the same, by group
         for n in sorted({*chain.from_iterable(of_ranks)}):
             looks = {rank: found[n] for rank, found in enumerate(of_ranks) if n in found}
-            step = max(look.step for look in looks.values())
-            for shared, of_each in _by_group(looks).items():
+            step = max(step for step, _ in looks.values())
+            for key, of_each in _by_group({rank: groups for rank, (_, groups) in looks.items()}).items():
                 if unlike := _unlike(of_each):
-                    yield self._found(run, step, last.get(shared), unlike)
+                    yield self._found(run, step, last.get(key), unlike)
                     return
-                last |= {shared: step} if len(of_each) > 1 else {}
+                last |= {key: step} if len(of_each) > 1 else {}
         yield Passed(self.passed) if last else Skipped("no two ranks have replicas or parts of one model")
 
     def _found(self, run: Run, step: int, last: int | None, unlike: dict[str, dict[int, Any]]) -> Finding:
@@ -82,20 +81,20 @@ class UnlikeSettings(Fault):
         )
 
 
-def _by_group(looks: dict[int, Settled]) -> dict[Shared, dict[int, Settings]]:
+def _by_group(of_ranks: dict[int, Groups]) -> dict[int, dict[int, tuple[Any, ...]]]:
     """The settings of each group, by the ranks that have it."""
-    found: dict[Shared, dict[int, Settings]] = {}
-    for rank, look in looks.items():
-        for shared, settings in look.of_groups.items():
-            found.setdefault(shared, {})[rank] = settings
-    return found
+    keys = dict.fromkeys(chain.from_iterable(of_ranks.values()))
+    return {key: {rank: groups[key] for rank, groups in of_ranks.items() if key in groups} for key in keys}
 
 
-def _unlike(of_each: dict[int, Settings]) -> dict[str, dict[int, Any]]:
-    """Settings of a group that differ, by name, and their values by rank."""
-    names = [name for name in min(of_each.values(), key=len) if all(name in x for x in of_each.values())]
-    of_names = {name: {rank: x[name] for rank, x in of_each.items()} for name in names}
-    return {name: values for name, values in of_names.items() if len({*values.values()}) > 1}
+def _unlike(of_each: dict[int, tuple[Any, ...]]) -> dict[str, dict[int, Any]]:
+    """Settings of a group that all ranks have and that differ, by name, and their values by rank."""
+    columns = zip(NAMES, zip(*of_each.values(), strict=True), strict=True)
+    return {
+        name: dict(zip(of_each, values, strict=True))
+        for name, values in columns
+        if None not in values and len({*values}) > 1
+    }
 
 
 def _text_of(name: str, values: dict[int, Any]) -> str:

@@ -4,19 +4,19 @@ import math
 
 from hookcb.diagnosis.faults.loss.worse import ChangedSettings, WorseLoss
 from hookcb.diagnosis.faults.ranks.settings import UnlikeSettings
-from hookcb.diagnosis.measurements.group_settings import GroupSettings, Settled, Shared
+from hookcb.diagnosis.measurements.group_settings import NAMES, GroupSettings
 from hookcb.diagnosis.measurements.settings import LIMIT, Change, Settings
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from tests.diagnosis.faults.ranks.support import merged
 from tests.diagnosis.support import only
 
-FIRST = Shared("0.weight", range(2))
+FIRST, OTHER = 1, 2  # groups
 CHANGED = Change(100, 99, "betas", (0.9, 0.99), (0.5, 0.9))
 
 
-def looks(values, shared=FIRST):
-    """Settings of a rank by number of steps made."""
-    return {n: Settled(n - 1, {shared: settings}) for n, settings in values.items()}
+def looks(values, group=FIRST):
+    """Settings of a group on a rank by number of steps made."""
+    return {n: (n - 1, {group: tuple(x.get(name) for name in NAMES)}) for n, x in values.items()}
 
 
 def run_with(looks, *changes):
@@ -35,7 +35,7 @@ def test_the_first_step_and_all_values_of_settings_that_differ_are_told():
     same, other = {"lr": 0.1, LIMIT: 1.0}, {"lr": 0.2, LIMIT: math.inf}
     found = told(looks({1: same, 8: same, 16: same}), looks({1: same, 8: other, 16: other}))
     assert (found.severity, found.step, found.ranks) == ("error", 7, (1,))
-    assert "lr 0.1 on rank 0, 0.2 on rank 1; limit of clip_grad_norm_ 1.0 on rank 0, none on rank 1" in (
+    assert "limit of clip_grad_norm_ 1.0 on rank 0, none on rank 1; lr 0.1 on rank 0, 0.2 on rank 1" in (
         found.message
     )
     assert "; at step 0 they were the same" in found.message
@@ -45,8 +45,7 @@ def test_the_first_step_and_all_values_of_settings_that_differ_are_told():
 
 def test_only_groups_of_the_same_parameter_on_the_same_ranks_are_compared():
     a, b = {1: {"lr": 0.1}}, {1: {"lr": 0.2}}
-    assert isinstance(told(looks(a), looks(b, Shared("1.weight", range(2)))), Skipped)  # as of ZeRO
-    assert isinstance(told(looks(a), looks(b, Shared("0.weight", (1, 2)))), Skipped)
+    assert isinstance(told(looks(a), looks(b, OTHER)), Skipped)  # as of ZeRO
     assert isinstance(told(looks(a), looks({2: {"lr": 0.2}})), Skipped)
     assert isinstance(told(looks(a), looks({1: {"momentum": 0.9}})), Passed)
     assert isinstance(told(looks(a), looks(a)), Passed)
