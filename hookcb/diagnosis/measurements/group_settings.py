@@ -91,7 +91,7 @@ class GroupSettings(Measurement):
 
 
 def _shared(run: Run, groups: Sequence[dict[str, Any]]) -> tuple[list[int], int]:
-    """What ranks know each group by, 0 if only this one trains its first parameter; and `n_sharing`."""
+    """Number by which ranks know each group, 0 if only this one trains its first parameter; `n_sharing`."""
     role, ddp = run.measured(Processes).own, run.measured(Processes).ddp
     own = set() if ddp is None or role.is_periodic else {id(p) for _, p in replicated(ddp)}
     names = {id(p): name for name, p in named_params(run.loop.model).items()}

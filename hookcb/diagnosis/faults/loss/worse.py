@@ -106,7 +106,7 @@ class WorseLoss(Fault):
         self._of_ranks = [*of_ranks]
 
     def facts(self, run: Run) -> list[Fact]:
-        """What the program has changed, in order; on all ranks, if these have told it."""
+        """Changes that the program has made, in order; on all ranks, if these have told them."""
         if self._of_ranks is None:
             return sorted(_facts(run))
         ranks: dict[Fact, list[int]] = {}

@@ -29,13 +29,14 @@ class UnlikeSettings(Fault):
 
     Exact: the learning rate, `betas`, `eps`, `weight_decay`, `momentum` and other numbers that torch's
     optimizers have, of up to eight groups, and the limit of `clip_grad_norm_`, in the first step and after 1,
-    2, 4, 8 … and 10, 100 … steps, in the next one each, and in one of the last 16. Compared are groups of
-    which the first parameter has replicas of DistributedDataParallel, or parts of a DTensor, as under FSDP2,
-    on these ranks. Its step is that of a change that was seen on some of them only, see `train.changed`.
-    Replicas come apart by it, see `replica.diverged`; shards cannot, and are then parts of models that are
-    trained in different ways. Rates that are on a device are not read.
+    2, 4, 8 … and 10, 100 … steps, in the step after each of these, and in one of the last 16 batches.
+    Compared are groups whose first parameter has replicas of DistributedDataParallel, or parts of a DTensor,
+    as under FSDP2, on these ranks. Its step is that of a change that was seen on some of them only, as
+    `train.changed` knows it, or else the first one in which they differ. Replicas come apart by it, see
+    `replica.diverged`; shards cannot, but are then trained in different ways. Rates that are on a device are
+    not read, nor is `clip_grad_norm_` of another library.
 
-    Source: PyTorch, DistributedDataParallel, "Internal Design": the optimizers of all ranks must do the same.
+    Source: PyTorch, DistributedDataParallel, "Internal Design".
     """
 
     headline = "Ranks train one model with different settings"

@@ -34,7 +34,7 @@ def told(*of_ranks):
 def test_the_first_step_and_all_values_of_settings_that_differ_are_told():
     same, other = {"lr": 0.1, LIMIT: 1.0}, {"lr": 0.2, LIMIT: math.inf}
     found = told(looks({1: same, 8: same, 16: same}), looks({1: same, 8: other, 16: other}))
-    assert (found.severity, found.step, found.ranks) == ("error", 7, (1,))
+    assert (found.code, found.severity, found.step, found.ranks) == ("replica.settings", "error", 7, (1,))
     assert "limit of clip_grad_norm_ 1.0 on rank 0, none on rank 1; lr 0.1 on rank 0, 0.2 on rank 1" in (
         found.message
     )
