@@ -165,7 +165,7 @@ class WorseLoss(Fault):
         then = "" if after == last else f"; in the end it is {last:.3g}"
         return self.finding(
             f"The loss has risen from {before:.3g} to {after:.3g}{then}. What changed before: "
-            f"{'; '.join(dict.fromkeys(fact.text for fact in facts))}.",
+            f"{_listed(facts)}.",
             "warning" if is_sure or is_harmful else "info",
             at=first.layer or None,
             when=(first.step, run.loss.steps[-1]),
@@ -175,6 +175,12 @@ class WorseLoss(Fault):
             next_steps=(compare_from(first.step) if first.is_of_data else undo_from(first.step),),
             ranks=_ranks_of(facts),
         )
+
+
+def _listed(facts: Sequence[Fact]) -> str:
+    texts = [*dict.fromkeys(fact.text for fact in facts)]
+    more = [f"and {len(texts) - N_SHOWN} more"] if len(texts) > N_SHOWN else []
+    return "; ".join(texts[:N_SHOWN] + more)
 
 
 def _on(fact: Fact, ranks: Sequence[int]) -> Fact:
@@ -280,10 +286,8 @@ class ChangedSettings(Fault):
         yield self._found(new) if new else Passed(self.passed)
 
     def _found(self, facts: Sequence[Fact]) -> Finding:
-        more = f"; and {len(facts) - N_SHOWN} more" if len(facts) > N_SHOWN else ""
-        said = "; ".join(fact.text for fact in facts[:N_SHOWN])
         return self.finding(
-            f"What changed: {said}{more}. This may be as intended.",
+            f"What changed: {_listed(facts)}. This may be as intended.",
             at=facts[0].layer or None,
             when=(facts[0].step, facts[-1].step),
             next_steps=(f"If results are worse since then, {undo_from(facts[0].step).lower()}",),

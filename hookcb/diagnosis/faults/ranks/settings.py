@@ -59,11 +59,10 @@ class UnlikeSettings(Fault):
         yield Passed(self.passed) if last else Skipped("no two ranks have replicas or parts of one model")
 
     def _found(self, run: Run, step: int, last: int | None, unlike: dict[str, dict[int, Any]]) -> Finding:
-        changes = [
-            x
-            for x in run.measured(WorseLoss).facts(run)
-            if x.ranks and not x.layer and (-1 if last is None else last) < x.step <= step
-        ]
+        new = run.measured(WorseLoss).facts(run)
+        new = [x for x in new if x.ranks and (-1 if last is None else last) < x.step <= step]
+        # of rates and limits, or of one of these settings
+        changes = [x for x in new if not x.what or any(x.what.startswith(f"{name} of ") for name in unlike)]
         said = "; ".join(_text_of(name, values) for name, values in [*unlike.items()][:N_SHOWN])
         before = "" if last is None else f"; at step {last:,} they were the same"
         what = f" What changed: {'; '.join(x.text for x in changes[:N_SHOWN])}." if changes else ""
