@@ -38,6 +38,7 @@ class Shift(NamedTuple):
         of: "inputs" or "targets".
         left: its numbers.
         slack: steps by which it may have begun earlier or later.
+        said: a clause on it, if it is not of numbers.
         ranks: those whose batches have changed, of several; empty if all have, or there is one.
     """
 
@@ -45,6 +46,7 @@ class Shift(NamedTuple):
     of: str
     left: tuple[Left, ...]
     slack: int = 0
+    said: str = ""
     ranks: tuple[int, ...] = ()
 
     @property
@@ -55,6 +57,8 @@ class Shift(NamedTuple):
     @property
     def text(self) -> str:
         """A clause on it."""
+        if self.said:
+            return f"on {name_ranks(self.ranks)}, {self.said}" if self.ranks else self.said
         numbers = "; ".join(x.text for x in self.left)
         since = f"{'about ' * bool(self.slack)}step {self.step:,}"
         whose = f" of {name_ranks(self.ranks)}" if self.ranks else ""
@@ -65,7 +69,8 @@ def shifts_of_all(of_ranks: Sequence[Sequence[Shift]]) -> list[Shift]:
     """Shifts of all ranks, in order; those that begin in the same step are one, with the numbers of one."""
     joined: list[tuple[Shift, set[int]]] = []
     for shift, rank in sorted((shift, rank) for rank, found in enumerate(of_ranks) for shift in found):
-        near = (on for x, on in joined if x.of == shift.of and shift.step - x.step <= x.slack + shift.slack)
+        alike = ((x, on) for x, on in joined if (x.of, bool(x.said)) == (shift.of, bool(shift.said)))
+        near = (on for x, on in alike if shift.step - x.step <= x.slack + shift.slack)
         if (on := next(near, None)) is None:
             joined.append((shift, {rank}))
         else:

@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from hookcb.core import graph
 from hookcb.core.batch import parts
 from hookcb.core.text import as_layer, join_names
-from hookcb.core.torch_private import buffers_of, parameters_of
+from hookcb.core.torch_private import buffers_of, input_dtype, parameters_of
 from hookcb.diagnosis.fault import EVERY, NOTES, Measurement
 from hookcb.diagnosis.measurements.attributes import plain_objects
+from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.modules import named_modules
@@ -26,12 +27,13 @@ MIN_SPAN, MIN_STAY = 32, 8  # steps with one value before a change, and with the
 MAX_NODES, MAX_GRAPH = 24, 2_000  # nodes of the graph of the loss, and of that of the model
 MIN_GRAPH_SPAN = 96  # steps with one graph, which is read in inspected batches only
 NUMBERS = {bool, int, float}
-PLAIN = {*NUMBERS, tuple, str, torch.dtype, type(None)}
+SINGLE = {*NUMBERS, str, torch.dtype}
+PLAIN = {*SINGLE, tuple, type(None)}
 LEFT_OUT = {"lr", "initial_lr", "training"}  # which have records of their own
 SAVED = {"exponent": None, "reduction": None, "alpha": 1}  # of operations of the loss, and what is usual
 BACKWARDS, CLIPPED, OPERATIONS = "backwards per step", "parameters that are clipped", "operations"
 LIMIT, GRAPH = "limit of clip_grad_norm_", "autograd graph"  # inf without any; of the model
-SHAPE, PARAMS = "shape", "names of parameters"
+SHAPE, PARAMS, FACTOR = "shape", "names of parameters", "the factor"
 MAX_OBJECTS = 64  # of the user's, in attributes of layers
 PARAM = "="  # before the name of a parameter in a graph
 
@@ -81,7 +83,7 @@ def _difference(before: Sequence[str], after: Sequence[str]) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if math.isfinite(value) else "none"
-    return str(value)
+    return str(value).removeprefix("torch.")
 
 
 def when_of(last: int, step: int) -> str:
@@ -145,12 +147,13 @@ class _Followed(NamedTuple):
 class Settings(Measurement):
     """Follows settings: of up to eight groups of each optimizer, in each step, of layers, and of the loss.
 
-    Those of a layer are its attributes that are numbers, such as `p`, `eps` and `momentum`, without private
-    ones, and the dtypes of its buffers: of all layers in inspected batches, and of one in each other batch,
-    in turn. Of the loss, its operations next to it, in batches of `Run.noting`, and of the graph behind them,
-    in inspected batches, up to 2,000 operations and the parameters that it reaches. Of each step, the number
-    of backwards before it, of parameters that torch's clipping was given, and its limit. What changes often,
-    as by a schedule, or changes back at once, was not changed by a program once.
+    Those of a layer are its attributes that are numbers, such as `p`, `eps` and `momentum`, strings or
+    dtypes, without private ones, and the dtypes of its buffers: of all layers in inspected batches, and of
+    one in each other batch, in turn. Of the loss, its operations next to it, in batches of `Run.noting`, and
+    of the graph behind them, in inspected batches, up to 2,000 operations and the parameters that it reaches;
+    and the number that a mean is multiplied by, in each batch. Of each step, the number of backwards before
+    it, of parameters that torch's clipping was given, and its limit. What changes often, as by a schedule, or
+    changes back at once, was not changed by a program once.
 
     Attributes:
         changes: the last 16, where nothing of the group, layer or loss had changed for 32 steps before, and
@@ -159,7 +162,7 @@ class Settings(Measurement):
 
     cadence = EVERY
     cadences: ClassVar = {"on_loss": NOTES}
-    uses = (StepScales,)
+    uses = (Curves, StepScales)
 
     def __init__(self) -> None:
         self.changes = deque[Change](maxlen=N_CHANGES)
@@ -228,7 +231,7 @@ class Settings(Measurement):
         loss = run.loop.loss_node
         nodes = graph.walk([loss], at_most=MAX_GRAPH)
         close = set(graph.near(loss, MAX_NODES))
-        read = ((graph.leaf(at), graph.name(at)) for at in nodes if at not in close)
+        read = ((graph.leaf(at), _operation(at)) for at in nodes if at not in close)
         values = {GRAPH: tuple(op if x is None else self._names.get(id(x), op) for x, op in read)}
         if self._of_graph is None:
             self._of_graph = _Known(values, run.step, MIN_GRAPH_SPAN)
@@ -245,11 +248,12 @@ class Settings(Measurement):
             return
         step, scales = run.step, run.measured(StepScales)
         of_steps: list[dict[str, Any]] = [{BACKWARDS: n, CLIPPED: scales.n_clipped}]
-        of_steps.append({LIMIT: scales.limit})  # which may change often
+        of_steps += [{LIMIT: scales.limit}, {FACTOR: run.measured(Curves).factor}]  # which may change often
         if opt not in self._of_steps:
             self._of_steps[opt] = [_Known(values, step) for values in of_steps]
         for own, values in zip(self._of_steps[opt], of_steps, strict=True):
-            self.changes += own.changed(values, step)
+            of = "the loss" if FACTOR in values else "the optimizer"
+            self.changes += [x._replace(of=of) for x in own.changed(values, step)]
         groups = opt.param_groups[:MAX_GROUPS]
         known = self._of_groups.setdefault(opt, [])
         for i, group in enumerate(groups):
@@ -270,8 +274,16 @@ def operations_of(node: Any) -> tuple[str, ...]:
     for at in graph.near(node, MAX_NODES):
         saved = ((graph.read_saved(at, key), usual) for key, usual in SAVED.items())
         numbers = ", ".join(str(x) for x, usual in saved if type(x) in NUMBERS and x != usual)
-        found.append(f"{graph.name(at)}({numbers})" if numbers else graph.name(at))
+        found.append(f"{_operation(at)}({numbers})" if numbers else _operation(at))
     return tuple(found)
+
+
+def _operation(node: Any) -> str:
+    """Name of an operation; of a cast, with its dtypes."""
+    if (name := graph.name(node)) != "ToCopy":
+        return name
+    before, after = (input_dtype(at) for at in (graph.only_input(node), node))
+    return f"a cast from {_shown(before)} to {_shown(after)}"
 
 
 def _first_new(before: Sequence[str], after: Sequence[str]) -> str:
@@ -287,12 +299,12 @@ def _own(attributes: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _settings(owner: dict[str, Any]) -> dict[str, Any]:
-    """Public numbers, and tuples of numbers, by their names."""
+    """Public numbers, tuples of numbers, strings and dtypes, by their names."""
     named = {name: x for name, x in owner.items() if name[0] != "_" and name not in LEFT_OUT}
     return {
         name: x
         for name, x in named.items()
-        if type(x) in NUMBERS or (type(x) is tuple and NUMBERS.issuperset(map(type, x)))
+        if type(x) in SINGLE or (type(x) is tuple and NUMBERS.issuperset(map(type, x)))
     }
 
 

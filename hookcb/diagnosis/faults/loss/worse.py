@@ -14,6 +14,7 @@ from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.schedules import Schedules
 from hookcb.diagnosis.measurements.settings import (
     CLIPPED,
+    FACTOR,
     LIMIT,
     MIN_SPAN,
     OPERATIONS,
@@ -38,7 +39,7 @@ WEIGHTS = "weights"  # which param.overwritten notes
 NEAR = 32  # steps after the first change within which others are told beside it
 TOLD = "loss.worse", "loss.spike", "replica.settings"  # what says more than `train.changed`
 N_SHARED = 16  # changes that a rank gives, the latest
-MAY_BE_MEANT = {OPERATIONS, SHAPE, "weight_decay"}  # another loss, or a step against overfitting
+MAY_BE_MEANT = {OPERATIONS, SHAPE, FACTOR, "weight_decay"}  # another loss, or a step against overfitting
 
 
 class Fact(NamedTuple):
