@@ -46,7 +46,6 @@ BACKWARDS = {torch.autograd.backward.__code__: "tensors", torch.autograd.grad.__
 FREED = object()  # stands for a saved tensor that the backward has freed, or that is hidden by a hook
 KEPT = "hookcb_kept"  # in the metadata of a node: what `read_saved` gives while its backward runs
 MAX_OF_LOSS = 16  # nodes in which that is looked for
-OF_LOSS = (*SCALING, *SHIFTING, *SHAPING, "Mean", "Sum", "Neg")  # between a loss and its terms
 OF_TERM = ("target", "weight", "pos_weight")
 
 
@@ -169,7 +168,9 @@ def keep_saved(roots: Iterable[Any]) -> list[Any]:
     Returns the nodes that have some, for `drop_saved`.
     """
     nodes = []
-    for node in walk(roots, at_most=MAX_OF_LOSS, through=lambda at: name(at) in OF_LOSS):
+    for node in walk(
+        roots, at_most=MAX_OF_LOSS, through=lambda at: name(at) not in LAYERS, nearest_first=True
+    ):
         fields = ("other", "self") if (is_scaling := name(node) in SCALING) else OF_TERM
         kept = {field: read_saved(node, field) for field in fields}
         are_large = is_scaling and any(isinstance(x, Tensor) and x.numel() > 1 for x in kept.values())

@@ -103,8 +103,8 @@ class Relabels:
             own = torch.Generator("cpu").manual_seed(0)
             weights = torch.randint(-(2**63), 2**63 - 1, (key[0],), generator=own, device="cpu") | 1
             weights = self._weights[key] = weights.to(rows.device, non_blocking=True)
-        sums: Tensor = (rows.long() * weights).sum(1)
-        return sums >> (64 - BITS) & (2**BITS - 1)
+        hashes: Tensor = (rows.long() * weights).sum(1) >> (64 - BITS) & (2**BITS - 1)
+        return hashes
 
     def _are_others(self, pairs: Sequence[Sequence[float]]) -> list[bool]:
         """Whether the target of each sample that comes again is another one; takes those that are new."""

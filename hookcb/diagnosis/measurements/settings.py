@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 from hookcb.core import graph
 from hookcb.core.batch import parts
 from hookcb.core.text import as_layer, join_names
-from hookcb.core.torch_private import buffers_of, input_dtype, parameters_of
+from hookcb.core.torch_private import buffers_of, input_dtype, parameters_of, version_of
 from hookcb.diagnosis.fault import EVERY, NOTES, Measurement
 from hookcb.diagnosis.measurements.attributes import plain_objects
 from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.loss_terms import factor_of
 from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.modules import named_modules
@@ -33,7 +34,9 @@ LEFT_OUT = {"lr", "initial_lr", "training"}  # which have records of their own
 SAVED = {"exponent": None, "reduction": None, "alpha": 1}  # of operations of the loss, and what is usual
 BACKWARDS, CLIPPED, OPERATIONS = "backwards per step", "parameters that are clipped", "operations"
 LIMIT, GRAPH = "limit of clip_grad_norm_", "autograd graph"  # inf without any; of the model
-SHAPE, PARAMS, FACTOR = "shape", "names of parameters", "the factor"
+SHAPE, PARTS, PARAMS = "shape", "tensors", "names of parameters"
+FACTOR, FACTORS = "the factor", "numbers that scale parts"  # of a mean, and of the rest of the loss
+BUFFER, DTYPE, OPTIMIZER = "buffer ", "dtype of ", "optimizer"  # the first two before the name of a buffer
 MAX_OBJECTS = 64  # of the user's, in attributes of layers
 PARAM = "="  # before the name of a parameter in a graph
 
@@ -61,13 +64,18 @@ class Change(NamedTuple):
     @property
     def text(self) -> str:
         """Words on what has changed, how and when, without a verb."""
+        when = when_of(self.last, self.step)
+        if self.name == OPTIMIZER:
+            return f"the optimizer, from {self.before[0]} to another {self.after[0]} {when}"
+        if self.name.startswith(BUFFER):
+            return f"{self.name} of {self.of}, which was written to {when}"
         how = f"from {_shown(self.before)} to {_shown(self.after)}"
         if self.name == OPERATIONS:
             how = _difference(self.before, self.after)
         if self.name == GRAPH:
             place = f", near {as_layer(self.layer)}" if self.layer else ""
             how = f"{_difference(self.before, self.after)}{place},"
-        return f"{self.name} of {self.of}, {how} {when_of(self.last, self.step)}"
+        return f"{self.name} of {self.of}, {how} {when}"
 
 
 def _difference(before: Sequence[str], after: Sequence[str]) -> str:
@@ -83,6 +91,8 @@ def _difference(before: Sequence[str], after: Sequence[str]) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if math.isfinite(value) else "none"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))})"
     return str(value).removeprefix("torch.")
 
 
@@ -140,6 +150,7 @@ class _Followed(NamedTuple):
     buffers: dict[str, Tensor | None]
     params: Mapping[str, Tensor | None]
     known: _Known
+    written: _Known
     numbers: tuple[str, ...]
     dtypes: tuple[str, ...]
 
@@ -148,12 +159,13 @@ class Settings(Measurement):
     """Follows settings: of up to eight groups of each optimizer, in each step, of layers, and of the loss.
 
     Those of a layer are its attributes that are numbers, such as `p`, `eps` and `momentum`, strings or
-    dtypes, without private ones, and the dtypes of its buffers: of all layers in inspected batches, and of
-    one in each other batch, in turn. Of the loss, its operations next to it, in batches of `Run.noting`, and
-    of the graph behind them, in inspected batches, up to 2,000 operations and the parameters that it reaches;
-    and the number that a mean is multiplied by, in each batch. Of each step, the number of backwards before
-    it, of parameters that torch's clipping was given, and its limit. What changes often, as by a schedule, or
-    changes back at once, was not changed by a program once.
+    dtypes, without private ones, the dtypes of its buffers, and writes to these: of all layers in inspected
+    batches, and of one in each other batch, in turn. Of the inputs, their names, their dtypes, and the shape
+    of the first. Of the loss, its operations next to it and numbers that scale its parts, in batches of
+    `Run.noting`, and the graph behind them, in inspected batches, up to 2,000 operations and the parameters
+    that it reaches; and the number that a mean is multiplied by, in each batch. Of each step, its optimizer,
+    the number of backwards before it, of parameters that torch's clipping was given, and its limit. What
+    changes often, as by a schedule, or changes back at once, was not changed by a program once.
 
     Attributes:
         changes: the last 16, where nothing of the group, layer or loss had changed for 32 steps before, and
@@ -169,8 +181,9 @@ class Settings(Measurement):
         self._of_layers: list[_Followed] = []
         self._of_groups: MutableMapping[Optimizer, list[_Known]] = WeakKeyDictionary()
         self._of_steps: MutableMapping[Optimizer, list[_Known]] = WeakKeyDictionary()
-        self._of_loss: _Known | None = None
-        self._of_inputs: _Known | None = None
+        self._of_loss: list[_Known] = []
+        self._of_inputs: list[_Known] = []
+        self._of_opt: _Known | None = None
         self._of_graph: _Known | None = None
         self._names: dict[int, str] = {}  # of parameters, by id
         self._n_backward = 0
@@ -202,28 +215,41 @@ class Settings(Measurement):
         numbers, dtypes = tuple(_settings(own)), tuple(buffers)
         if numbers or dtypes or params:
             known = _Known(_values_of(own, buffers, params, numbers, dtypes), run.step)
+            written = _Known(_versions_of(buffers, dtypes), run.step)
             what = name, layer, attributes, key, buffers, params
-            self._of_layers.append(_Followed(*what, known, numbers, dtypes))
+            self._of_layers.append(_Followed(*what, known, written, numbers, dtypes))
 
     def on_batch(self, run: Run) -> None:
         layers = self._of_layers
         if layers and not run.looking:
             layers = [layers[run.step % len(layers)]]
-        for name, layer, attributes, key, buffers, params, known, numbers, dtypes in layers:
+        for name, layer, attributes, key, buffers, params, known, written, numbers, dtypes in layers:
             values = _values_of(_own(attributes, key), buffers, params, numbers, dtypes)
-            for change in known.changed(values, run.step):
-                self.changes.append(change._replace(of=name, layer=layer))
-        x = next((x for _, x in parts(run.loop.xb) if isinstance(x, Tensor)), None)
-        values = {SHAPE: None if x is None else tuple(x.shape)}
-        if self._of_inputs is None:
-            self._of_inputs = _Known(values, run.step)
-        self.changes += [x._replace(of="the inputs") for x in self._of_inputs.changed(values, run.step)]
+            new = known.changed(values, run.step)
+            if dtypes:
+                others = {
+                    BUFFER + change.name.removeprefix(DTYPE) for change in new
+                }  # replaced for their dtype
+                writes = written.changed(_versions_of(buffers, dtypes), run.step)
+                new += [change for change in writes if change.name not in others]
+            self.changes += [change._replace(of=name, layer=layer) for change in new]
+        tensors = [(path, x) for path, x in parts(run.loop.xb) if isinstance(x, Tensor)]
+        values = {
+            SHAPE: tuple(tensors[0][1].shape) if tensors else None,
+            PARTS: tuple(f"{path} {_shown(x.dtype)}".strip() for path, x in tensors),
+        }
+        if not self._of_inputs:
+            self._of_inputs = [_Known({name: x}, run.step) for name, x in values.items()]
+        for own, (name, x) in zip(self._of_inputs, values.items(), strict=True):
+            self.changes += [y._replace(of="the inputs") for y in own.changed({name: x}, run.step)]
 
     def on_loss(self, run: Run) -> None:
-        values = {OPERATIONS: operations_of(run.loop.loss_node)}
-        if self._of_loss is None:
-            self._of_loss = _Known(values, run.step)
-        self.changes += [x._replace(of="the loss") for x in self._of_loss.changed(values, run.step)]
+        node = run.loop.loss_node
+        values: dict[str, Any] = {OPERATIONS: operations_of(node), FACTORS: factors_of(node)}
+        if not self._of_loss:
+            self._of_loss = [_Known({name: x}, run.step) for name, x in values.items()]
+        for own, (name, x) in zip(self._of_loss, values.items(), strict=True):
+            self.changes += [y._replace(of="the loss") for y in own.changed({name: x}, run.step)]
         if run.looking:
             self._look_at_graph(run)
 
@@ -247,6 +273,10 @@ class Settings(Measurement):
         if not isinstance(opt, Optimizer):
             return
         step, scales = run.step, run.measured(StepScales)
+        current = {OPTIMIZER: (type(opt).__name__, id(opt))}
+        if self._of_opt is None:
+            self._of_opt = _Known(current, step)
+        self.changes += self._of_opt.changed(current, step)
         of_steps: list[dict[str, Any]] = [{BACKWARDS: n, CLIPPED: scales.n_clipped}]
         of_steps += [{LIMIT: scales.limit}, {FACTOR: run.measured(Curves).factor}]  # which may change often
         if opt not in self._of_steps:
@@ -264,8 +294,8 @@ class Settings(Measurement):
                 self.changes.append(change._replace(of=of))
 
     def freeze(self) -> None:
-        self._of_layers, self._of_loss, self._of_groups, self._of_steps = [], None, {}, {}
-        self._of_graph, self._of_inputs, self._names = None, None, {}
+        self._of_layers, self._of_loss, self._of_groups, self._of_steps = [], [], {}, {}
+        self._of_graph, self._of_inputs, self._names = None, [], {}
 
 
 def operations_of(node: Any) -> tuple[str, ...]:
@@ -276,6 +306,13 @@ def operations_of(node: Any) -> tuple[str, ...]:
         numbers = ", ".join(str(x) for x, usual in saved if type(x) in NUMBERS and x != usual)
         found.append(f"{_operation(at)}({numbers})" if numbers else _operation(at))
     return tuple(found)
+
+
+def factors_of(node: Any) -> tuple[float, ...]:
+    """Known numbers that multiply parts of a loss, or what the last layers give to it, nearest first."""
+    near = graph.near(graph.peel(node, graph.SCALING), MAX_NODES)
+    found = (factor_of(at) for at in near if graph.name(at) in graph.SCALING)
+    return tuple(x for x in found if x is not None and math.isfinite(x))
 
 
 def _operation(node: Any) -> str:
@@ -308,6 +345,15 @@ def _settings(owner: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _versions_of(buffers: dict[str, Tensor | None], names: tuple[str, ...]) -> dict[str, Any]:
+    """Identities of buffers, and numbers of writes to them."""
+    tensors = ((name, buffers.get(name)) for name in names)
+    return {
+        BUFFER + name: None if x is None or x.is_inference() else (id(x), version_of(x))
+        for name, x in tensors
+    }
+
+
 def _values_of(
     attributes: dict[str, Any],
     buffers: dict[str, Tensor | None],
@@ -318,6 +364,6 @@ def _values_of(
     values = {name: attributes.get(name) for name in numbers}
     for name in dtypes:
         x = buffers.get(name)
-        values[f"dtype of {name}"] = None if x is None else x.dtype
+        values[DTYPE + name] = None if x is None else x.dtype
     values[PARAMS] = tuple(params)
     return values

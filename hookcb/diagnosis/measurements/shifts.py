@@ -266,7 +266,7 @@ class Shifts(Measurement):
         return y if _has_numbers(y) else None
 
     def relabeled(self, run: Run) -> tuple[int, int]:
-        """Of the batch, once its loss is there: see `Relabels.count`."""
+        """Counts samples of the batch that come again, see `Relabels.count`, once its loss is there."""
         x, y = self._main_of(run.loop.xb), self._targets_of(run)
         return (0, 0) if x is None or y is None else self._relabels.count(x, y)
 

@@ -15,6 +15,7 @@ from hookcb.diagnosis.measurements.schedules import Schedules
 from hookcb.diagnosis.measurements.settings import (
     CLIPPED,
     FACTOR,
+    FACTORS,
     LIMIT,
     MIN_SPAN,
     OPERATIONS,
@@ -39,7 +40,13 @@ WEIGHTS = "weights"  # which param.overwritten notes
 NEAR = 32  # steps after the first change within which others are told beside it
 TOLD = "loss.worse", "loss.spike", "replica.settings"  # what says more than `train.changed`
 N_SHARED = 16  # changes that a rank gives, the latest
-MAY_BE_MEANT = {OPERATIONS, SHAPE, FACTOR, "weight_decay"}  # another loss, or a step against overfitting
+MAY_BE_MEANT = {
+    OPERATIONS,
+    SHAPE,
+    FACTOR,
+    FACTORS,
+    "weight_decay",
+}  # another loss, or a step against overfitting
 
 
 class Fact(NamedTuple):
@@ -74,9 +81,10 @@ class WorseLoss(Fault):
     that of the others; a limit of clipping by torch that has ended or risen by half or more, after 32 steps;
     another setting of a group of the optimizer, such as `betas`, `eps`, `momentum` or `weight_decay`; a
     number in an attribute of a layer or of an object in one, such as `p` of dropout or of a config, or the
-    dtype of a buffer; names of its parameters; the shape of the inputs; weights that `param.overwritten`
-    notes; the number of backwards before a step, of parameters that are clipped, the operations of the loss
-    next to it, or the autograd graph of the model. All of these had stayed for 32 steps before and stayed for
+    dtype of a buffer, or a write to one that had none; names of its parameters; the shape, names or dtypes of
+    the inputs; another optimizer; weights that `param.overwritten` notes; the number of backwards before a
+    step, of parameters that are clipped, the operations of the loss next to it and numbers that scale it or
+    its parts, or the autograd graph of the model. All of these had stayed for 32 steps before and stayed for
     eight. Or the learning rate has doubled or more, step by step, since the 32 batches with the lowest
     median, the first ones excepted, and the median of the last 32 is above it by six standard errors and by a
     twentieth. A note if half of the rise is gone, if the kind of the loss is not known, or if the change may
