@@ -4,7 +4,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ BACKWARDS, CLIPPED, OPERATIONS = "backwards per step", "parameters that are clip
 LIMIT, GRAPH = "limit of clip_grad_norm_", "autograd graph"  # inf without any; of the model
 SHAPE, PARTS, PARAMS = "shape", "tensors", "names of parameters"
 FACTOR, FACTORS = "the factor", "numbers that scale parts"  # of a mean, and of the rest of the loss
+GRADIENT, TURN = "gradient", 128  # steps in which changes of other gradients are the same one
 BUFFER, DTYPE, OPTIMIZER = "buffer ", "dtype of ", "optimizer"  # the first two before the name of a buffer
 MAX_OBJECTS = 64  # of the user's, in attributes of layers
 PARAM = "="  # before the name of a parameter in a graph
@@ -67,6 +68,9 @@ class Change(NamedTuple):
         when = when_of(self.last, self.step)
         if self.name == OPTIMIZER:
             return f"the optimizer, from {self.before[0]} to another {self.after[0]} {when}"
+        if self.name == GRADIENT:
+            way = "is written to" if self.after else "is no longer written to"
+            return f"the gradient of {self.of} {way} between backward and step, first seen {when}"
         if self.name.startswith(BUFFER):
             return f"{self.name} of {self.of}, which was written to {when}"
         how = f"from {_shown(self.before)} to {_shown(self.after)}"
@@ -164,7 +168,8 @@ class Settings(Measurement):
     of the first. Of the loss, its operations next to it and numbers that scale its parts, in batches of
     `Run.noting`, and the graph behind them, in inspected batches, up to 2,000 operations and the parameters
     that it reaches; and the number that a mean is multiplied by, in each batch. Of each step, its optimizer,
-    the number of backwards before it, of parameters that torch's clipping was given, and its limit. What
+    the number of backwards before it, of parameters that torch's clipping was given, and its limit; and of
+    one parameter in each, in turn, whether something writes to its gradient between backward and step. What
     changes often, as by a schedule, or changes back at once, was not changed by a program once.
 
     Attributes:
@@ -187,9 +192,13 @@ class Settings(Measurement):
         self._of_graph: _Known | None = None
         self._names: dict[int, str] = {}  # of parameters, by id
         self._n_backward = 0
+        self._of_grads: list[tuple[str, ref[Tensor], _Known]] = []
+        self._grad: tuple[int, int] | None = None  # identity of a gradient after a backward, and its version
 
     def on_model(self, run: Run) -> None:
-        self._names = {id(p): PARAM + name for name, p in named_params(run.loop.model).items()}
+        named = named_params(run.loop.model)
+        self._names = {id(p): PARAM + name for name, p in named.items()}
+        self._of_grads = [(name, ref(p), _Known({GRADIENT: None}, run.step)) for name, p in named.items()]
         objects: dict[int, tuple[str, str, dict[str, Any], str]] = {}
         for name, m in named_modules(run.loop.model).items():
             buffers, params = buffers_of(m), parameters_of(m)
@@ -227,9 +236,8 @@ class Settings(Measurement):
             values = _values_of(_own(attributes, key), buffers, params, numbers, dtypes)
             new = known.changed(values, run.step)
             if dtypes:
-                others = {
-                    BUFFER + change.name.removeprefix(DTYPE) for change in new
-                }  # replaced for their dtype
+                # told by their new dtype
+                others = {BUFFER + change.name.removeprefix(DTYPE) for change in new}
                 writes = written.changed(_versions_of(buffers, dtypes), run.step)
                 new += [change for change in writes if change.name not in others]
             self.changes += [change._replace(of=name, layer=layer) for change in new]
@@ -267,6 +275,26 @@ class Settings(Measurement):
 
     def on_gradients(self, run: Run) -> None:
         self._n_backward += 1
+        self._grad = self._gradient(run)
+
+    def _gradient(self, run: Run) -> tuple[int, int] | None:
+        """Identity of the gradient of one parameter, each in turn, and the number of writes to it."""
+        p = self._of_grads[run.step % len(self._of_grads)][1]() if self._of_grads else None
+        grad = None if p is None else p.grad
+        return None if grad is None or grad.is_inference() else (id(grad), version_of(grad))
+
+    def on_step(self, run: Run) -> None:
+        before, self._grad = self._grad, None
+        if before is None:
+            return
+        name, _, known = self._of_grads[run.step % len(self._of_grads)]
+        values = {GRADIENT: self._gradient(run) != before}
+        if known.values[GRADIENT] is None:
+            known.values = values
+        told = [x.step for x in self.changes if x.name == GRADIENT]
+        for change in known.changed(values, run.step):
+            if not told or change.step > told[-1] + TURN:
+                self.changes.append(change._replace(of=name, layer=name.rpartition(".")[0]))
 
     def on_between(self, run: Run) -> None:
         opt, n, self._n_backward = run.loop.opt, self._n_backward, 0
@@ -295,7 +323,7 @@ class Settings(Measurement):
 
     def freeze(self) -> None:
         self._of_layers, self._of_loss, self._of_groups, self._of_steps = [], [], {}, {}
-        self._of_graph, self._of_inputs, self._names = None, [], {}
+        self._of_graph, self._of_inputs, self._names, self._of_grads = None, [], {}, []
 
 
 def operations_of(node: Any) -> tuple[str, ...]:

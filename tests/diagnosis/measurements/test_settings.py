@@ -29,8 +29,11 @@ class Net(nn.Module):
         self.calls, self._private, self.config = 0, 1, SimpleNamespace(cap=30.0)
 
 
-def changes(change, n=150):
-    """Changes that are seen if `change(model, opt, step, run)` is called before each batch."""
+def changes(change, n=150, writes=False):
+    """Changes that are seen if `change(model, opt, step, run)` is called before each batch.
+
+    If `writes`, gradients with such an attribute that is true are written to before the step.
+    """
     model = Net()
     opt = torch.optim.AdamW([{"params": [p]} for p in model.parameters()], lr=1e-3)
     x = torch.ones(2, requires_grad=True)
@@ -45,6 +48,10 @@ def changes(change, n=150):
         settings.on_loss(run)
         for _ in range(loop.n):
             settings.on_gradients(run)
+        for p in model.parameters() if writes else ():
+            if p.grad.writes:
+                p.grad.mul_(2)
+        settings.on_step(run)
         settings.on_between(run)
     return list(settings.changes)
 
@@ -142,6 +149,18 @@ def test_writes_to_buffers_tensors_of_inputs_and_another_optimizer_are_followed(
         tensors.text == "tensors of the inputs, from ([0] float32, [1] float32) to ([0] float16) at step 90"
     )
     assert optimizer.text == "the optimizer, from AdamW to another SGD at step 120"
+
+
+def test_gradients_that_something_begins_to_write_to_are_followed_one_in_turn():
+    def change(model, opt, step, run):
+        for name, p in model.named_parameters():
+            p.grad = torch.zeros(p.shape)
+            p.grad.writes = step >= 70 and name != "body.weight"
+
+    (found,) = changes(change, writes=True)
+    assert (found.name, found.before, found.after) == ("gradient", False, True)
+    assert 70 <= found.step < 70 + 8
+    assert "is written to between backward and step, first seen between steps" in found.text
 
 
 def test_numbers_that_scale_a_loss_or_its_parts_and_casts_are_followed():
