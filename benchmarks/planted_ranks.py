@@ -238,7 +238,7 @@ def drifting(s: Setup) -> None:
     s.cbs.append(Act("after_step", drift))
 
 
-@fault("a learning rate that changes on a rank", "replica.diverged")
+@fault("a learning rate that changes on a rank", "replica.settings")
 def other_rate(s: Setup) -> None:
     def change(learn: Any) -> None:
         for group in learn.opt.param_groups:

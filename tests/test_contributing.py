@@ -50,6 +50,7 @@ NOT_PLANTED = {  # faults without a planted case, and why
     "train.unfinished": "a note, which a healthy training gets too",
     "replica.diverged": "needs several processes, as the next ones; see benchmarks/planted_ranks.py",
     "replica.buffers": "likewise",
+    "replica.settings": "likewise",
     "replica.alone": "likewise; see tests/ranks/replica_worker.py",
     "data.duplicated": "likewise",
     "data.repeated": "likewise",

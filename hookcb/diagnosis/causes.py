@@ -5,7 +5,10 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from hookcb.core.text import as_layer
+from hookcb.diagnosis.fault import findings_of
 from hookcb.diagnosis.measurements.group_rates import JUMP, RISE, Jump
+from hookcb.diagnosis.measurements.group_settings import GroupSettings
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.moments import Moments
 from hookcb.diagnosis.measurements.relabels import SHARE
 from hookcb.diagnosis.measurements.settings import Settings
@@ -14,6 +17,7 @@ from hookcb.diagnosis.measurements.spikes import N_AFTER, Spike
 from hookcb.diagnosis.measurements.step_scales import LimitChange, Rescaled
 from hookcb.diagnosis.rules import format_factor, median
 from hookcb.diagnosis.run import Layer, Param, Run, Series
+from hookcb.processes.groups import name_ranks
 
 N_NEAR = 8  # steps before a spike in which a change counts
 MAX_SPAN = 48  # steps between two looks at a setting, as one layer is looked at in each batch
@@ -65,14 +69,35 @@ def cause_of(spike: Spike, run: Run) -> Cause:
 
 def own_cause(spike: Spike, run: Run) -> Cause | None:
     """The cause that is seen without the layers."""
-    of_steps = _of_scaler(spike) or _of_rate(spike) or _of_clipping(spike)
-    found = _of_state(spike, run) or _of_batch(spike) or of_steps or _of_setting(spike, run)
-    return (_of_data(spike, run) or found) if found is None or found.kind == "batch" else found
+    if (of_rank := _of_rank(spike, run)) is not None:  # so weights, and what has led to them, are not
+        found = _of_batch(spike) or _of_setting(spike, run)
+    else:
+        of_steps = _of_scaler(spike) or _of_rate(spike) or _of_clipping(spike)
+        found = _of_state(spike, run) or _of_batch(spike) or of_steps or _of_setting(spike, run)
+    found = (_of_data(spike, run) or found) if found is None or found.kind == "batch" else found
+    return found or of_rank
 
 
 def is_wrong(spike: Spike) -> bool:
     """Whether the state of Adam, or the scale of a GradScaler, was wrong before it."""
     return spike.ratio > 1 or _of_scaler(spike) is not None
+
+
+def _of_rank(spike: Spike, run: Run) -> Cause | None:
+    """The data of one rank, if the others, whose weights are the same, have usual losses in that step."""
+    n = run.measured(Loss).n_ranks
+    mean = next((x for step, x in run.loss if step == spike.step), math.nan)
+    if n < 2 or len(spike.ranks) != 1 or run.measured(GroupSettings).n_sharing != n:
+        return None
+    others = (n * mean - spike.value) / (n - 1)
+    if not others <= (spike.middle + spike.limit) / 2 or findings_of("replica.diverged", run):
+        return None
+    rank = name_ranks(spike.ranks)
+    return Cause(
+        "batches",
+        f"it is in the data of {rank}, or in what else is its own, as the other ranks have the same weights "
+        f"and usual losses in this step, {others:.3g} on average",
+    )
 
 
 def _of_batch(spike: Spike) -> Cause | None:

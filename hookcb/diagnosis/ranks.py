@@ -68,8 +68,11 @@ def findings_of_all(of_ranks: Mapping[int, Results], world: int) -> tuple[list[F
 
 
 def _merged(by_rank: dict[int, Finding], world: int) -> Finding:
-    """The earliest of findings that are alike."""
-    first = min(by_rank.values(), key=lambda finding: -1 if finding.step is None else finding.step)
+    """The earliest of findings that are alike; of several, that of a rank which it is about."""
+    _, first = min(
+        by_rank.items(),
+        key=lambda pair: (-1 if pair[1].step is None else pair[1].step, pair[0] not in pair[1].ranks),
+    )
     worst = min((finding.severity for finding in by_rank.values()), key=SEVERITIES.index)
     ranks = first.ranks or tuple(by_rank)
     return replace(first, severity=worst, ranks=() if len(ranks) == world else ranks, n_ranks=world)

@@ -149,6 +149,12 @@ def test_what_some_ranks_have_found_names_them():
     assert one.head.endswith("step 0  on ranks 1, 2 of 3")
 
 
+def test_of_findings_in_the_same_step_that_of_a_rank_which_it_is_about_is_told():
+    on_0, on_1 = (Finding("loss.spike", "info", step=9, message=x, ranks=(1,)) for x in ("seen", "known"))
+    (one,), _, _ = found([on_0], [on_1])
+    assert (one.message, one.ranks) == ("known", (1,))
+
+
 def test_the_worst_severity_counts():
     (one,), _, _ = found([Finding("loss.flat", "warning")], [Finding("loss.flat", "error")])
     assert one.severity == "error"

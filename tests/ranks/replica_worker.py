@@ -610,14 +610,27 @@ def experts():
     return train(Whole(), after_backward=lambda i, opt: average([p.grad for p in shared]))
 
 
-@case
-def fully_sharded():
+def in_shards():
     from torch.distributed.fsdp import fully_shard
 
     model = net()
     for m in (model[0], model[3], model):
         fully_shard(m)
-    return train(model)
+    return model
+
+
+@case
+def fully_sharded():
+    return train(in_shards())
+
+
+@case
+def momentum_of_one_rank_of_shards():
+    def change(i, opt):
+        if i == 9 and RANK == 1:
+            opt.param_groups[0]["momentum"] = 0.5
+
+    return train(in_shards(), after_step=change)
 
 
 @case

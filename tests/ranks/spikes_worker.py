@@ -21,18 +21,31 @@ def model():
     return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
 
 
-def batches(bad_rank, stream):
-    """Batches of a stream; in one, two samples of a rank are far away, with wrong labels."""
+def batches(bad_rank, stream, change=None):
+    """Batches of a stream; in one, two samples of a rank are far away, with wrong labels.
+
+    Or all batches of that rank from this one on, and their labels, are what `change(x, y)` makes of them.
+    """
     generator = torch.Generator().manual_seed(stream)
     found = []
     for i in range(N_STEP):
         y = torch.randint(3, (16,), generator=generator)
         x = nn.functional.one_hot(y, 4).float() * 2 + torch.randn(16, 4, generator=generator) / 2
-        if i == AT and bad_rank in (RANK, None):
+        if change is not None:
+            x, y = change(x, y) if i >= AT and bad_rank == RANK else (x, y)
+        elif i == AT and bad_rank in (RANK, None):
             x[[3, 7]] *= 60
             y[[3, 7]] = (y[[3, 7]] + 1) % 3
         found.append((x, y))
     return found
+
+
+def shifted(x, y):
+    return x + 3, (y + 1) % 3
+
+
+def relabeled(x, y):
+    return x, (y + 1) % 3
 
 
 def told(verdict):
@@ -64,11 +77,30 @@ def one_rank_has_the_batch_in_a_learner():
     return told(learn.diagnose())
 
 
-def one_rank_has_the_batch_in_fsdp2():
+def sharded():
     net = model()
     fully_shard(net[0])
     fully_shard(net)
-    return watched(net, batches(1, RANK))
+    return net
+
+
+def one_rank_has_the_batch_in_fsdp2():
+    return watched(sharded(), batches(1, RANK))
+
+
+def one_rank_has_other_data_in_ddp():
+    return watched(DistributedDataParallel(model()), batches(1, RANK, shifted))
+
+
+def one_rank_has_other_data_in_fsdp2():
+    return watched(sharded(), batches(1, RANK, shifted))
+
+
+def one_rank_has_other_labels_in_a_learner():
+    learn = Learner(batches(1, RANK, relabeled), DistributedDataParallel(model()), cross_entropy, lr=0.01)
+    with learn.no_logging():
+        learn.fit(1, cbs=Diagnose(show=False))
+    return told(learn.diagnose())
 
 
 def all_ranks_share_the_batch_in_tensor_parallelism():
@@ -115,6 +147,9 @@ CASES = (
     one_rank_has_the_batch_in_a_learner,
     one_rank_has_the_batch_in_fsdp2,
     all_ranks_share_the_batch_in_tensor_parallelism,
+    one_rank_has_other_data_in_ddp,
+    one_rank_has_other_data_in_fsdp2,
+    one_rank_has_other_labels_in_a_learner,
 )
 
 if __name__ == "__main__":

@@ -40,7 +40,6 @@ def of_both(ranks, name):
 
 SYNC = "gradients differ after the backward"
 FAULTS = {  # severity, parameter, ranks, step, and words of the message and the cause
-    "clip_on_one_rank": ("error", "0.weight", [1], 1, "equal after the backward, but not as", "clipped"),
     "all_reduce_that_loses_data": ("error", "0.weight", [1], 1, SYNC, "the communication hook hook"),
     "broadcast_that_loses_data": ("error", "3.weight", [1], 0, "before the first step", "a broadcast that"),
     "no_init_sync": ("error", "0.weight", [1], 0, "before the first step", "init_sync=False"),
@@ -55,7 +54,6 @@ FAULTS = {  # severity, parameter, ranks, step, and words of the message and the
     ),
     "raw_module_watched_inside": ("error", "0.weight", [1], 1, "20 forwards did not go", "model.module(x)"),
     "raw_module_always": ("error", "0.weight", [1], 1, "40 forwards did not go", "model.module(x)"),
-    "rate_of_one_rank": ("error", "0.weight", [1], 11, "learning rates differ", "a schedule that"),
     "step_in_no_sync": ("error", "0.weight", [1], 1, "inside of no_sync()", "no_sync()"),
     "all_reduce_by_hand_that_stops": ("warning", "0.weight", [1], 16, SYNC, "an all-reduce that"),
     "clip_of_dtensors_on_one_rank": (
@@ -80,6 +78,20 @@ def test_replicas_that_part_are_told_with_rank_parameter_step_and_cause(ranks, n
     assert alarms[0][1:2] + alarms[0][3:6] == [severity, param, of, step]
     assert words in alarms[0][6]
     assert cause in alarms[0][7][0]
+
+
+@in_turn(
+    ("name", "step", "words"),
+    [
+        ("clip_on_one_rank", 0, "limit of clip_grad_norm_ none on rank 0, 0.1 on rank 1."),
+        ("rate_of_one_rank", 10, "lr 0.05 on rank 0, 0.025 on rank 1; at step 9 they were the same."),
+        ("momentum_of_one_rank_of_shards", 10, "momentum 0.9 on rank 0, 0.5 on rank 1; at step 9 "),
+    ],
+)
+def test_settings_of_one_rank_are_told_and_not_how_replicas_come_apart_by_them(ranks, name, step, words):
+    (alarm,) = of_both(ranks, name)["alarms"]
+    assert [*alarm[:2], *alarm[4:6]] == ["replica.settings", "error", [1], step]
+    assert words in alarm[6]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ GROWING = {
     "`StepTimer`, 100 steps": lambda n: 64 * n,
     "`MemoryStats`, an epoch": lambda n: 8 * n,
     "gather of 500 bytes": lambda n: 8 * n + 500 * n,
-    "losses and hashes, a fit of 12 batches": lambda n: (8 + 1_850) * n,
+    "losses and hashes, a fit of 12 batches": lambda n: (8 + 2_050) * n,
     "checksums of a checkpoint": lambda n: 16 + 76 * n,
     "hops of a reduction, tree": lambda n: 2 * (n - 1).bit_length(),
     "hops of a reduction, ring": lambda n: 2 * (n - 1),

@@ -55,6 +55,7 @@ class Loss(Measurement):
         self.penalty, self._penalty = Series(), Curve()  # on parameters, in inspected and every eighth batch
         self._penalty_due = 0
         self.of_ranks: list[Series] = []  # some of the losses of each rank, if there are no more than 64
+        self.n_ranks = 1  # whose losses are averaged in those of the run
 
     def on_prediction(self, run: Run) -> None:
         if run.looking:
@@ -123,7 +124,7 @@ class Loss(Measurement):
             for own, of_each in zip(series, zip(*values, strict=True), strict=True)
         )
         curves.losses = dict(zip(curves.losses, losses, strict=True))
-        self.guess, self.constant = _agreed(guesses), _agreed(constants)
+        self.guess, self.constant, self.n_ranks = _agreed(guesses), _agreed(constants), len(of_ranks)
 
     def constant_in_words(self, scale: float = 1.0) -> str:
         """The best constant prediction and its loss, before a factor of the loss."""

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from hookcb.processes.groups import name_ranks
+
 N_BEFORE, N_STAY, MIN_OUT = 32, 8, 7  # batches before, and after the first one, so many of which stay out
 WIDER, MIN_CHANGE = 1.0, 0.1  # margins of a range: of its width, and of the largest size
 N_KEPT = 16  # shifts
@@ -37,6 +39,7 @@ class Shift(NamedTuple):
         left: its numbers.
         slack: steps by which it may have begun earlier or later.
         said: a clause on it, if it is not of numbers.
+        ranks: those whose batches have changed, of several; empty if all have, or there is one.
     """
 
     step: int
@@ -44,6 +47,7 @@ class Shift(NamedTuple):
     left: tuple[Left, ...]
     slack: int = 0
     said: str = ""
+    ranks: tuple[int, ...] = ()
 
     @property
     def last(self) -> int:
@@ -54,10 +58,25 @@ class Shift(NamedTuple):
     def text(self) -> str:
         """A clause on it."""
         if self.said:
-            return self.said
+            return f"on {name_ranks(self.ranks)}, {self.said}" if self.ranks else self.said
         numbers = "; ".join(x.text for x in self.left)
         since = f"{'about ' * bool(self.slack)}step {self.step:,}"
-        return f"the {self.of} of the batches from {since} on are unlike those before: {numbers}"
+        whose = f" of {name_ranks(self.ranks)}" if self.ranks else ""
+        return f"the {self.of} of the batches{whose} from {since} on are unlike those before: {numbers}"
+
+
+def shifts_of_all(of_ranks: Sequence[Sequence[Shift]]) -> list[Shift]:
+    """Shifts of all ranks, in order; those that begin in the same step are one, with the numbers of one."""
+    joined: list[tuple[Shift, set[int]]] = []
+    for shift, rank in sorted((shift, rank) for rank, found in enumerate(of_ranks) for shift in found):
+        alike = ((x, on) for x, on in joined if (x.of, bool(x.said)) == (shift.of, bool(shift.said)))
+        near = (on for x, on in alike if shift.step - x.step <= x.slack + shift.slack)
+        if (on := next(near, None)) is None:
+            joined.append((shift, {rank}))
+        else:
+            on.add(rank)
+    world = len(of_ranks)
+    return [x._replace(ranks=() if len(on) == world else tuple(sorted(on))) for x, on in joined]
 
 
 class _Range:

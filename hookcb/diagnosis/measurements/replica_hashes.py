@@ -161,7 +161,7 @@ class ReplicaHashes(Measurement):
         shapes = [(x.name, tuple(x.p.shape)) for x in every if not is_flattened(x.p)]
         self.own.structure = zlib.crc32(repr(shapes).encode())
         ddp = run.measured(Processes).ddp
-        own = None if ddp is None else {id(p) for _, p in _replicated(ddp)}
+        own = None if ddp is None else {id(p) for _, p in replicated(ddp)}
         self.own.places = array("q", [_place(p) if own is None or id(p) in own else -1 for p in self._params])
 
     def _look(self, n: int, step: int) -> None:
@@ -203,7 +203,8 @@ def next_look(n: int) -> int:
     return min(1 << n.bit_length(), int(10 ** len(str(n))))
 
 
-def _replicated(ddp: Any) -> Iterator[tuple[str, nn.Parameter]]:
+def replicated(ddp: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that DistributedDataParallel keeps alike, with their names."""
     return (x for x in ddp.module.named_parameters() if x[0] not in ddp.parameters_to_ignore)
 
 

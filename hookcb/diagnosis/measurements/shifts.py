@@ -1,7 +1,7 @@
 """Shifts: numbers of the inputs and of the targets of batches that leave their range for good."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -12,17 +12,27 @@ from hookcb.core.batch import parts
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.loss_terms import main_term, read_terms
 from hookcb.diagnosis.measurements.patterns import INDICES, Kind, Pattern, moments_of
-from hookcb.diagnosis.measurements.ranges import N_BEFORE, N_BLOCK, N_KEPT, PatternFinder, Shift, ShiftFinder
+from hookcb.diagnosis.measurements.ranges import (
+    N_BEFORE,
+    N_BLOCK,
+    N_KEPT,
+    PatternFinder,
+    Shift,
+    ShiftFinder,
+    shifts_of_all,
+)
 from hookcb.diagnosis.measurements.relabels import Relabels
 from hookcb.diagnosis.measurements.tally import at_path, path_to, saved_labels
 from hookcb.diagnosis.rules import median
 from hookcb.diagnosis.run import Run
 from hookcb.gradients.samples import SKETCH
+from hookcb.processes.groups import name_ranks
 from hookcb.records.store import Arriving
 from hookcb.records.thinned import Thinned
 
 MAX_BLOCKS, MAX_PLANS = 256, 32  # blocks that wait on a device, and shapes of tensors that are known
 MAX_POINTS, MIN_GROWTH = 512, 4.0  # of the curve of the targets' size; what counts as growth
+N_SHARED = 4  # shifts that a rank gives
 
 OTHER_DATA = "data of another source, scale or order, or that were changed in place"
 
@@ -31,16 +41,22 @@ _Numbers = tuple[Any, ...]  # step, mean, standard deviation, and if asked for t
 
 
 class Growth(NamedTuple):
-    """Targets that have grown: since which step, and their root mean square at first and in the end."""
+    """Targets that have grown: since which step, and their root mean square at first and in the end.
+
+    On some of several ranks, as `ranks` says, which is empty otherwise; the numbers are those of the first.
+    """
 
     step: int
     before: float
     after: float
+    ranks: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
         """A clause on it."""
-        return f"the targets have grown from {self.before:.3g} to {self.after:.3g} since step {self.step:,}"
+        whose = f" of {name_ranks(self.ranks)}" if self.ranks else ""
+        how = f"from {self.before:.3g} to {self.after:.3g} since step {self.step:,}"
+        return f"the targets{whose} have grown {how}"
 
 
 class _Plan(NamedTuple):
@@ -304,6 +320,16 @@ class Shifts(Measurement):
         after = range(last_usual + 1, last_usual + self._curve.stride + 1)  # of which a point is the last
         step = next((x.step for x in self.found if x.of == "targets" and x.step in after), after[0])
         return Growth(step, median(self._first), now)
+
+    def state(self, run: Run) -> tuple[list[Shift], Growth | None]:
+        return self.found[:N_SHARED], self.growth
+
+    def merge(self, run: Run, of_ranks: Sequence[tuple[list[Shift], Growth | None]], rank: int) -> None:
+        """Takes what has changed on any rank, as the loss of all may rise by it."""
+        self.found = shifts_of_all([found for found, _ in of_ranks])[:N_KEPT]
+        grown = {rank: growth for rank, (_, growth) in enumerate(of_ranks) if growth is not None}
+        ranks = tuple(grown) if len(grown) < len(of_ranks) else ()
+        self.growth = min(grown.values())._replace(ranks=ranks) if grown else None
 
     def freeze(self) -> None:
         self._inputs, self._targets = _Moments(), _Moments()

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, watch
-from hookcb.diagnosis.measurements.ranges import PatternFinder, ShiftFinder
-from hookcb.diagnosis.measurements.shifts import Shifts, sample_of
+from hookcb.diagnosis.measurements.ranges import Left, PatternFinder, Shift, ShiftFinder
+from hookcb.diagnosis.measurements.shifts import Growth, Shifts, sample_of
 from hookcb.diagnosis.run import Run
+from tests.diagnosis.faults.ranks.support import merged
 
 
 def found_in(means, sizes=None):
@@ -282,3 +283,18 @@ def test_numbers_leave_a_gpu_without_waiting():
     torch.cuda.set_sync_debug_mode("default")
     part.tell(run)
     assert [shift.step for shift in part.found] == [300]
+
+
+def test_of_several_ranks_those_whose_batches_have_changed_are_known():
+    left, runs = (Left("mean", (0.0, 1.0), (3.0, 4.0)),), [Run(), Run(), Run()]
+    everywhere, about = Shift(50, "inputs", left), Shift(70, "inputs", left, slack=4)
+    of_ranks = [everywhere], [everywhere, about], [everywhere, about._replace(step=73)]
+    for run, found in zip(runs, of_ranks, strict=True):
+        run.measured(Shifts).found = found
+    runs[2].measured(Shifts).growth = Growth(60, 1.0, 9.0)
+    for run in merged(*runs):
+        shifts = run.measured(Shifts)
+        assert [(x.step, x.ranks) for x in shifts.found] == [(50, ()), (70, (1, 2))]
+        assert "the inputs of the batches of ranks 1, 2 from about step 70 on" in shifts.found[1].text
+        assert shifts.growth.text == "the targets of rank 2 have grown from 1 to 9 since step 60"
+    assert runs[0].measured(Shifts).found == [everywhere]

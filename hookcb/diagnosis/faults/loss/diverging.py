@@ -9,7 +9,7 @@ from hookcb.diagnosis.advice import lower_rate
 from hookcb.diagnosis.fault import Fault, Result, Site, fault
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.loss import Loss
-from hookcb.diagnosis.measurements.shifts import Growth, Shifts
+from hookcb.diagnosis.measurements.shifts import OTHER_DATA, Growth, Shifts, compare_from
 from hookcb.diagnosis.run import Passed, Run, Series, Skipped
 
 MAX_RISE_UNKNOWN = 4.0  # like MAX_RISE, for a loss that may be one side of a game
@@ -92,7 +92,11 @@ class DivergingLoss(Fault):
         is_large = rules.first_update(run) > rules.MAX_FIRST_UPDATE
         is_large = is_large or any(map(rules.has_large_updates, rules.weights(run)))
         is_error = (known.kind or run.is_by_closure or is_large) and not may_be_meant
-        named = f"T{growth.text[1:]}: they may be made by the model itself. " if growth else ""
+        # the model is that of all ranks, so it does not make the targets of some
+        made = "" if growth is None or growth.ranks else ": they may be made by the model itself"
+        named = f"T{growth.text[1:]}{made}. " if growth else ""
+        causes = OTHERS if growth is None else MADE if made else (OTHER_DATA,)
+        look = () if growth is None else (LOOK_AT_MADE if made else compare_from(growth.step),)
         yield self.finding(
             f"{named}The loss has risen from {first:.3g} to {last:.3g} and has stayed above the limit of "
             f"{limit:.3g} for {span.n:,} batches.",
@@ -100,8 +104,8 @@ class DivergingLoss(Fault):
             when=span,
             value=last,
             limit=limit,
-            causes=MADE if growth else OTHERS,
-            next_steps=(LOOK_AT_MADE,) if growth else (*(lower_rate(run) or (run.advise("rate"),)), LOOK),
+            causes=causes,
+            next_steps=look or (*(lower_rate(run) or (run.advise("rate"),)), LOOK),
         )
 
 

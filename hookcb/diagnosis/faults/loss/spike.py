@@ -20,6 +20,8 @@ from hookcb.diagnosis.causes import (
 )
 from hookcb.diagnosis.fault import Fault, Result, Site, fault, findings_of
 from hookcb.diagnosis.first_change import FirstChange, first_change
+from hookcb.diagnosis.measurements.group_settings import GroupSettings
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.moments import Moments
 from hookcb.diagnosis.measurements.settings import Settings
 from hookcb.diagnosis.measurements.shifts import OTHER_DATA, Shifts, compare_from
@@ -75,8 +77,10 @@ class LossSpikes(Fault):
     logarithms, after eight looks or more from step 16 on. Several batches in a row, or a model that was
     changed by something else, if the loss jumps at once and stays, while most samples of its first batch have
     usual losses, or the norms of the gradients of the eight steps before are at most the largest of the 24
-    before these. Otherwise, if later losses are higher or keep half of the excess, the weights, if the loss
-    climbs to twice the first excess, or a norm in the eight steps before was four times the median norm
+    before these. It is the data of one of several ranks, or what else is its own, if all train one model, and
+    the mean loss of the others is above the usual one by no more than half of the noise: what acts on weights
+    is no cause then. Otherwise, if later losses are higher or keep half of the excess, the weights, if the
+    loss climbs to twice the first excess, or a norm in the eight steps before was four times the median norm
     before; else the weights or several batches. What is not known is said. For these, and for a layer that
     had jumped, it is told where the loss shows first in the forward, which need not be the cause: the first
     layer whose output, in each of the two batches after the first one of the spike, has means and standard
@@ -105,7 +109,7 @@ class LossSpikes(Fault):
     """
 
     headline = "The loss spikes"
-    uses = (Spikes, SpikeLooks, Moments, Settings, Shifts)
+    uses = (Spikes, SpikeLooks, GroupSettings, Loss, Moments, Settings, Shifts)
     severity = "info"
 
     def findings(self, run: Run) -> Iterator[Result]:

@@ -30,6 +30,7 @@ from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.rules import SIGMA, median, rates
 from hookcb.diagnosis.run import Passed, Run, Series, Skipped
 from hookcb.diagnosis.verdict import Finding
+from hookcb.processes.groups import name_ranks
 
 N, N_LONG = 32, 128  # losses whose level is compared; and after a change whose effect comes slowly
 MIN_RISE = 0.05  # of the level before
@@ -39,6 +40,8 @@ FALL = 2 / 3  # of a limit of clipping
 SCHEDULE, N_SHOWN = 3, 4  # changes of one setting, and those that are listed
 WEIGHTS = "weights"  # which param.overwritten notes
 NEAR = 32  # steps after the first change within which others are told beside it
+TOLD = "loss.worse", "loss.spike", "replica.settings"  # what says more than `train.changed`
+N_SHARED = 16  # changes that a rank gives, the latest
 MAY_BE_MEANT = {
     OPERATIONS,
     SHAPE,
@@ -49,7 +52,10 @@ MAY_BE_MEANT = {
 
 
 class Fact(NamedTuple):
-    """A change: its step, that of the last batch before it, a clause on it, and what has changed."""
+    """A change: its step, that of the last batch before it, a clause on it, and what has changed.
+
+    Of several ranks those on which it has, empty if on all.
+    """
 
     step: int
     last: int
@@ -58,6 +64,7 @@ class Fact(NamedTuple):
     may_be_meant: bool = False
     what: str = ""
     is_of_data: bool = False
+    ranks: tuple[int, ...] = ()
 
 
 @fault(
@@ -100,6 +107,26 @@ class WorseLoss(Fault):
     severity = "warning"
     uses = (GroupRates, Loss, Schedules, Settings, Shifts, StepScales)
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._of_ranks: list[list[Fact]] | None = None
+
+    def state(self, run: Run) -> list[Fact]:
+        return sorted(_facts(run))[-N_SHARED:]
+
+    def merge(self, run: Run, of_ranks: Sequence[list[Fact]], rank: int) -> None:
+        self._of_ranks = [*of_ranks]
+
+    def facts(self, run: Run) -> list[Fact]:
+        """Changes that the program has made, in order; on all ranks, if these have told them."""
+        if self._of_ranks is None:
+            return sorted(_facts(run))
+        ranks: dict[Fact, list[int]] = {}
+        for rank, facts in enumerate(self._of_ranks):
+            for fact in dict.fromkeys(facts):
+                ranks.setdefault(fact, []).append(rank)
+        return [x if len(on) == len(self._of_ranks) else _on(x, on) for x, on in sorted(ranks.items())]
+
     def findings(self, run: Run) -> Iterator[Result]:
         if len(run.loss) < 3 * N:
             yield Skipped(f"fewer than {3 * N} batches")
@@ -113,7 +140,7 @@ class WorseLoss(Fault):
         yield found or Passed("a loss that is higher since a setting of the training has changed")
 
     def _after_change(self, run: Run) -> Finding | None:
-        facts = [*sorted(_facts(run)), *_facts_of_data(run)]  # what a program sets is known exactly
+        facts = [*self.facts(run), *_facts_of_data(run)]  # what a program sets is known exactly
         for fact in facts:
             if (levels := _risen(run.loss, fact)) is not None:
                 near = [x for x in facts if fact.step <= x.step <= fact.step + NEAR]
@@ -150,7 +177,7 @@ class WorseLoss(Fault):
         then = "" if after == last else f"; in the end it is {last:.3g}"
         return self.finding(
             f"The loss has risen from {before:.3g} to {after:.3g}{then}. What changed before: "
-            f"{'; '.join(dict.fromkeys(fact.text for fact in facts))}.",
+            f"{_listed(facts)}.",
             "warning" if is_sure or is_harmful else "info",
             at=first.layer or None,
             when=(first.step, run.loss.steps[-1]),
@@ -158,7 +185,25 @@ class WorseLoss(Fault):
             limit=before + MIN_RISE * abs(before),
             causes=(OTHER_DATA if first.is_of_data else UNFITTING,),
             next_steps=(compare_from(first.step) if first.is_of_data else undo_from(first.step),),
+            ranks=_ranks_of(facts),
         )
+
+
+def _listed(facts: Sequence[Fact]) -> str:
+    texts = [*dict.fromkeys(fact.text for fact in facts)]
+    more = [f"and {len(texts) - N_SHOWN} more"] if len(texts) > N_SHOWN else []
+    return "; ".join(texts[:N_SHOWN] + more)
+
+
+def _on(fact: Fact, ranks: Sequence[int]) -> Fact:
+    """A change that was seen on some ranks only."""
+    return fact._replace(text=f"on {name_ranks(ranks)}, {fact.text}", ranks=tuple(ranks))
+
+
+def _ranks_of(facts: Sequence[Fact]) -> tuple[int, ...]:
+    """The ranks of all of these changes, empty if they differ."""
+    ranks = {fact.ranks for fact in facts}
+    return ranks.pop() if len(ranks) == 1 else ()
 
 
 def _risen(loss: Series, fact: Fact) -> tuple[float, float, float] | None:
@@ -218,12 +263,13 @@ def _facts_of_data(run: Run) -> Iterator[Fact]:
     """Data that have changed for good: meant, as in a curriculum or by a model, unless all is lost."""
     shifts, start = run.measured(Shifts), median(run.loss.values[:N])
     is_old = all(x.step <= run.loss.steps[-1] - N_LONG for x in shifts.found)
-    is_lost = is_old and median(run.loss.values[-N:]) >= start and shifts.growth is None
-    last: dict[str, int] = {}
+    is_made = shifts.growth is not None and not shifts.growth.ranks  # else others have it not
+    is_lost = is_old and median(run.loss.values[-N:]) >= start and not is_made
+    last: dict[tuple[str, tuple[int, ...]], int] = {}
     for x in shifts.found:
-        if x.step > last.get(x.of, -math.inf) + NEAR:  # else it is a part of the one before
-            yield Fact(x.step, x.last, x.text, may_be_meant=not is_lost, is_of_data=True)
-        last[x.of] = x.step
+        if x.step > last.get((x.of, x.ranks), -math.inf) + NEAR:  # else it is a part of the one before
+            yield Fact(x.step, x.last, x.text, may_be_meant=not is_lost, is_of_data=True, ranks=x.ranks)
+        last[x.of, x.ranks] = x.step
 
 
 @fault("train.changed", Site.RUN, needs="batches", leads_to="param.overwritten", exact=True)
@@ -231,8 +277,8 @@ class ChangedSettings(Fault):
     """A setting that a program changes in mid-run: what and when, as a note.
 
     Exact: the facts of `loss.worse` after the first 32 steps, whatever the loss does then. A setting that has
-    changed three times or more follows a schedule, and is left out, as is what `loss.worse` or `loss.spike`
-    names.
+    changed three times or more follows a schedule, and is left out, as is what `loss.worse`, `loss.spike` or
+    `replica.settings` names. Of several ranks, those on which it has changed are told, unless these are all.
 
     Source: none is needed; a program has set these numbers, and it may mean them. That a value had stayed for
     32 steps, and that rates and limits have changed by half or more, are limits of ours.
@@ -247,21 +293,21 @@ class ChangedSettings(Fault):
         if run.n_batches <= MIN_SPAN:
             yield Skipped(f"fewer than {MIN_SPAN + 1} batches")
             return
-        told = findings_of("loss.worse", run) + findings_of("loss.spike", run)
-        facts = [x for x in sorted(_facts(run)) if x.last >= MIN_SPAN]  # not in a warmup
-        n_changes = Counter(fact.what for fact in facts)
-        is_schedule = {what for what, n in n_changes.items() if what and n >= SCHEDULE} | {WEIGHTS}
-        new = [x for x in facts if x.what not in is_schedule and not any(_tells(f, x) for f in told)]
+        told = [x for code in TOLD for x in findings_of(code, run)]
+        facts = [x for x in run.measured(WorseLoss).facts(run) if x.last >= MIN_SPAN]  # not in a warmup
+        facts = [x for x in facts if x.what != WEIGHTS]
+        n_changes = Counter((x.what, x.ranks) for x in facts)
+        facts = [x for x in facts if not x.what or n_changes[x.what, x.ranks] < SCHEDULE]
+        new = [x for x in facts if not any(_tells(f, x) for f in told)]
         yield self._found(new) if new else Passed(self.passed)
 
     def _found(self, facts: Sequence[Fact]) -> Finding:
-        more = f"; and {len(facts) - N_SHOWN} more" if len(facts) > N_SHOWN else ""
-        said = "; ".join(fact.text for fact in facts[:N_SHOWN])
         return self.finding(
-            f"What changed: {said}{more}. This may be as intended.",
+            f"What changed: {_listed(facts)}. This may be as intended.",
             at=facts[0].layer or None,
             when=(facts[0].step, facts[-1].step),
             next_steps=(f"If results are worse since then, {undo_from(facts[0].step).lower()}",),
+            ranks=_ranks_of(facts),
         )
 
 

@@ -11,6 +11,8 @@ from hookcb import Diagnose, Finding, Learner, watch
 from hookcb.diagnosis.faults.loss.spike import LossSpikes
 from hookcb.diagnosis.judge import explained
 from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.group_settings import GroupSettings
+from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.ranges import Left, Shift
 from hookcb.diagnosis.measurements.settings import Change, Settings
 from hookcb.diagnosis.measurements.shifts import Growth, Shifts
@@ -490,6 +492,24 @@ def test_a_rate_that_has_crept_up_comes_first():
     assert "the learning rate has risen from 0.01 at step 36 to 0.0348" in found.message
     flat = only(LossSpikes, spiky(climbing(), {}, rates=[(36 + i, 0.01 * 1.002**i) for i in range(64)]))
     assert "learning rate has risen" not in flat.message
+
+
+def test_a_spike_on_one_rank_is_in_its_data_if_others_with_the_same_weights_have_usual_losses():
+    def told(of_others, n_sharing=2):
+        run = spiky(climbing(), {}, rates=[(36 + i, 0.01 * 1.02**i) for i in range(64)])
+        means = [(x + other) / 2 for x, other in zip(climbing(), of_others, strict=True)]
+        run.loss, run.measured(Loss).n_ranks = series(means), 2
+        run.measured(GroupSettings).n_sharing = n_sharing
+        for spike in run.measured(Spikes).found:
+            spike.ranks = (1,)
+        return only(LossSpikes, run)
+
+    found = told(level())
+    assert (found.step, found.ranks) == (100, (1,))
+    assert "it is in the data of rank 1, or in what else is its own" in found.message
+    assert "learning rate has risen" not in found.message
+    assert "learning rate has risen" in told(level(), n_sharing=1).message  # weights of their own
+    assert "learning rate has risen" in told(climbing(size=1.0)).message  # they rise, too
 
 
 def test_a_rate_that_rose_in_one_group_is_told_with_its_group():

@@ -12,6 +12,7 @@ from hookcb.diagnosis.faults.steps.state_changed import StateChanged
 from hookcb.diagnosis.measurements.moments import _Change, _count, _read
 from hookcb.diagnosis.run import Absent, Run
 from tests.diagnosis.support import only
+from tests.support import in_turn
 
 N_STEP, AT = 60, 40
 
@@ -64,14 +65,27 @@ def test_a_second_moment_that_was_set_to_zero_while_steps_are_counted_is_a_warni
     assert "became all zero, while it counts 40 steps" in found.message
 
 
-@pytest.mark.parametrize(("change", "is_told"), [(to_zero, True), (lambda *_: None, False)])
-def test_a_checkpoint_without_its_second_moment_is_a_warning_before_the_first_step(change, is_told):
+def in_part_to_zero(model, opt):
+    of_params = [*opt.state.values()]
+    of_params[2]["exp_avg_sq"][:, ::4] = 0  # of neither the first nor the last
+
+
+@in_turn(
+    "change",
+    [(to_zero, "0.weight is all zero"), (in_part_to_zero, "2.weight is zero in 25% of its elements")],
+)
+def test_a_checkpoint_without_its_second_moment_is_a_warning_before_the_first_step(change):
+    write, said = change
     _, _, other = train({}, n=30)
-    change(None, other)
-    found, *_ = train({0: lambda _, opt: opt.load_state_dict(other.state_dict())}, n=30)
-    assert [(x.severity, x.step) for x in found] == [("warning", 0)] * is_told
-    for finding in found:
-        assert "is all zero, though exp_avg is not, while it counts 30 steps" in finding.message
+    write(None, other)
+    (found,), *_ = train({0: lambda _, opt: opt.load_state_dict(other.state_dict())}, n=30)
+    assert (found.severity, found.step) == ("warning", 0)
+    assert f"{said}, though exp_avg is not, while it counts 30 steps" in found.message
+
+
+def test_a_whole_checkpoint_is_none():
+    _, _, other = train({}, n=30)
+    assert not train({0: lambda _, opt: opt.load_state_dict(other.state_dict())}, n=30)[0]
 
 
 def test_a_state_that_was_reset_with_its_count_is_a_note():
