@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 import hookcb.diagnosis.faults  # noqa: F401  # likewise
 from hookcb.diagnosis.failures import describe_failure
 from hookcb.diagnosis.fault import FAULTS, Fault, Result, Site, key_of, parts_for
+from hookcb.diagnosis.faults.loss.worse import CHANGED, MEANT, ChangedSettings
 from hookcb.diagnosis.ranks import Together, findings_of_all
 from hookcb.diagnosis.reader import why_unseen
 from hookcb.diagnosis.run import Absent, Partial, Passed, Run, Skipped
@@ -18,6 +19,14 @@ MIN_CHECKED = 1 / 8  # share of checks: with Diagnose, real trainings have half;
 RANK = {"error": 0, "warning": 1, "info": 2}
 ALONE = Together()
 OUTCOMES = ("loss.trivial", "valid.")  # of a training as a whole, which any exact cause explains
+NEAR = 128  # steps before an alarm in which a change is told with it
+SEEN_LATE = 8  # steps by which a change of the program may be seen later than what follows from it
+SELF_EXPLAINED = (
+    "loss.worse",
+    "loss.spike",
+    "time.",
+    "memory.",
+)  # findings that name changes, or are of none
 LAST = (*OUTCOMES, "loss.flat")  # what all others can have led to, whatever their steps
 
 
@@ -137,7 +146,7 @@ def _run(check: type[Fault], evidence: Run) -> Sequence[Result]:
 
 def _in_order_of_causes(found: Sequence[Finding], evidence: Run) -> list[Finding]:
     try:
-        return list(_with_raised_severity(explained(found, evidence)))
+        return _with_changes([*_with_raised_severity(explained(found, evidence))])
     except Exception as error:  # what was found is told all the same
         evidence.notes.append(describe_failure("finding the causes", error))
         return sorted(found, key=lambda finding: RANK[finding.severity])
@@ -175,6 +184,19 @@ def _with_raised_severity(findings: Sequence[Finding]) -> Iterator[Finding]:
         yield replace(finding, severity="error") if is_worse else finding
 
 
+def _with_changes(findings: list[Finding]) -> list[Finding]:
+    """Findings, the first alarm with what the program had changed in the 128 steps before it."""
+    first, change = primary_of(findings), next((f for f in findings if f.code == ChangedSettings.code), None)
+    if first is None or change is None or first.is_slow or first.code.startswith(SELF_EXPLAINED):
+        return findings
+    begin, end, step = change.step, change.last_step, first.step
+    if begin is None or step is None or not begin <= step <= begin + NEAR or (end or begin) > step:
+        return findings
+    said = change.message.removesuffix(MEANT).removeprefix(CHANGED)
+    named = replace(first, message=f"{first.message} The program had changed: {said}.")
+    return [named if f is first else f for f in findings]
+
+
 def _leads_to(cause: Finding, finding: Finding) -> bool:
     if cause.severity == "info" or cause.code == finding.code:
         return False
@@ -184,6 +206,8 @@ def _leads_to(cause: Finding, finding: Finding) -> bool:
 def _key(finding: Finding, evidence: Run) -> tuple[float, int, float, bool, str]:
     layer, check = evidence.layers.get(finding.layer), FAULTS[finding.code]
     step = -1 if finding.step is None else finding.step
+    if finding.code == ChangedSettings.code:
+        step -= SEEN_LATE
     place = math.inf if layer is None else layer.place
     return step, check.site, place, not check.exact, check.code  # independent of the order of checks
 

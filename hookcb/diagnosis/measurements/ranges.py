@@ -10,9 +10,10 @@ from hookcb.processes.groups import name_ranks
 
 N_BEFORE, N_STAY, MIN_OUT = 32, 8, 7  # batches before, and after the first one, so many of which stay out
 WIDER, MIN_CHANGE = 1.0, 0.1  # margins of a range: of its width, and of the largest size
-N_KEPT = 16  # shifts
+N_KEPT, N_ODD = 16, 64  # shifts, and batches that are odd
 # of a pattern: blocks before, and by how much, and by how many widths, the new ones must be above their range
 MIN_BLOCKS, MIN_FAR, TIMES = 6, 0.1, 3.0
+MIN_USUAL = 64  # distances of single batches before one is called odd
 N_BLOCK, SLACK = 16, 4  # batches of a block, and by how many the first one may be missed
 
 
@@ -113,6 +114,10 @@ class ShiftFinder:
     Args:
         of: what the numbers are of.
         names: of the two numbers.
+
+    Attributes:
+        last: the newest batches, up to eight, with their numbers.
+        odd: the last 64 batches whose numbers have left their range, with these, and come back.
     """
 
     def __init__(self, of: str, names: tuple[str, str]) -> None:
@@ -120,6 +125,7 @@ class ShiftFinder:
         self._n = 0  # of batches since the last shift
         self._ranges = [_Range()], [_Range()]  # of mean and size, until each shift
         self.last = deque[tuple[int, tuple[float, float]]]()  # up to eight whose next ones are not known
+        self.odd = deque[tuple[int, tuple[Left, ...]]](maxlen=N_ODD)
 
     def add(self, step: int, mean: float, size: float) -> Shift | None:
         """Adds the numbers of a batch; returns the shift that is known since then."""
@@ -136,6 +142,8 @@ class ShiftFinder:
             return None
         left = tuple(self._left()) if self._n >= N_BEFORE else ()
         if not left:
+            if self._n >= N_BEFORE and (alone := tuple(self._left(1))):
+                self.odd.append((begin, alone))
             self._take()
             return None
         self._n = 0
@@ -156,14 +164,14 @@ class ShiftFinder:
         least = MIN_CHANGE * max([known.high for known in self._ranges[1]])
         return any([known.holds(x, least) for known in ranges])
 
-    def _left(self) -> Iterator[Left]:
-        """The numbers that have left their range with the oldest batch."""
+    def _left(self, n: int = MIN_OUT + 1) -> Iterator[Left]:
+        """The numbers that have left their range with the oldest batch, and in so many of it and the next."""
         for i, ranges in enumerate(self._ranges):
             values, known = [numbers[i] for _, numbers in self.last], ranges[-1]
             if len(ranges) <= N_KEPT and not self._is_in(ranges, values[0]):
                 is_above = values[0] > known.high
                 out = [x for x in values if (x > known.high) == is_above and not self._is_in(ranges, x)]
-                if len(out) > MIN_OUT:
+                if len(out) >= n:
                     yield Left(self.names[i], (known.lowest, known.highest), (min(out), max(out)))
 
 
@@ -173,12 +181,17 @@ class PatternFinder:
     The distances of two blocks in a row are above the range of those before, of six blocks or more, by three
     times its width, as they are squares, and by 0.1. Of the batches of these blocks and the one before, the
     distances of single ones then tell where it begins: their means before and after it differ most, as an
-    analysis of variance has it.
+    analysis of variance has it. A single batch is odd if its distance is outside the range of 64 or more
+    before by the width of that range and by 0.1.
 
     Source: the limits are ours.
+
+    Attributes:
+        odd: the last 64 such batches, with that distance.
     """
 
     def __init__(self) -> None:
+        self.odd = deque[tuple[int, tuple[Left, ...]]](maxlen=N_ODD)
         self._begin()
 
     def _begin(self) -> None:
@@ -187,6 +200,7 @@ class PatternFinder:
         # of the last one that is not, which may be the first one with some others, and does not count yet
         self._last: float | None = None
         self._batches = deque[tuple[int, float]](maxlen=3 * N_BLOCK)
+        self._usual, self._n_usual = _Range(), 0  # distances of single batches
 
     def add(self, step: int, of_block: float, of_batch: float) -> Shift | None:
         """Adds a batch, and its block at the first one; returns the shift that is known since then."""
@@ -195,6 +209,12 @@ class PatternFinder:
         found = self._add_block(of_block) if math.isfinite(of_block) else None
         if math.isfinite(of_batch):
             self._batches.append((step, of_batch))
+            if self._n_usual >= MIN_USUAL and not self._usual.holds(of_batch, MIN_FAR):
+                before = self._usual.lowest, self._usual.highest
+                self.odd.append((step, (Left("distance of their pattern", before, (of_batch, of_batch)),)))
+            else:
+                self._usual.add(of_batch)
+                self._n_usual += 1
         return found
 
     def _add_block(self, distance: float) -> Shift | None:

@@ -152,7 +152,7 @@ class _Known:
 
 
 class _Holds(NamedTuple):
-    """What a layer holds, as it holds it."""
+    """Buffers, parameters and modules of a layer, in the mappings that it has them in."""
 
     buffers: Mapping[str, Tensor | None] = {}
     params: Mapping[str, Tensor | None] = {}

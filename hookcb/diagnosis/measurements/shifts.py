@@ -294,6 +294,17 @@ class Shifts(Measurement):
         found = (x for x in reversed(self.found) if x.last < step <= x.step + x.slack + before)
         return next(found, None)
 
+    def odd(self, step: int, n: int) -> str:
+        """A clause on that batch, and odd ones among the next `n`, if it is unlike all before; "" if not."""
+        of_each = {"inputs": [*self._of_inputs.odd, *self._patterns.odd], "targets": self._of_targets.odd}
+        for of, odd in of_each.items():
+            near = {at: left for at, left in odd if step <= at <= step + n}
+            if step in near:
+                said = "; ".join(x.text for x in near[step])
+                more = f" and of {len(near) - 1} of the next {n}" if len(near) > 1 else ""
+                return f"the {of} of this batch{more} are unlike those of all before: {said}"
+        return ""
+
     def tell(self, run: Run) -> None:
         self._see_inputs(self._inputs.rest())
         self._see_targets(self._targets.rest())

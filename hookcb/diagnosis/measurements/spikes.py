@@ -35,7 +35,7 @@ NOISE = SIGMA / math.sqrt(2)  # a difference of two losses has the noise of both
 CALM, N_AFTER = 3, 128  # batches in a row that end a spike, and after which it has not healed
 N_RATES, N_KEPT, N_SHARED = 64, 32, 8  # steps whose rates are kept; spikes that are, and of each rank
 MAX_WAITING = 4_096  # losses on a device that is no GPU
-N_WORST = 3  # samples that are named
+N_WORST, N_ODD = 3, 16  # samples that are named; batches after a spike that may be odd as well
 MIN_SQUARE, ROUNDING = 1e-30, 0.01  # second moment that is no rounded zero; error of the ratio by rounding
 MIN_INPUTS, TINY = 8, 1e-12  # inspected batches with which inputs are compared, and their smallest size
 ADAMS = {torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam}
@@ -65,6 +65,7 @@ class Spike:
         n_values: number of different values in the integer inputs of its first batch, and the least in those
             of inspected batches before it that are no larger; () if unknown.
         relabeled: numbers of its samples that come again, and of those with another target, see `Relabels`.
+        odd: see `Shifts.odd`.
         limit_change: see `StepScales.limit_change`, of the 64 steps before it; () if there was none.
         rescaled: see `StepScales.rescaled`, likewise.
         norms: norms of the gradients before clipping, with their steps, of up to 32 before it.
@@ -89,6 +90,7 @@ class Spike:
     inputs: float = math.nan
     n_values: tuple[int, ...] = ()
     relabeled: tuple[int, int] = (0, 0)
+    odd: str = ""
     limit_change: tuple[Any, ...] = ()
     rescaled: tuple[Any, ...] = ()
     norms: OfSteps = ()
@@ -284,6 +286,8 @@ class Spikes(Measurement):
             self._see(run, number, at)
         self.n = self._finder.n
         self.found = [_as_read(spike) for spike in self._finder.found]
+        for spike in self.found:
+            spike.odd = run.measured(Shifts).odd(spike.step, min(len(spike.after), N_ODD))
 
     def freeze(self) -> None:
         self._finder, self._arriving = SpikeFinder(), Arriving(MAX_WAITING)

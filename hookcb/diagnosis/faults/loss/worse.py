@@ -38,6 +38,7 @@ MIN_RISE = 0.05  # of the level before
 SIGMAS_AT, SIGMAS = 4.0, 6.0
 FALL = 2 / 3  # of a limit of clipping
 SCHEDULE, N_SHOWN = 3, 4  # changes of one setting, and those that are listed
+CHANGED, MEANT = "What changed: ", ". This may be as intended."
 WEIGHTS = "weights"  # which param.overwritten notes
 NEAR = 32  # steps after the first change within which others are told beside it
 TOLD = "loss.worse", "loss.spike", "replica.settings"  # what says more than `train.changed`
@@ -272,7 +273,7 @@ def _facts_of_data(run: Run) -> Iterator[Fact]:
         last[x.of, x.ranks] = x.step
 
 
-@fault("train.changed", Site.RUN, needs="batches", leads_to="param.overwritten", exact=True)
+@fault("train.changed", Site.RUN, needs="batches", exact=True)
 class ChangedSettings(Fault):
     """A setting that a program changes in mid-run: what and when, as a note.
 
@@ -303,7 +304,7 @@ class ChangedSettings(Fault):
 
     def _found(self, facts: Sequence[Fact]) -> Finding:
         return self.finding(
-            f"What changed: {_listed(facts)}. This may be as intended.",
+            f"{CHANGED}{_listed(facts)}{MEANT}",
             at=facts[0].layer or None,
             when=(facts[0].step, facts[-1].step),
             next_steps=(f"If results are worse since then, {undo_from(facts[0].step).lower()}",),
