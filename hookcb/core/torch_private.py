@@ -179,8 +179,11 @@ def is_dynamo_imported() -> bool:
 
 
 def mark_static_address(x: Tensor) -> None:
-    """Tells torch.compile, which must be imported, that a tensor stays where it is."""
-    torch._dynamo.mark_static_address(x)
+    """Tells torch.compile, which must be imported, that a tensor stays where it is.
+
+    Another one may come in its place without compiling again; CUDA graphs are captured again then.
+    """
+    torch._dynamo.mark_static_address(x, guard=False)  # torch 2.6 guards by default
 
 
 def compile_counts(kind: str) -> Counter[str]:

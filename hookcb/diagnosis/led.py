@@ -8,9 +8,8 @@ from hookcb.activations.callback import ActivationStats
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.gradients.callback import GradientHealth
-from hookcb.hooks.modules import contains_compiled, has_compiled, is_compiled, modules_in
+from hookcb.hooks.modules import contains_compiled, has_compiled, is_compiled, modules_in, unwrapped
 from hookcb.profiling.steps.timer import StepTimer
-from hookcb.records.records import module_of
 
 
 class Leader(Protocol):
@@ -102,14 +101,14 @@ class LedStats(Led, ActivationStats):
             self.leader.see_output(m, output)
         return is_taken
 
-    def take_compiled(self, x: Tensor | None, written: Tensor, path: str, kind: str) -> bool:
+    def take_compiled(self, x: Tensor | None, mark: Tensor, written: Tensor, part: str, kind: str) -> bool:
         try:
-            acts = super().take_compiled(x, written, path, kind)
+            acts = super().take_compiled(x, mark, written, part, kind)
             if x is None or self.leader is None or self._acts_in is not self.learn.training:
                 return acts
-            name = module_of(path)
-            if path in (name, f"{name}[0]") and (acts or self._is_in_graph(x)):
-                self.leader.see_compiled_output(self.layers[name], x if acts else None)
+            if part in ("", "[0]") and (acts or self._is_in_graph(x)):
+                m = self.layers.get(self.layer_of(mark), unwrapped(self.learn.model))
+                self.leader.see_compiled_output(m, x if acts else None)
         except Exception as error:  # must not be raised in the user's forward
             self.take_error(error)
             return False
