@@ -186,6 +186,39 @@ def mark_static_address(x: Tensor) -> None:
     torch._dynamo.mark_static_address(x, guard=False)  # torch 2.6 guards by default
 
 
+def edit_graphs(edit: Callable[[Any], Callable[[], None] | None]) -> Callable[[], None]:
+    """Has torch.compile, which must be imported, show each graph before a backend compiles it.
+
+    Args:
+        edit: called with the GraphModule, which it may change; then it returns a function that undoes that,
+            which is called before the graph is compiled again if it could not be compiled.
+
+    Returns:
+        A function that ends this.
+    """
+    from torch._dynamo.output_graph import OutputGraph
+
+    real, edits = OutputGraph.call_user_compiler, [edit]
+
+    def call(graph: Any, gm: Any, *args: Any) -> Any:
+        undo = edits[0](gm) if edits else None
+        try:
+            return real(graph, gm, *args)
+        except Exception:
+            if undo is None:
+                raise
+            undo()
+            return real(graph, gm, *args)
+
+    def end() -> None:
+        edits.clear()  # if other code has replaced it since, ours is called by theirs
+        if OutputGraph.call_user_compiler is call:
+            OutputGraph.call_user_compiler = real
+
+    OutputGraph.call_user_compiler = call
+    return end
+
+
 def compile_counts(kind: str) -> Counter[str]:
     """Counters of torch.compile, of `kind` "frames" or "stats"; empty if dynamo is not imported."""
     utils = sys.modules.get("torch._dynamo.utils")

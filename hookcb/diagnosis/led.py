@@ -1,5 +1,6 @@
 """Callbacks that a diagnosis leads: they record for it when it looks, and a failure ends their part only."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -7,8 +8,18 @@ from torch import Tensor, nn
 from hookcb.activations.callback import ActivationStats
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
+from hookcb.core.threads import this_thread
+from hookcb.core.torch_private import edit_graphs
+from hookcb.diagnosis.compiled_graphs import GraphEditor, follow
 from hookcb.gradients.callback import GradientHealth
-from hookcb.hooks.modules import contains_compiled, has_compiled, is_compiled, modules_in, unwrapped
+from hookcb.hooks.modules import (
+    contains_compiled,
+    has_compiled,
+    is_compiled,
+    modules_in,
+    named_modules,
+    unwrapped,
+)
 from hookcb.profiling.steps.timer import StepTimer
 
 
@@ -20,6 +31,7 @@ class Leader(Protocol):
     def take_error_of(self, cb: "Led", error: Exception) -> bool: ...
     def see_output(self, m: nn.Module, output: Any) -> None: ...
     def see_compiled_output(self, m: nn.Module, output: Tensor | None) -> None: ...
+    def see_compiled_operation(self, layer: str, what: str, xs: Any, numbers: Any) -> None: ...
 
 
 class Led(Callback):
@@ -61,6 +73,8 @@ class LedStats(Led, ActivationStats):
     part, usual_name = "activations", "activation_stats"
     _may_shorten = True  # each way shows what it takes
     _may_rest = True  # whether the hooks are on layers only in batches that are inspected
+    editor: GraphEditor | None = None  # of graphs that were compiled in this fit
+    _end_edits: Callable[[], None] | None = None
 
     def _let_act(self, training: bool | None) -> None:
         """Takes the hooks off between batches that are inspected, unless compiled code may contain them."""
@@ -85,10 +99,23 @@ class LedStats(Led, ActivationStats):
         super().before_fit()
         for hook in self.hooks or ():
             hook.take_error = self.take_error
+        if any(map(is_compiled, modules_in(self.learn.model))):
+            names = {id(m): name for name, m in named_modules(self.learn.model).items()}
+            self.editor = GraphEditor(self._owner, names, self.take_error)
+            self._end_edits = edit_graphs(self.editor.edit)
 
     def stop(self) -> None:
         super().stop()
         self._acts_in = None
+
+    def remove(self) -> None:
+        super().remove()
+        if self._end_edits is not None:
+            self._end_edits()
+        self._end_edits = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_end_edits": None, "editor": None}
 
     def hook(self, m: nn.Module, *seen: Any) -> None:
         super().hook(m, *seen)
@@ -113,6 +140,18 @@ class LedStats(Led, ActivationStats):
             self.take_error(error)
             return False
         return acts
+
+    def show_compiled(
+        self, xs: Sequence[Tensor], mark: Tensor, way: tuple[int, str], what: str, numbers: Sequence[float]
+    ) -> None:
+        """Shows an operation in compiled code to the diagnosis, by the layer to which a way leads from a mark."""
+        try:
+            acts = self._acts_in is self.learn.training and this_thread() == self._thread
+            if acts and self.leader is not None and (anchor := self.layer_of(mark)):
+                seen = None if any(map(self._is_in_graph, xs)) else xs
+                self.leader.see_compiled_operation(follow(anchor, *way), what, seen, numbers)
+        except Exception as error:  # likewise
+            self.take_error(error)
 
 
 class LedHealth(Led, GradientHealth):

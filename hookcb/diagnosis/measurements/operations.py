@@ -3,7 +3,7 @@
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hookcb.core.torch_private import DispatchMode
+from hookcb.diagnosis.compiled_graphs import ATTENTION
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.replicas import hash_of
 from hookcb.diagnosis.run import Absent, Run, Skipped
@@ -46,7 +47,7 @@ class Operations(Measurement):
         # parts that have any of these methods: `see_attention(layer, module, weights)`, where the module is
         # that of torch, if it is one; `see_logits(layer, largest)`, the largest logit of attention that the
         # mask leaves; `add_attention(layer, weights, places)`, see `_record`;
-        # `see_choice(layer, among, chosen)`, indices of the largest of the numbers in the last dimension;
+        # `see_choice(layer, n, chosen, k)`, indices of the k largest of n numbers of the last dimension;
         # `add_indices(layer, n_rows, indices, padding)` of an embedding; `add_work(layer, operation, args,
         # result)` of each operation of the first forward. While one of them has a true `is_under_way`, a
         # model without attention is measured too.
@@ -55,6 +56,7 @@ class Operations(Measurement):
         self.dropping: dict[str, int] = {}  # step of the first validation in which a layer dropped, by layer
         self.n_alike = 0  # calls of the first validation that had the same inputs
         self.has_attention = self.has_evaluated = self.has_looked = self.is_left_out = False
+        self._is_in_cuda_graph = False  # whether operations were in CUDA graphs, where nothing may be computed
         self._n_inspected = self._last_measured = 0  # batches, and which of these was measured last
         self._loop: Any = None
         self._is_forward = False  # a later forward is a recomputation by activation checkpointing
@@ -99,6 +101,23 @@ class Operations(Measurement):
     def _is_open(self) -> bool:
         """Whether a listener asks for more."""
         return any(getattr(listener, "is_under_way", False) for listener in self.listeners)
+
+    def on_compiled_operation(
+        self, run: Run, layer: str, what: str, xs: Sequence[Tensor] | None, numbers: Sequence[float]
+    ) -> None:
+        """Shows attention or a choice in compiled code; see `GraphEditor`."""
+        if not self._is_forward:
+            return
+        if xs is None:
+            self._is_in_cuda_graph = True
+            return
+        with torch.no_grad(), torch.autocast(xs[0].device.type, enabled=False):
+            if what == ATTENTION:
+                (q, k, *masks), (is_causal, scale) = xs, numbers
+                mask = masks[0] if masks else None
+                self._see_fused(layer, q, k, mask, is_causal == 1, None if math.isnan(scale) else scale)
+            else:
+                self._show("see_choice", layer, int(numbers[0]), xs[0], int(numbers[1]))
 
     def on_backward(self, run: Run) -> None:
         self._is_forward = False
@@ -167,9 +186,8 @@ class Operations(Measurement):
         probe.__enter__()  # type: ignore[no-untyped-call]
         self._probe, self._kept, self._is_eval = probe, None, see == self._see_eval
 
-    def _record(self, weights: Tensor, places: Tensor | None) -> None:
+    def _record(self, layer: str, weights: Tensor, places: Tensor | None) -> None:
         """Shows attention weights `(…, queries, keys)`; with `places` of queries if it is self-attention."""
-        layer = self._layer()
         self.n_seen[layer] += 1
         self._show("see_attention", layer, self._attentions.get(layer), weights)
         if places is not None:
@@ -194,24 +212,27 @@ class Operations(Measurement):
             n_queries, n_keys = out.shape[-2:]
             if n_keys >= MIN_KEYS and n_queries > 1:
                 places = torch.arange(n_keys, device=out.device) if n_keys == n_queries else None
-                self._record(out, places)
+                self._record(layer := self._layer(), out, places)
                 if self._is_batched:  # else of a router, or of a head
-                    self._show_logits(args[0][..., :: max(1, n_queries // MAX_QUERIES), :])
+                    self._show_logits(layer, args[0][..., :: max(1, n_queries // MAX_QUERIES), :])
         elif name.startswith("_scaled_dot_product") and "backward" not in name:
             place = 6 if name == "_scaled_dot_product_efficient_attention" else 4
             is_causal = kwargs.get("is_causal", args[place] if len(args) > place else False) is True
-            self._see_fused(args[0], args[1], kwargs, is_causal)
+            mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
+            self._see_fused(self._layer(), args[0], args[1], mask, is_causal, scale)
         elif name in CHOICES:
-            if (found := chosen(name, args, kwargs, out)) is not None:
-                self._show("see_choice", self._layer(), args[0], found)
+            if args[0].ndim > 1 and (found := chosen(name, args, kwargs, out)) is not None:
+                k = found.shape[-1] if found.ndim == args[0].ndim else 1
+                self._show("see_choice", self._layer(), args[0].shape[-1], found, k)
         elif name in PRODUCTS:
             self._is_batched = PRODUCTS[name]
         elif name == "embedding":
             padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else -1)
             self._show("add_indices", self._layer(), len(args[0]), args[1], padding)
 
-    def _see_fused(self, q: Tensor, k: Tensor, kwargs: dict[str, Any], is_causal: bool) -> None:
-        scale, mask = kwargs.get("scale"), kwargs.get("attn_mask")
+    def _see_fused(
+        self, layer: str, q: Tensor, k: Tensor, mask: Any, is_causal: bool, scale: float | None
+    ) -> None:
         if q.ndim < 3 or k.shape[-2] < MIN_KEYS or q.shape[-2] < 2 or q.shape[-3] % k.shape[-3]:
             return
         is_square = q.shape[-2] == k.shape[-2]
@@ -225,12 +246,12 @@ class Operations(Measurement):
         if is_causal:
             later = torch.arange(k.shape[-2], device=q.device) > places[:, None]
             scores = scores.masked_fill(later, -math.inf)
-        self._record(scores.softmax(-1), places if is_square else None)
-        self._show_logits(scores)
+        self._record(layer, scores.softmax(-1), places if is_square else None)
+        self._show_logits(layer, scores)
 
-    def _show_logits(self, logits: Tensor) -> None:
+    def _show_logits(self, layer: str, logits: Tensor) -> None:
         if any(hasattr(listener, "see_logits") for listener in self.listeners):
-            self._show("see_logits", self._layer(), logits.amax().float())
+            self._show("see_logits", layer, logits.amax().float())
 
     def _see_eval(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Sees dropout in a forward without gradients: Bernoulli numbers, divided by their p."""

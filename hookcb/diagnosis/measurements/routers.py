@@ -71,14 +71,12 @@ class Routers(Measurement):
     def on_batch(self, run: Run) -> None:
         self._step = run.step
 
-    def see_choice(self, layer: str, among: Tensor, chosen: Tensor) -> None:
-        """Counts what a layer has chosen among numbers `(…, n)`: indices `(…, k)`, or `(…)` if k is 1."""
-        n = among.shape[-1]
-        if among.ndim < 2 or not any(n in self._experts.get(x, ()) for x in (layer, _parent(layer))):
+    def see_choice(self, layer: str, n: int, chosen: Tensor, k: int) -> None:
+        """Counts what a layer has chosen among n numbers of each token: k indices, `(…, k)`, or `(…)`."""
+        if not any(n in self._experts.get(x, ()) for x in (layer, _parent(layer))):
             return
         ones = torch.ones_like(chosen, dtype=torch.int64).flatten()
         counts = ones.new_zeros(n).scatter_add_(0, chosen.flatten(), ones)  # bincount would wait for a GPU
-        k = chosen.shape[-1] if chosen.ndim == among.ndim else 1
         of_steps = self._seen.setdefault((layer, n), {})
         before = of_steps.get(self._step)
         of_steps[self._step] = (counts if before is None else counts + before[0], k)

@@ -1,0 +1,214 @@
+"""Compiled graphs: has them show their attention, and the choices of their routers, by hookcb::show.
+
+Where a layer is compiled, its operations are not seen in Python. So before a backend compiles a graph, an
+opaque operator is put beside each operation that is to be seen, as `hookcb::take` is behind each layer.
+"""
+
+import math
+import operator
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from hookcb.activations.operator import OWNERS
+
+# that it writes to a tensor is why no compiler leaves it out; see hookcb::take
+SCHEMA = (
+    "(Tensor[] xs, Tensor mark, Tensor(a!) written, int owner, int up, str below, str what, float[] numbers)"
+    " -> ()"
+)
+ATTENTION, CHOICE = "attention", "choice"
+OF_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+CHOICES = {"topk": (2, -1), "max": (1, None), "argmax": (1, None)}  # place of their dim, and its default
+HIDDEN = {  # operations with attention in them that are not shown, by the name of their function
+    "multi_head_attention_forward": "nn.MultiheadAttention",
+    "flex_attention": "flex_attention",
+    "softmax": "a softmax that is written out",
+}
+
+
+class Shown(NamedTuple):
+    """What is to be seen of an operation: its kind, its tensors, and numbers."""
+
+    what: str
+    xs: tuple[Node, ...]
+    numbers: tuple[float, ...]
+
+
+class GraphEditor:
+    """Puts hookcb::show into graphs in which `hookcb::take` is called for an owner.
+
+    A graph may be that of many layers alike, so an operation is named from the mark of a layer beside it: by
+    the number of names to leave, and those to add.
+
+    Args:
+        owner: number of the owner in `OWNERS`, whose `show_compiled` is called.
+        names: names of modules, by id.
+        failed: called with an error; the graph then stays as it was.
+
+    Attributes:
+        hidden: kinds of attention that were met and are not shown, with their layers.
+    """
+
+    def __init__(self, owner: int, names: Mapping[int, str], failed: Callable[[Exception], object]) -> None:
+        self.owner, self.names, self.failed = owner, names, failed
+        self.hidden: dict[str, str] = {}
+
+    def edit(self, whole: GraphModule) -> Callable[[], None] | None:
+        """Edits a graph, with those inside; returns what undoes it, None if nothing was done."""
+        added: list[tuple[GraphModule, list[Node]]] = []
+
+        def undo() -> None:
+            for gm, nodes in added:
+                for node in reversed(nodes):
+                    gm.graph.erase_node(node)
+                gm.recompile()
+
+        try:
+            for gm in whole.modules():
+                if isinstance(gm, GraphModule) and (takes := self._takes_in(gm)):
+                    added.append((gm, []))
+                    for node in list(gm.graph.nodes):
+                        self._show(gm, node, takes, added[-1][1])
+                    gm.recompile()
+        except Exception as error:  # the model must be compiled nevertheless
+            undo()
+            self.failed(error)
+            return None
+        return undo if any(nodes for _, nodes in added) else None
+
+    def _takes_in(self, gm: GraphModule) -> dict[str, Node]:
+        """The calls of `hookcb::take` for the owner in a graph, by layer."""
+        take = torch.ops.hookcb.take
+        calls = [x for x in gm.graph.nodes if x.target in (take, take.default) and x.args[3] == self.owner]
+        return {layer: x for x in calls if (layer := self._layer_of(x)) is not None}
+
+    def _layer_of(self, node: Node) -> str | None:
+        """Name of the innermost module in which an operation is called; None if it is in none."""
+        # each key is the id of a module, with "@1" at its second call
+        ids = [key.partition("@")[0] for key in reversed(node.meta.get("nn_module_stack") or {})]
+        return next((self.names[int(x)] for x in ids if x.isdigit() and int(x) in self.names), None)
+
+    def _show(self, gm: GraphModule, node: Node, takes: Mapping[str, Node], added: list[Node]) -> None:
+        if node.op not in ("call_function", "call_method") or (layer := self._layer_of(node)) is None:
+            return
+        if (shown := shown_by(node)) is None:
+            if (kind := HIDDEN.get(name_of(node))) and (kind != HIDDEN["softmax"] or is_attention(node)):
+                self.hidden.setdefault(kind, layer)
+            return
+        anchor = max(takes, key=lambda x: n_common(x, layer))
+        up, below = way(anchor, layer)
+        _, mark, written, *_ = takes[anchor].args
+        with gm.graph.inserting_before(after(node)):
+            xs = []
+            for x in shown.xs:
+                xs.append(gm.graph.call_method("detach", (x,)))
+                xs[-1].meta = dict(x.meta)
+                added.append(xs[-1])
+            args = (xs, mark, written, self.owner, up, below, shown.what, list(shown.numbers))
+            added.append(gm.graph.call_function(torch.ops.hookcb.show.default, args))
+            added[-1].meta = dict(takes[anchor].meta)
+
+
+def name_of(node: Node) -> str:
+    """Name of the function or method that a node calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def after(node: Node) -> Node:
+    """The node before which all results of a node are known, those taken out of a tuple included."""
+    last = node
+    while last.next.target is operator.getitem and last.next.args[0] is node:
+        last = last.next
+    return last.next
+
+
+def n_common(name: str, other: str) -> int:
+    """How many names two qualified names begin with together."""
+    pairs = zip(name.split("."), other.split("."), strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(name.count("."), other.count(".")) + 1)
+
+
+def way(anchor: str, layer: str) -> tuple[int, str]:
+    """How many names of an anchor are to be left, and what is to be added, for the name of a layer."""
+    n = n_common(anchor, layer) if layer else 0
+    return len(anchor.split(".")) - n, ".".join(layer.split(".")[n:])
+
+
+def follow(anchor: str, up: int, below: str) -> str:
+    """The name to which a `way` leads from an anchor."""
+    names = anchor.split(".")
+    return ".".join(filter(None, [*names[: len(names) - up], below]))
+
+
+def shown_by(node: Node) -> Shown | None:
+    """What is to be seen of a node; None if it is nothing, or if numbers of it are not known."""
+    if node.target is F.scaled_dot_product_attention:
+        given = dict(zip(OF_ATTENTION, node.args, strict=False)) | node.kwargs
+        is_causal, scale = given.get("is_causal", False), given.get("scale")
+        numbers = float(is_causal is True), math.nan if scale is None else scale
+        return _checked(ATTENTION, (given["query"], given["key"], given.get("attn_mask")), numbers)
+    name = name_of(node)
+    if name not in CHOICES or node.target not in (name, getattr(torch, name)) or not node.args:
+        return None
+    x, place, default = node.args[0], *CHOICES[name]
+    dim = node.kwargs.get("dim", node.args[place] if len(node.args) > place else default)
+    indices = node if name == "argmax" else second_of(node)
+    if indices is None or n_dims(x) < 2 or not isinstance(dim, int) or dim not in (-1, n_dims(x) - 1):
+        return None
+    k = size_of(indices, -1) if n_dims(indices) == n_dims(x) else 1
+    return _checked(CHOICE, (indices,), (size_of(x, -1), k))
+
+
+def _checked(what: str, xs: Sequence[Any], numbers: Iterable[Any]) -> Shown | None:
+    known, found = tuple(numbers), tuple(x for x in xs if x is not None)
+    if all(isinstance(x, Node) for x in found) and all(type(x) in (int, float) for x in known):
+        return Shown(what, found, known)
+    return None
+
+
+def second_of(node: Node) -> Node | None:
+    """The node that takes the second one of the results of a node; None if it is not used."""
+    return next((x for x in node.users if x.target is operator.getitem and x.args[1] == 1), None)
+
+
+def n_dims(node: Any) -> int:
+    """Number of dimensions of the tensor that a node stands for; 0 if it is none."""
+    return getattr(getattr(node, "meta", {}).get("example_value"), "ndim", 0)
+
+
+def size_of(node: Any, dim: int) -> Any:
+    """A size of that tensor, which may be symbolic; None if it has none."""
+    return node.meta["example_value"].shape[dim] if n_dims(node) else None
+
+
+def is_attention(node: Node) -> bool:
+    """Whether the softmax of a node may be one of attention: of keys, in four dimensions."""
+    return n_dims(node) == 4
+
+
+def _call(
+    xs: Sequence[Tensor], mark: Tensor, written: Tensor, owner: int, up: int, below: str, what: str, numbers: Any
+) -> None:
+    # OWNERS that are not those of the first import, if there was another
+    owners = sys.modules[OWNERS_ROOM].OWNERS
+    if (found := owners.get(owner)) is not None:
+        found.show_compiled(xs, mark, (up, below), what, numbers)
+
+
+def _nothing(*_: Any) -> None:
+    """Done with tensors without values, as a compiler has them, and inside of torch.func.vmap."""
+
+
+OWNERS_ROOM = "hookcb.activations.operator"
+LIBRARY = torch.library.Library("hookcb", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types
+if not hasattr(torch.ops.hookcb, "show"):  # it is there if this module is imported again, as by autoreload
+    torch.library.define("hookcb::show", SCHEMA, tags=(torch.Tag.flexible_layout,))
+    torch.library.impl("hookcb::show", "default", _call)
+    LIBRARY.impl("show", _nothing, "FuncTorchBatched")  # type: ignore[no-untyped-call]  # as above
+    torch.library.register_fake("hookcb::show", _nothing)
