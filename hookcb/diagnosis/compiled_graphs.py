@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from hookcb.activations.operator import OWNERS
+from hookcb.hooks.modules import is_leaf, named_modules, names_around, outermost_compiled
 
 # that it writes to a tensor is why no compiler leaves it out; see hookcb::take
 SCHEMA = (
@@ -28,8 +28,10 @@ CHOICES = {"topk": (2, -1), "max": (1, None), "argmax": (1, None)}  # place of t
 HIDDEN = {  # operations with attention in them that are not shown, by the name of their function
     "multi_head_attention_forward": "nn.MultiheadAttention",
     "flex_attention": "flex_attention",
-    "softmax": "a softmax that is written out",
+    "softmax": "attention with a softmax of its own",
+    "scaled_dot_product_attention": "attention in a graph without layers",
 }
+IN_CUDA_GRAPHS = "what is in CUDA graphs, as of reduce-overhead"
 
 
 class Shown(NamedTuple):
@@ -49,15 +51,18 @@ class GraphEditor:
     Args:
         owner: number of the owner in `OWNERS`, whose `show_compiled` is called.
         names: names of modules, by id.
+        hides: called with a kind of attention that is not shown, and its layer.
         failed: called with an error; the graph then stays as it was.
-
-    Attributes:
-        hidden: kinds of attention that were met and are not shown, with their layers.
     """
 
-    def __init__(self, owner: int, names: Mapping[int, str], failed: Callable[[Exception], object]) -> None:
-        self.owner, self.names, self.failed = owner, names, failed
-        self.hidden: dict[str, str] = {}
+    def __init__(
+        self,
+        owner: int,
+        names: Mapping[int, str],
+        hides: Callable[[str, str], object],
+        failed: Callable[[Exception], object],
+    ) -> None:
+        self.owner, self.names, self.hides, self.failed = owner, names, hides, failed
 
     def edit(self, whole: GraphModule) -> Callable[[], None] | None:
         """Edits a graph, with those inside; returns what undoes it, None if nothing was done."""
@@ -71,11 +76,13 @@ class GraphEditor:
 
         try:
             for gm in whole.modules():
-                if isinstance(gm, GraphModule) and (takes := self._takes_in(gm)):
-                    added.append((gm, []))
+                if isinstance(gm, GraphModule):
+                    takes, nodes = self._takes_in(gm), list[Node]()
+                    added.append((gm, nodes))
                     for node in list(gm.graph.nodes):
-                        self._show(gm, node, takes, added[-1][1])
-                    gm.recompile()
+                        self._show(gm, node, takes, nodes)
+                    if nodes:
+                        gm.recompile()
         except Exception as error:  # the model must be compiled nevertheless
             undo()
             self.failed(error)
@@ -95,11 +102,14 @@ class GraphEditor:
         return next((self.names[int(x)] for x in ids if x.isdigit() and int(x) in self.names), None)
 
     def _show(self, gm: GraphModule, node: Node, takes: Mapping[str, Node], added: list[Node]) -> None:
-        if node.op not in ("call_function", "call_method") or (layer := self._layer_of(node)) is None:
+        if node.op not in ("call_function", "call_method"):
             return
-        if (shown := shown_by(node)) is None:
-            if (kind := HIDDEN.get(name_of(node))) and (kind != HIDDEN["softmax"] or is_attention(node)):
-                self.hidden.setdefault(kind, layer)
+        has_stack = bool(node.meta.get("nn_module_stack"))
+        if (layer := self._layer_of(node) if has_stack else "") is None:  # of another model
+            return
+        if (shown := shown_by(node)) is None or not takes:
+            if (kind := HIDDEN.get(name_of(node))) and (name_of(node) != "softmax" or is_attention(node)):
+                self.hides(kind, layer)
             return
         anchor = max(takes, key=lambda x: n_common(x, layer))
         up, below = way(anchor, layer)
@@ -188,16 +198,24 @@ def size_of(node: Any, dim: int) -> Any:
 
 
 def is_attention(node: Node) -> bool:
-    """Whether the softmax of a node may be one of attention: of keys, in four dimensions."""
-    return n_dims(node) == 4
+    """Whether the softmax of a node is one of attention: of `(…, heads, queries, keys)`, or all as many."""
+    return n_dims(node) == 4 or (n_dims(node) == 3 and bool(size_of(node, 1) == size_of(node, 2)))
+
+
+def uncompiled_parts(model: nn.Module) -> list[str]:
+    """Names of the parts of a compiled model that are not compiled, and may do more than call layers."""
+    compiled = outermost_compiled(model)
+    around = {around for name in compiled for around in (name, *names_around(name), "")}
+    plain = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    parts = {name: m for name, m in named_modules(model).items() if name not in around and not is_leaf(m)}
+    inside = (name for name in parts if not any(x in compiled for x in (*names_around(name), "")))
+    return [name for name in inside if not isinstance(parts[name], plain)]
 
 
 def _call(
     xs: Sequence[Tensor], mark: Tensor, written: Tensor, owner: int, up: int, below: str, what: str, numbers: Any
 ) -> None:
-    # OWNERS that are not those of the first import, if there was another
-    owners = sys.modules[OWNERS_ROOM].OWNERS
-    if (found := owners.get(owner)) is not None:
+    if (found := sys.modules["hookcb.activations.operator"].OWNERS.get(owner)) is not None:
         found.show_compiled(xs, mark, (up, below), what, numbers)
 
 
@@ -205,7 +223,6 @@ def _nothing(*_: Any) -> None:
     """Done with tensors without values, as a compiler has them, and inside of torch.func.vmap."""
 
 
-OWNERS_ROOM = "hookcb.activations.operator"
 LIBRARY = torch.library.Library("hookcb", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types
 if not hasattr(torch.ops.hookcb, "show"):  # it is there if this module is imported again, as by autoreload
     torch.library.define("hookcb::show", SCHEMA, tags=(torch.Tag.flexible_layout,))

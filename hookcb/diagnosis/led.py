@@ -10,7 +10,7 @@ from hookcb.core.callback import Callback
 from hookcb.core.events import Event
 from hookcb.core.threads import this_thread
 from hookcb.core.torch_private import edit_graphs
-from hookcb.diagnosis.compiled_graphs import GraphEditor, follow
+from hookcb.diagnosis.compiled_graphs import IN_CUDA_GRAPHS, GraphEditor, follow
 from hookcb.gradients.callback import GradientHealth
 from hookcb.hooks.modules import (
     contains_compiled,
@@ -73,8 +73,7 @@ class LedStats(Led, ActivationStats):
     part, usual_name = "activations", "activation_stats"
     _may_shorten = True  # each way shows what it takes
     _may_rest = True  # whether the hooks are on layers only in batches that are inspected
-    editor: GraphEditor | None = None  # of graphs that were compiled in this fit
-    _end_edits: Callable[[], None] | None = None
+    _end_edits: Callable[[], None] | None = None  # of graphs that are compiled in this fit
 
     def _let_act(self, training: bool | None) -> None:
         """Takes the hooks off between batches that are inspected, unless compiled code may contain them."""
@@ -101,8 +100,7 @@ class LedStats(Led, ActivationStats):
             hook.take_error = self.take_error
         if any(map(is_compiled, modules_in(self.learn.model))):
             names = {id(m): name for name, m in named_modules(self.learn.model).items()}
-            self.editor = GraphEditor(self._owner, names, self.take_error)
-            self._end_edits = edit_graphs(self.editor.edit)
+            self._end_edits = edit_graphs(GraphEditor(self._owner, names, self._hides, self.take_error).edit)
 
     def stop(self) -> None:
         super().stop()
@@ -115,7 +113,7 @@ class LedStats(Led, ActivationStats):
         self._end_edits = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_end_edits": None, "editor": None}
+        return super().__getstate__() | {"_end_edits": None}
 
     def hook(self, m: nn.Module, *seen: Any) -> None:
         super().hook(m, *seen)
@@ -141,6 +139,10 @@ class LedStats(Led, ActivationStats):
             return False
         return acts
 
+    def _hides(self, what: str, layer: str) -> None:
+        if self.leader is not None:
+            self.leader.see_compiled_operation(layer, what, None, ())
+
     def show_compiled(
         self, xs: Sequence[Tensor], mark: Tensor, way: tuple[int, str], what: str, numbers: Sequence[float]
     ) -> None:
@@ -148,8 +150,9 @@ class LedStats(Led, ActivationStats):
         try:
             acts = self._acts_in is self.learn.training and this_thread() == self._thread
             if acts and self.leader is not None and (anchor := self.layer_of(mark)):
-                seen = None if any(map(self._is_in_graph, xs)) else xs
-                self.leader.see_compiled_operation(follow(anchor, *way), what, seen, numbers)
+                if any(map(self._is_in_graph, xs)):
+                    what, xs = IN_CUDA_GRAPHS, ()
+                self.leader.see_compiled_operation(follow(anchor, *way), what, xs or None, numbers)
         except Exception as error:  # likewise
             self.take_error(error)
 

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookcb.core.text import join_names
 from hookcb.core.torch_private import DispatchMode
-from hookcb.diagnosis.compiled_graphs import ATTENTION
+from hookcb.diagnosis.compiled_graphs import ATTENTION, IN_CUDA_GRAPHS, uncompiled_parts
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.replicas import hash_of
-from hookcb.diagnosis.run import Absent, Run, Skipped
+from hookcb.diagnosis.run import Absent, Partial, Run, Skipped
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import is_compiled, named_modules
 
@@ -26,9 +27,10 @@ MAX_QUERIES = 32  # inspected for each head
 PRODUCTS = {"mm": False, "addmm": False, "bmm": True, "baddbmm": True}  # of matrices, whether of batches
 CHOICES = ("topk", "max", "argmax")
 OF_TOKENS = (  # what compiled code hides, see `Run.lack`
-    *("attention", "indices of embeddings", "tokens that are targets", "masks of the tokens"),
-    "padding of the tokens",
+    *("indices of embeddings", "tokens that are targets", "masks of the tokens", "padding of the tokens"),
 )
+OF_ATTENTION = ("attn.logits", "attn.collapse", "mask.blind")
+AGAIN = "train 100 steps without torch.compile to see all"
 Told = Callable[..., object]
 
 
@@ -36,9 +38,10 @@ class Operations(Measurement):
     """Shows attention and embeddings in forwards of the model to what listens, and sees dropout in eval mode.
 
     Of the inspected batches it measures the first three, others when their number has doubled, and each while
-    a listener asks for more, as operations that are seen in Python take three times as long. A model that is
-    compiled, in whole or in part, is not measured, because it would run uncompiled. If the first call of a
-    model has no attention, it is not measured again.
+    a listener asks for more, as operations that are seen in Python take three times as long. Of a model that
+    is compiled, in whole or in part, only what `GraphEditor` shows is seen, because it would run uncompiled:
+    scaled_dot_product_attention and choices. If the first call of a model has no attention, it is not measured
+    again.
     """
 
     cadence = EVERY
@@ -56,7 +59,9 @@ class Operations(Measurement):
         self.dropping: dict[str, int] = {}  # step of the first validation in which a layer dropped, by layer
         self.n_alike = 0  # calls of the first validation that had the same inputs
         self.has_attention = self.has_evaluated = self.has_looked = self.is_left_out = False
-        self._is_in_cuda_graph = False  # whether operations were in CUDA graphs, where nothing may be computed
+        self._uncompiled: list[str] = []  # names of parts
+        self._hidden: dict[str, str] = {}  # what compiled code hides, with a layer of that
+        self.unseen = ""  # why part of the operations is not seen, as the model is compiled
         self._n_inspected = self._last_measured = 0  # batches, and which of these was measured last
         self._loop: Any = None
         self._is_forward = False  # a later forward is a recomputation by activation checkpointing
@@ -77,6 +82,7 @@ class Operations(Measurement):
         self._names = {id(m): name for name, m in modules.items()}
         self._attentions = {name: m for name, m in modules.items() if isinstance(m, nn.MultiheadAttention)}
         self.is_left_out = any(map(is_compiled, model.modules()))
+        self._uncompiled = uncompiled_parts(model) if self.is_left_out else []
         if not self.is_left_out:
             enter = Hook(model, self._enter, pre=True, detach=False, gate=self._may_enter)
             # prepended, so that of two diagnoses the last to enter exits first; else torch 2.6 crashes
@@ -105,11 +111,10 @@ class Operations(Measurement):
     def on_compiled_operation(
         self, run: Run, layer: str, what: str, xs: Sequence[Tensor] | None, numbers: Sequence[float]
     ) -> None:
-        """Shows attention or a choice in compiled code; see `GraphEditor`."""
-        if not self._is_forward:
-            return
+        """Shows attention or a choice in compiled code; without tensors, notes what that hides."""
         if xs is None:
-            self._is_in_cuda_graph = True
+            self._hidden.setdefault(what, layer)
+        if xs is None or not self._is_forward:
             return
         with torch.no_grad(), torch.autocast(xs[0].device.type, enabled=False):
             if what == ATTENTION:
@@ -280,11 +285,24 @@ class Operations(Measurement):
         self.n_alike = max(counts.values(), default=0)
         self.has_attention = any(n >= MIN_BATCHES for n in self.n_seen.values())
         if self.is_left_out:
-            compiled = "the model is compiled, which hides its attention and embeddings"
-            run.lack(Skipped(compiled), *OF_TOKENS)
+            self._tell_of_compiled(run)
         elif self.has_looked and not self.n_seen and self.failure is None:
             run.lack(Absent("the model has no attention operations"), "attention")
             run.lack(Skipped("no attention was seen, so masks were not checked"), "masks of the tokens")
+
+    def _tell_of_compiled(self, run: Run) -> None:
+        run.lack(Skipped("the model is compiled, which hides its embeddings"), *OF_TOKENS)
+        if self._uncompiled:
+            self.unseen = f"parts that are not compiled were not looked at: {join_names(self._uncompiled, 3)}"
+        elif IN_CUDA_GRAPHS in self._hidden:
+            self.unseen = f"compiled code hides {IN_CUDA_GRAPHS}; {AGAIN}"
+        hidden = [f"{what} (layer {layer})" if layer else what for what, layer in self._hidden.items()]
+        none = f"the model is compiled, and no scaled_dot_product_attention was seen; {AGAIN}"
+        unseen = f"compiled code hides {join_names(hidden, 3)}; {AGAIN}" if hidden else self.unseen
+        if not self.has_attention:
+            run.lack(Skipped(unseen or none), "attention")
+        elif unseen:
+            run.lack(Partial(unseen), *OF_ATTENTION)
 
     def close(self, run: Run) -> None:
         """Removes the hooks; exits a probe left open by Ctrl-C, after which torch calls no forward hook."""

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from hookcb.core.torch_private import Convolution
 from hookcb.diagnosis.fault import Measurement
-from hookcb.diagnosis.measurements.operations import Operations
+from hookcb.diagnosis.measurements.operations import AGAIN, Operations
 from hookcb.diagnosis.measurements.processes import Processes
-from hookcb.diagnosis.run import Absent, Run, Skipped
+from hookcb.diagnosis.run import Absent, Partial, Run, Skipped
 from hookcb.hooks.modules import named_modules
 
 MIN_EXPERTS = 2
@@ -90,8 +90,12 @@ class Routers(Measurement):
         }
         if not self._experts and run.measured(Operations).failure is None:
             run.lack(Absent("the model has no experts"), "experts")
-        elif run.measured(Operations).is_left_out:
-            run.lack(Skipped("the model is compiled, which hides what its routers choose"), "experts")
+        elif (operations := run.measured(Operations)).is_left_out:
+            unseen = operations.unseen or f"the model is compiled, and no choice of a router was seen; {AGAIN}"
+            if not self.loads:
+                run.lack(Skipped(unseen), "experts")
+            elif operations.unseen:
+                run.lack(Partial(unseen), "moe.imbalance", "moe.dead")
 
     def state(self, run: Run) -> dict[str, list[Load]] | None:
         """The latest looks of each router; None if these are too large, so that each rank judges its own."""
