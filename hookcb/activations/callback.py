@@ -168,11 +168,11 @@ class ActivationStats(HookCallback):
         if OWNERS.get(self._owner) is not self:
             self._owner = next(NUMBERS)
         if self.is_forward and not self._options.get("pre") and self._may_shorten:
-            marks = marks_on(device, n_hooks)
-            for hook, mark in zip(self.hooks or (), marks, strict=True):
+            self._hook_of = {}
+            for hook, mark in zip(self.hooks or (), marks_on(device, n_hooks), strict=True):
                 hook.quick = self._take_usual
                 hook.traced = None if self._is_sharded else Traced(self, mark)
-            self._hook_of = {mark.data_ptr(): hook for hook, mark in zip(self.hooks or (), marks, strict=True)}
+                self._hook_of[mark.data_ptr()] = hook
             OWNERS[self._owner] = self
 
     @property
@@ -251,8 +251,9 @@ class ActivationStats(HookCallback):
     def take_compiled(self, x: Tensor | None, mark: Tensor, written: Tensor, part: str, kind: str) -> bool:
         """Does what `hook` does, when compiled code is run; a kernel writes to `written`.
 
-        `part` is that of the layer's output. Returns whether this is a batch that is recorded, and `x` may be copied: not what a CUDA graph has,
-        which `mode="reduce-overhead"` tries and captures on a stream of its own: nothing may stay there.
+        `part` is the path of the tensor in the layer's output. Returns whether this is a batch that is
+        recorded, and `x` may be copied: not what a CUDA graph has, which `mode="reduce-overhead"` tries and
+        captures on a stream of its own: nothing may stay there.
         """
         is_in_graph = x is not None and self._is_in_graph(x)
         acts = self._acts_in is self.learn.training or (

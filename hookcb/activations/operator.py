@@ -25,7 +25,7 @@ from hookcb.core.torch_private import (
 )
 
 OWNERS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # instances of ActivationStats
-NUMBERS = count()  # of owners: the same in each run of a program, so that torch finds what it has compiled before
+NUMBERS = count()  # of owners, the same in each run of a program, so that torch's caches find its graphs
 # that it writes to a tensor is why no compiler leaves it out, or moves it to another step
 SCHEMA = "(Tensor? x, Tensor mark, Tensor(a!) written, int owner, str part, str kind) -> ()"
 

@@ -186,6 +186,10 @@ def mark_static_address(x: Tensor) -> None:
     torch._dynamo.mark_static_address(x, guard=False)  # torch 2.6 guards by default
 
 
+COMPILES_GRAPH = "call_user_compiler"
+"""Method of Dynamo's OutputGraph that has a backend compile a graph."""
+
+
 def edit_graphs(edit: Callable[[Any], Callable[[], None] | None]) -> Callable[[], None]:
     """Has torch.compile, which must be imported, show each graph before a backend compiles it.
 
@@ -198,25 +202,39 @@ def edit_graphs(edit: Callable[[Any], Callable[[], None] | None]) -> Callable[[]
     """
     from torch._dynamo.output_graph import OutputGraph
 
-    real, edits = OutputGraph.call_user_compiler, [edit]
+    real = getattr(OutputGraph, COMPILES_GRAPH)
+    edits: list[Callable[[Any], Callable[[], None] | None]] | None = getattr(real, "edits", None)
+    if edits is None:
+        edits = []
+        setattr(OutputGraph, COMPILES_GRAPH, _edited(real, edits))
+    edits.append(edit)
 
+    def end() -> None:
+        if edit in edits:
+            edits.remove(edit)
+        there = getattr(OutputGraph, COMPILES_GRAPH)
+        # if other code has replaced it since, ours is called by theirs and stays
+        if not edits and getattr(there, "edits", None) is edits:
+            setattr(OutputGraph, COMPILES_GRAPH, there.__wrapped__)
+
+    return end
+
+
+def _edited(real: Any, edits: list[Callable[[Any], Callable[[], None] | None]]) -> Any:
+    @wraps(real)
     def call(graph: Any, gm: Any, *args: Any) -> Any:
-        undo = edits[0](gm) if edits else None
+        undos = [undo for edit in edits if (undo := edit(gm)) is not None]
         try:
             return real(graph, gm, *args)
         except Exception:
-            if undo is None:
+            if not undos:
                 raise
-            undo()
+            for undo in reversed(undos):
+                undo()
             return real(graph, gm, *args)
 
-    def end() -> None:
-        edits.clear()  # if other code has replaced it since, ours is called by theirs
-        if OutputGraph.call_user_compiler is call:
-            OutputGraph.call_user_compiler = real
-
-    OutputGraph.call_user_compiler = call
-    return end
+    vars(call)["edits"] = edits
+    return call
 
 
 def compile_counts(kind: str) -> Counter[str]:

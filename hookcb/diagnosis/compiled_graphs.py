@@ -35,7 +35,7 @@ IN_CUDA_GRAPHS = "what is in CUDA graphs, as of reduce-overhead"
 
 
 class Shown(NamedTuple):
-    """What is to be seen of an operation: its kind, its tensors, and numbers."""
+    """Operation to be shown: its kind, its tensors, and its numbers."""
 
     what: str
     xs: tuple[Node, ...]
@@ -157,7 +157,7 @@ def follow(anchor: str, up: int, below: str) -> str:
 
 
 def shown_by(node: Node) -> Shown | None:
-    """What is to be seen of a node; None if it is nothing, or if numbers of it are not known."""
+    """The operation of a node; None if it is not to be shown, or if numbers of it are unknown."""
     if node.target is F.scaled_dot_product_attention:
         given = dict(zip(OF_ATTENTION, node.args, strict=False)) | node.kwargs
         is_causal, scale = given.get("is_causal", False), given.get("scale")
@@ -213,7 +213,14 @@ def uncompiled_parts(model: nn.Module) -> list[str]:
 
 
 def _call(
-    xs: Sequence[Tensor], mark: Tensor, written: Tensor, owner: int, up: int, below: str, what: str, numbers: Any
+    xs: Sequence[Tensor],
+    mark: Tensor,
+    written: Tensor,
+    owner: int,
+    up: int,
+    below: str,
+    what: str,
+    numbers: Any,
 ) -> None:
     if (found := sys.modules["hookcb.activations.operator"].OWNERS.get(owner)) is not None:
         found.show_compiled(xs, mark, (up, below), what, numbers)

@@ -146,7 +146,7 @@ class LedStats(Led, ActivationStats):
     def show_compiled(
         self, xs: Sequence[Tensor], mark: Tensor, way: tuple[int, str], what: str, numbers: Sequence[float]
     ) -> None:
-        """Shows an operation in compiled code to the diagnosis, by the layer to which a way leads from a mark."""
+        """Shows an operation in compiled code, by the layer to which a way leads from that of a mark."""
         try:
             acts = self._acts_in is self.learn.training and this_thread() == self._thread
             if acts and self.leader is not None and (anchor := self.layer_of(mark)):

@@ -38,10 +38,10 @@ class Operations(Measurement):
     """Shows attention and embeddings in forwards of the model to what listens, and sees dropout in eval mode.
 
     Of the inspected batches it measures the first three, others when their number has doubled, and each while
-    a listener asks for more, as operations that are seen in Python take three times as long. Of a model that
-    is compiled, in whole or in part, only what `GraphEditor` shows is seen, because it would run uncompiled:
-    scaled_dot_product_attention and choices. If the first call of a model has no attention, it is not measured
-    again.
+    a listener asks for more, as operations that are seen in Python take three times as long. A model that is
+    compiled, in whole or in part, would run uncompiled, so only what `GraphEditor` shows of it is seen:
+    scaled_dot_product_attention and choices. If the first call of a model has no attention, it is not
+    measured again.
     """
 
     cadence = EVERY

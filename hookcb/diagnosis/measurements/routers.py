@@ -91,10 +91,10 @@ class Routers(Measurement):
         if not self._experts and run.measured(Operations).failure is None:
             run.lack(Absent("the model has no experts"), "experts")
         elif (operations := run.measured(Operations)).is_left_out:
-            unseen = operations.unseen or f"the model is compiled, and no choice of a router was seen; {AGAIN}"
+            none, unseen = "the model is compiled, and no choice of a router was seen", operations.unseen
             if not self.loads:
-                run.lack(Skipped(unseen), "experts")
-            elif operations.unseen:
+                run.lack(Skipped(unseen or f"{none}; {AGAIN}"), "experts")
+            elif unseen:
                 run.lack(Partial(unseen), "moe.imbalance", "moe.dead")
 
     def state(self, run: Run) -> dict[str, list[Load]] | None:
