@@ -28,6 +28,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 Hooks = dict[int, Callable[..., Any]]
 SavedHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack and unpack
+Edit = Callable[[Any], Callable[[], None] | None]  # of a graph; what undoes it, if it was changed
 
 # looked up once, as hooks call these for each call of a layer
 _task_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -190,7 +191,7 @@ COMPILES_GRAPH = "call_user_compiler"
 """Method of Dynamo's OutputGraph that has a backend compile a graph."""
 
 
-def edit_graphs(edit: Callable[[Any], Callable[[], None] | None]) -> Callable[[], None]:
+def edit_graphs(edit: Edit) -> Callable[[], None]:
     """Has torch.compile, which must be imported, show each graph before a backend compiles it.
 
     Args:
@@ -203,24 +204,8 @@ def edit_graphs(edit: Callable[[Any], Callable[[], None] | None]) -> Callable[[]
     from torch._dynamo.output_graph import OutputGraph
 
     real = getattr(OutputGraph, COMPILES_GRAPH)
-    edits: list[Callable[[Any], Callable[[], None] | None]] | None = getattr(real, "edits", None)
-    if edits is None:
-        edits = []
-        setattr(OutputGraph, COMPILES_GRAPH, _edited(real, edits))
-    edits.append(edit)
+    edits: list[Edit] = getattr(real, "edits", [])  # of all, by one wrapper
 
-    def end() -> None:
-        if edit in edits:
-            edits.remove(edit)
-        there = getattr(OutputGraph, COMPILES_GRAPH)
-        # if other code has replaced it since, ours is called by theirs and stays
-        if not edits and getattr(there, "edits", None) is edits:
-            setattr(OutputGraph, COMPILES_GRAPH, there.__wrapped__)
-
-    return end
-
-
-def _edited(real: Any, edits: list[Callable[[Any], Callable[[], None] | None]]) -> Any:
     @wraps(real)
     def call(graph: Any, gm: Any, *args: Any) -> Any:
         undos = [undo for edit in edits if (undo := edit(gm)) is not None]
@@ -233,8 +218,19 @@ def _edited(real: Any, edits: list[Callable[[Any], Callable[[], None] | None]]) 
                 undo()
             return real(graph, gm, *args)
 
-    vars(call)["edits"] = edits
-    return call
+    def end() -> None:
+        if edit in edits:
+            edits.remove(edit)
+        there = getattr(OutputGraph, COMPILES_GRAPH)
+        # if other code has replaced it since, ours is called by theirs and stays
+        if not edits and getattr(there, "edits", None) is edits:
+            setattr(OutputGraph, COMPILES_GRAPH, there.__wrapped__)
+
+    if not hasattr(real, "edits"):
+        vars(call)["edits"] = edits
+        setattr(OutputGraph, COMPILES_GRAPH, call)
+    edits.append(edit)
+    return end
 
 
 def compile_counts(kind: str) -> Counter[str]:
