@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
@@ -22,9 +21,11 @@ SCHEMA = (
     "(Tensor[] xs, Tensor mark, Tensor(a!) written, int owner, int up, str below, str what, float[] numbers)"
     " -> ()"
 )
-ATTENTION, CHOICE = "attention", "choice"
+ATTENTION, CHOICE, SCORES = "attention", "choice", "scores"
+MAX_ROWS = 256  # of scores that are inspected in a batch
 OF_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
 CHOICES = {"topk": (2, -1), "max": (1, None), "argmax": (1, None)}  # place of their dim, and its default
+VIEWS = {"float", "to", "view", "reshape", "flatten", "contiguous"}  # methods that keep all scores
 HIDDEN = {  # operations with attention in them that are not shown, by the name of their function
     "multi_head_attention_forward": "nn.MultiheadAttention",
     "flex_attention": "flex_attention",
@@ -35,11 +36,12 @@ IN_CUDA_GRAPHS = "what is in CUDA graphs, as of reduce-overhead"
 
 
 class Shown(NamedTuple):
-    """Operation to be shown: its kind, its tensors, and its numbers."""
+    """Operation to be shown: its kind, tensors and numbers, and methods that are called on each tensor."""
 
     what: str
     xs: tuple[Node, ...]
     numbers: tuple[float, ...]
+    methods: tuple[tuple[str, Any], ...] = ()
 
 
 class GraphEditor:
@@ -51,7 +53,8 @@ class GraphEditor:
     Args:
         owner: number of the owner in `OWNERS`, whose `show_compiled` is called.
         names: names of modules, by id.
-        hides: called with a kind of attention that is not shown, and its layer.
+        meets: called with a kind of attention that is not shown, and its layer; or with `SCORES`, "" and the
+            number of rows, 0 if it is unknown, and of classes of a loss without layers, as of one compiled.
         failed: called with an error; the graph then stays as it was.
     """
 
@@ -59,10 +62,10 @@ class GraphEditor:
         self,
         owner: int,
         names: Mapping[int, str],
-        hides: Callable[[str, str], object],
+        meets: Callable[[str, str, tuple[float, ...]], object],
         failed: Callable[[Exception], object],
     ) -> None:
-        self.owner, self.names, self.hides, self.failed = owner, names, hides, failed
+        self.owner, self.names, self.meets, self.failed = owner, names, meets, failed
 
     def edit(self, whole: GraphModule) -> Callable[[], None] | None:
         """Edits a graph, with those inside; returns what undoes it, None if nothing was done."""
@@ -108,8 +111,10 @@ class GraphEditor:
         if (layer := self._layer_of(node) if has_stack else "") is None:  # of another model
             return
         if (shown := shown_by(node)) is None or not takes:
-            if (kind := HIDDEN.get(name_of(node))) and (name_of(node) != "softmax" or is_attention(node)):
-                self.hides(kind, layer)
+            if shown is not None and shown.what == SCORES:
+                self.meets(SCORES, layer, shown.numbers)
+            elif (kind := HIDDEN.get(name_of(node))) and (name_of(node) != "softmax" or is_attention(node)):
+                self.meets(kind, layer, ())
             return
         anchor = max(takes, key=lambda x: n_common(x, layer))
         up, below = way(anchor, layer)
@@ -117,17 +122,24 @@ class GraphEditor:
         with gm.graph.inserting_before(after(node)):
             xs = []
             for x in shown.xs:
-                xs.append(gm.graph.call_method("detach", (x,)))
-                xs[-1].meta = dict(x.meta)
-                added.append(xs[-1])
+                added.append(gm.graph.call_method("detach", (x,)))
+                added[-1].meta = dict(x.meta)
+                for method, arg in shown.methods:
+                    added.append(gm.graph.call_method(method, (added[-1], arg)))
+                xs.append(added[-1])
             args = (xs, mark, written, self.owner, up, below, shown.what, list(shown.numbers))
             added.append(gm.graph.call_function(torch.ops.hookcb.show.default, args))
             added[-1].meta = dict(takes[anchor].meta)
 
 
 def name_of(node: Node) -> str:
-    """Name of the function or method that a node calls."""
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    """Name of the function of torch or the method that a node calls; "" if it is another function."""
+    target: Any = node.target
+    if isinstance(target, str):
+        return target
+    # by its name, as others may have replaced it since, `CallHook` included
+    is_of_torch = str(getattr(target, "__module__", "")).startswith("torch")
+    return str(getattr(target, "__name__", "")) if is_of_torch else ""
 
 
 def after(node: Node) -> Node:
@@ -158,13 +170,15 @@ def follow(anchor: str, up: int, below: str) -> str:
 
 def shown_by(node: Node) -> Shown | None:
     """The operation of a node; None if it is not to be shown, or if numbers of it are unknown."""
-    if node.target is F.scaled_dot_product_attention:
+    name = name_of(node)
+    if name == "scaled_dot_product_attention":
         given = dict(zip(OF_ATTENTION, node.args, strict=False)) | node.kwargs
         is_causal, scale = given.get("is_causal", False), given.get("scale")
         numbers = float(is_causal is True), math.nan if scale is None else scale
         return _checked(ATTENTION, (given["query"], given["key"], given.get("attn_mask")), numbers)
-    name = name_of(node)
-    if name not in CHOICES or node.target not in (name, getattr(torch, name)) or not node.args:
+    if name == "cross_entropy":
+        return _scores(node.args[0] if node.args else node.kwargs["input"])
+    if name not in CHOICES or not node.args:
         return None
     x, place, default = node.args[0], *CHOICES[name]
     dim = node.kwargs.get("dim", node.args[place] if len(node.args) > place else default)
@@ -173,6 +187,19 @@ def shown_by(node: Node) -> Shown | None:
         return None
     k = size_of(indices, -1) if n_dims(indices) == n_dims(x) else 1
     return _checked(CHOICE, (indices,), (size_of(x, -1), k))
+
+
+def _scores(x: Any) -> Shown | None:
+    """Rows of the scores of a cross-entropy, `(N, C)`, in the type that they had before they were cast."""
+    given, (n, n_classes) = x, [size_of(x, i) for i in range(2)] if n_dims(x) == 2 else (None, None)
+    while given.op == "call_method" and given.target in VIEWS and isinstance(given.args[0], Node):
+        given = given.args[0]
+    dtype = getattr(given.meta.get("example_value"), "dtype", None)
+    if dtype is None or not dtype.is_floating_point or type(n_classes) is not int:
+        return None
+    stride = max(1, -(-n // MAX_ROWS)) if type(n) is int else 1
+    rows = ("__getitem__", (slice(None, None, stride),)), ("to", dtype)
+    return Shown(SCORES, (x,), (n if type(n) is int else 0, n_classes), rows)
 
 
 def _checked(what: str, xs: Sequence[Any], numbers: Iterable[Any]) -> Shown | None:

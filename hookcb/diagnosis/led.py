@@ -100,7 +100,7 @@ class LedStats(Led, ActivationStats):
             hook.take_error = self.take_error
         if any(map(is_compiled, modules_in(self.learn.model))):
             names = {id(m): name for name, m in named_modules(self.learn.model).items()}
-            self._end_edits = edit_graphs(GraphEditor(self._owner, names, self._hides, self.take_error).edit)
+            self._end_edits = edit_graphs(GraphEditor(self._owner, names, self._meets, self.take_error).edit)
 
     def stop(self) -> None:
         super().stop()
@@ -139,9 +139,9 @@ class LedStats(Led, ActivationStats):
             return False
         return acts
 
-    def _hides(self, what: str, layer: str) -> None:
+    def _meets(self, what: str, layer: str, numbers: tuple[float, ...]) -> None:
         if self.leader is not None:
-            self.leader.see_compiled_operation(layer, what, None, ())
+            self.leader.see_compiled_operation(layer, what, None, numbers)
 
     def show_compiled(
         self, xs: Sequence[Tensor], mark: Tensor, way: tuple[int, str], what: str, numbers: Sequence[float]

@@ -171,7 +171,7 @@ def test_each_name_has_a_docstring_and_a_test():
                 "Hooks",
                 "SavedHooks",
                 "Edit",
-            ):  # not what functions call, nor types
+            ):  # called by functions, or a type
                 names.add(name)
             documented |= {name} if isinstance(after, ast.Expr) else set()
     assert names - documented == set()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hookcb.core.text import join_names
 from hookcb.core.torch_private import DispatchMode
-from hookcb.diagnosis.compiled_graphs import ATTENTION, IN_CUDA_GRAPHS, uncompiled_parts
+from hookcb.diagnosis.compiled_graphs import ATTENTION, CHOICE, IN_CUDA_GRAPHS, SCORES, uncompiled_parts
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.replicas import hash_of
 from hookcb.diagnosis.run import Absent, Partial, Run, Skipped
@@ -112,7 +112,7 @@ class Operations(Measurement):
         self, run: Run, layer: str, what: str, xs: Sequence[Tensor] | None, numbers: Sequence[float]
     ) -> None:
         """Shows attention or a choice in compiled code; without tensors, notes what that hides."""
-        if xs is None:
+        if xs is None and what != SCORES:
             self._hidden.setdefault(what, layer)
         if xs is None or not self._is_forward:
             return
@@ -121,7 +121,7 @@ class Operations(Measurement):
                 (q, k, *masks), (is_causal, scale) = xs, numbers
                 mask = masks[0] if masks else None
                 self._see_fused(layer, q, k, mask, is_causal == 1, None if math.isnan(scale) else scale)
-            else:
+            elif what == CHOICE:
                 self._show("see_choice", layer, int(numbers[0]), xs[0], int(numbers[1]))
 
     def on_backward(self, run: Run) -> None:
