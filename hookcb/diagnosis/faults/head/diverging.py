@@ -137,7 +137,7 @@ class DivergingLogits(Fault):
 
 
 def scores_of_compiled(sizes: Iterable[tuple[float, ...]], pred: object) -> Tensor | None:
-    """Output of a model, `(…, classes)`, with as many scores as a compiled cross-entropy; None without one."""
+    """Output of a model, `(…, classes)`, with as many scores as a compiled loss takes; None without one."""
     outputs = [x for _, x in parts(pred) if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1]
     fits = [
         x
