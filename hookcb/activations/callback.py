@@ -8,7 +8,7 @@ from torch import Tensor, distributed, nn
 from torch.compiler import is_compiling
 
 from hookcb.activations.merge import Merger
-from hookcb.activations.operator import NUMBERS, OWNERS, Traced, marks_on
+from hookcb.activations.operator import NUMBERS, OWNERS, Traced, leave_out, marks_on
 from hookcb.activations.records import OPTIONS, ActivationRecords
 from hookcb.activations.stats import Sample
 from hookcb.core.alone import ALONE
@@ -19,12 +19,15 @@ from hookcb.core.torch_private import plain_class, raw_stream, version_of
 from hookcb.hooks.callback import HookCallback
 from hookcb.hooks.coverage import Coverage
 from hookcb.hooks.hook import Hook
-from hookcb.hooks.modules import device_of
-from hookcb.processes.groups import group_of, is_sharded
+from hookcb.hooks.modules import device_of, outermost_compiled
+from hookcb.processes.groups import group_of, has_whole_layers, is_sharded
 from hookcb.processes.shards import Part, is_awaited, mesh_of, output_part, part_of
 from hookcb.records.forward import forwarded, forwarded_attribute, forwarded_property
 
 NOT_TAKEN = ("hook", "cpu", "gather", "modify")  # options of `HookCallback` that have no use here
+
+MAX_COMPILED = 8  # times that torch compiles a function, as for each block in which parts of outputs are read
+DIVIDED = "layers in tensor parallelism are not seen in more than 8 blocks that are compiled one by one"
 
 
 class Awaited(NamedTuple):
@@ -169,9 +172,13 @@ class ActivationStats(HookCallback):
             self._owner = next(NUMBERS)
         if self.is_forward and not self._options.get("pre") and self._may_shorten:
             self._hook_of = {}
+            is_whole = not self._is_sharded or has_whole_layers(self.learn.model)
             for hook, mark in zip(self.hooks or (), marks_on(device, n_hooks), strict=True):
                 hook.quick = self._take_usual
-                hook.traced = None if self._is_sharded else Traced(self, mark)
+                if is_whole:
+                    hook.traced = Traced(self, mark)
+                elif len(outermost_compiled(self.learn.model)) > MAX_COMPILED:
+                    hook.traced, hook.why_silent = leave_out, DIVIDED
                 self._hook_of[mark.data_ptr()] = hook
             OWNERS[self._owner] = self
 

@@ -39,6 +39,10 @@ def marks_on(device: torch.device, n: int) -> list[Tensor]:
     return marks
 
 
+def leave_out(m: nn.Module, output: Any) -> None:
+    """Has compiled code do nothing with an output."""
+
+
 class Traced:
     """Has compiled code call `take_compiled` of its owner for each tensor of a layer's output.
 

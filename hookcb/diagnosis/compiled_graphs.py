@@ -52,7 +52,7 @@ class GraphEditor:
 
     Args:
         owner: number of the owner in `OWNERS`, whose `show_compiled` is called.
-        names: names of modules, by id.
+        modules: modules by name.
         meets: called with a kind of attention that is not shown, and its layer; or with `SCORES`, "" and the
             number of rows, 0 if it is unknown, and of classes of a loss without layers, as of one compiled.
         failed: called with an error; the graph then stays as it was.
@@ -61,11 +61,12 @@ class GraphEditor:
     def __init__(
         self,
         owner: int,
-        names: Mapping[int, str],
+        modules: Mapping[str, nn.Module],
         meets: Callable[[str, str, tuple[float, ...]], object],
         failed: Callable[[Exception], object],
     ) -> None:
-        self.owner, self.names, self.meets, self.failed = owner, names, meets, failed
+        self.owner, self.modules, self.meets, self.failed = owner, modules, meets, failed
+        self.names = {id(m): name for name, m in modules.items()}
 
     def edit(self, whole: GraphModule) -> Callable[[], None] | None:
         """Edits a graph, with those inside; returns what undoes it, None if nothing was done."""
@@ -81,9 +82,11 @@ class GraphEditor:
             for gm in whole.modules():
                 if isinstance(gm, GraphModule):
                     takes, nodes = self._takes_in(gm), list[Node]()
+                    root = min(map(self._root_of, takes.values()), key=len, default="")
                     added.append((gm, nodes))
                     for node in list(gm.graph.nodes):
-                        self._show(gm, node, takes, nodes)
+                        if (layer := self._layer_of(node, root)) is not None:
+                            self._show(gm, node, layer, takes, nodes)
                     if nodes:
                         gm.recompile()
         except Exception as error:  # the model must be compiled nevertheless
@@ -98,18 +101,29 @@ class GraphEditor:
         calls = [x for x in gm.graph.nodes if x.target in (take, take.default) and x.args[3] == self.owner]
         return {layer: x for x in calls if (layer := self._layer_of(x)) is not None}
 
-    def _layer_of(self, node: Node) -> str | None:
-        """Name of the innermost module in which an operation is called; None if it is in none."""
+    def _stack_of(self, node: Node) -> list[str]:
+        """Names of the modules in which an operation is called, without that whose call is compiled."""
         # each key is the id of a module, with "@1" at its second call
-        ids = [key.partition("@")[0] for key in reversed(node.meta.get("nn_module_stack") or {})]
-        return next((self.names[int(x)] for x in ids if x.isdigit() and int(x) in self.names), None)
+        ids = [key.partition("@")[0] for key in node.meta.get("nn_module_stack") or ()]
+        return [self.names[int(x)] for x in ids if x.isdigit() and int(x) in self.names]
 
-    def _show(self, gm: GraphModule, node: Node, takes: Mapping[str, Node], added: list[Node]) -> None:
+    def _layer_of(self, node: Node, root: str | None = None) -> str | None:
+        """Name of the innermost one, `root` if there is none; None if it is in another model."""
         if node.op not in ("call_function", "call_method"):
-            return
-        has_stack = bool(node.meta.get("nn_module_stack"))
-        if (layer := self._layer_of(node) if has_stack else "") is None:  # of another model
-            return
+            return None
+        stack = self._stack_of(node)
+        return stack[-1] if stack else None if node.meta.get("nn_module_stack") else root
+
+    def _root_of(self, take: Node) -> str:
+        """Name of the module whose call is compiled, if it calls the outermost one around a layer."""
+        name, _, _ = self._stack_of(take)[0].rpartition(".")
+        while isinstance(self.modules.get(name), nn.ModuleList | nn.ModuleDict):
+            name = name.rpartition(".")[0]
+        return name
+
+    def _show(
+        self, gm: GraphModule, node: Node, layer: str, takes: Mapping[str, Node], added: list[Node]
+    ) -> None:
         if (shown := shown_by(node)) is None or not takes:
             if shown is not None and shown.what == SCORES:
                 self.meets(SCORES, layer, shown.numbers)

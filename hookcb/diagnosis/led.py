@@ -99,8 +99,9 @@ class LedStats(Led, ActivationStats):
         for hook in self.hooks or ():
             hook.take_error = self.take_error
         if any(map(is_compiled, modules_in(self.learn.model))):
-            names = {id(m): name for name, m in named_modules(self.learn.model).items()}
-            self._end_edits = edit_graphs(GraphEditor(self._owner, names, self._meets, self.take_error).edit)
+            modules = named_modules(self.learn.model)
+            editor = GraphEditor(self._owner, modules, self._meets, self.take_error)
+            self._end_edits = edit_graphs(editor.edit)
 
     def stop(self) -> None:
         super().stop()
