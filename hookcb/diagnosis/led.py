@@ -73,6 +73,8 @@ class LedStats(Led, ActivationStats):
     part, usual_name = "activations", "activation_stats"
     _may_shorten = True  # each way shows what it takes
     _may_rest = True  # whether the hooks are on layers only in batches that are inspected
+    # called with name and output of each layer in compiled code, in a batch that need not be inspected
+    peek: Callable[[str, Tensor], object] | None = None
     _end_edits: Callable[[], None] | None = None  # of graphs that are compiled in this fit
 
     def _let_act(self, training: bool | None) -> None:
@@ -111,10 +113,10 @@ class LedStats(Led, ActivationStats):
         super().remove()
         if self._end_edits is not None:
             self._end_edits()
-        self._end_edits = None
+        self._end_edits, self.peek = None, None
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_end_edits": None}
+        return super().__getstate__() | {"_end_edits": None, "peek": None}
 
     def hook(self, m: nn.Module, *seen: Any) -> None:
         super().hook(m, *seen)
@@ -129,6 +131,8 @@ class LedStats(Led, ActivationStats):
 
     def take_compiled(self, x: Tensor | None, mark: Tensor, written: Tensor, part: str, kind: str) -> bool:
         try:
+            if self.peek is not None and x is not None and part in ("", "[0]"):
+                self._show_to_peek(x, mark)
             acts = super().take_compiled(x, mark, written, part, kind)
             if x is None or self.leader is None or self._acts_in is not self.learn.training:
                 return acts
@@ -139,6 +143,11 @@ class LedStats(Led, ActivationStats):
             self.take_error(error)
             return False
         return acts
+
+    def _show_to_peek(self, x: Tensor, mark: Tensor) -> None:
+        is_here = self.learn.training and this_thread() == self._thread and not self._is_in_graph(x)
+        if self.peek is not None and is_here and (name := self.layer_of(mark)):
+            self.peek(name, x)
 
     def _meets(self, what: str, layer: str, numbers: tuple[float, ...]) -> None:
         if self.leader is not None:

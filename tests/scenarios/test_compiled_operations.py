@@ -15,6 +15,7 @@ from hookcb.diagnosis.faults.head.diverging import DivergingLogits
 from hookcb.diagnosis.faults.model.attention import CollapsedAttention
 from hookcb.diagnosis.faults.model.attention_logits import GrowingLogits
 from hookcb.diagnosis.measurements.routers import Routers
+from hookcb.diagnosis.measurements.spike_looks import SpikeLooks
 from tests.support import skip_unless_compiled_in_place
 
 # at each graph break dynamo looks at .grad of the tensors it goes on with
@@ -275,6 +276,44 @@ def test_a_way_leads_from_a_layer_to_another_and_in_a_block_of_its_kind_likewise
         for layer in names:
             assert follow(anchor, *way(anchor, layer)) == layer
     assert follow("blocks.7.attn.qkv", *way("blocks.0.attn.qkv", "blocks.0.mlp")) == "blocks.7.mlp"
+
+
+class Gains(nn.Module):
+    """A network with a number that somebody changes in mid-run."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
+        self.register_buffer("gain", torch.ones(()))
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            x = x + layer(x * self.gain if i == 2 else x).relu() / 2
+        return x
+
+
+@pytest.mark.slow
+def test_a_spike_in_a_compiled_model_is_looked_at_without_compiling_anew():
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    model, counter, diagnose = Gains(), CompileCounterWithBackend("aot_eager"), Diagnose(show=False)
+    run, opt = (
+        torch.compile(model, backend=counter, fullgraph=True),
+        torch.optim.SGD(model.parameters(), 0.05),
+    )
+    with watch(run, opt, diagnose):
+        for i in range(120):
+            x = torch.randn(64, D)
+            if i == 100:
+                model.gain.fill_(20.0)
+            F.cross_entropy(run(x), x.roll(1, 1).argmax(1)).backward()
+            opt.step()
+            opt.zero_grad()
+    looks = diagnose.evidence().measured(SpikeLooks)
+    assert counter.frame_count == 1
+    assert [*looks.after[100]] == [101, 102]
+    names = {f"layers.{i}" for i in range(4)}
+    assert all(x.keys() == names for x in (*looks.after[100].values(), *looks.before[100].values()))
 
 
 def test_no_edit_stays_when_the_training_has_ended(monkeypatch):

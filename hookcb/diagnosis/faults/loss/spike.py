@@ -80,7 +80,8 @@ class LossSpikes(Fault):
     in each of the two batches after the first one of the spike, has means and standard deviations of channels
     whose distance to those of the last two looks before is twice the largest one between four looks before,
     and a fifth of its standard deviation; of the last layer, half as much again. These batches are no
-    inspected ones; nothing is seen in compiled code, nor on a GPU, where the loss is known too late. For what
+    inspected ones; beside compiled code only layers in it are seen, and on a GPU none, as the loss is known
+    too late. For what
     came first besides a batch, it is told if in the eight steps before the scale of a GradScaler has changed,
     or a norm was four times the median norm before. Other data come before a layer, and before a batch that
     is unusual, if the loss is high for more than one batch: inputs or targets that are others for good, from
