@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from hookcb import Diagnose, assert_no_hooks, watch
+from hookcb import ActivationStats, Diagnose, assert_no_hooks, watch
 from hookcb.diagnosis.compiled_graphs import GraphEditor, follow, way
 from hookcb.diagnosis.faults.head.diverging import DivergingLogits
 from hookcb.diagnosis.faults.model.attention import CollapsedAttention
@@ -251,6 +251,17 @@ def test_attention_in_parts_that_are_not_compiled_is_not_ruled_out():
     assert [*seen["attention logits"]] == ["blocks.0.attn"]
     (gap,) = gaps(verdict, "attn.logits")
     assert "parts that are not compiled were not looked at: blocks.1" in gap
+
+
+@pytest.mark.slow
+def test_operations_in_a_cuda_graph_are_not_computed_and_that_is_told(monkeypatch):
+    # as if the compiler ran the model on a stream of its own, as mode="reduce-overhead" does on a card
+    monkeypatch.setattr(ActivationStats, "_is_in_graph", lambda self, x: True)
+    seen, verdict, _ = diagnosed("torch.compile", backend="eager", n_steps=5)
+    assert seen["attention logits"] == seen["loads"] == {}
+    for code in ("attn.logits", "moe.dead"):
+        (gap,) = gaps(verdict, code)
+        assert "what is in CUDA graphs" in gap
 
 
 def test_an_error_of_ours_leaves_the_graph_as_it_was(monkeypatch):
