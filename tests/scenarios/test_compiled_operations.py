@@ -167,7 +167,7 @@ def skip_unless_hooked_modules_share_a_graph():
     skip_unless_compiled_in_place()
     counter = CompileCounterWithBackend("eager")
     for m in (Attention(), Attention()):
-        m.register_forward_hook(Idle())
+        m.out.register_forward_hook(Idle())
         m.compile(backend=counter)
         m(torch.ones(1, T, D))
     if counter.frame_count > 1:
