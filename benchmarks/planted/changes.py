@@ -3,11 +3,13 @@
 import copy
 
 import torch
+import torch.nn.functional as F
 from case import Callbacks, Case, Run, control, fault, follow
+from data import batched, digits, generator
 from language import LanguageModel, adamw, character_batches
-from nets import token_loss
+from nets import stack, token_loss
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR
 
 CHANGES: list[Case] = []
@@ -197,6 +199,50 @@ def stuck_loader(seed: int, cbs: Callbacks) -> Run:
     batches[AT : AT + 60] = [batches[AT]] * 60
     model = LanguageModel()
     return follow(model, token_loss, adamw(model, lr=3e-3), batches, cbs, seed, clip=1.0)
+
+
+@fault(
+    CHANGES,
+    "digits: from an epoch on, labels are in another order than images",
+    ["loss.spike", "loss.worse"],
+    planted_at=AT,
+    note_suffices=True,
+)
+def labels_in_another_order(seed: int, cbs: Callbacks) -> Run:
+    x, y = digits(seed, n=640)
+    batches = batched(x, y, seed=seed, n_step=AT)  # six epochs
+    batches += batched(x, y[torch.randperm(len(y), generator=generator(seed))], seed=seed, n_step=AT)
+    model = stack(64, 64, 10)
+    return follow(model, F.cross_entropy, AdamW(model.parameters(), 2e-3), batches, cbs, seed)
+
+
+def with_factor(seed: int, cbs: Callbacks, make_opt, before: float, after: float) -> Run:
+    """Train with a loss that is multiplied by a number, as by a scale that a program sets."""
+    model, n = LanguageModel(), [0]
+    batches = character_batches(seed, N_STEP)
+
+    def scaled(pred: Tensor, y: Tensor) -> Tensor:
+        n[0] += 1
+        return token_loss(pred, y) * (after if n[0] > AT else before)
+
+    return follow(model, scaled, make_opt(model), batches, cbs, seed)
+
+
+@fault(
+    CHANGES,
+    "LM: a loss scale grows, and gradients are divided by the old one",
+    ["loss.spike", "loss.worse"],
+    planted_at=AT,
+    note_suffices=True,
+)
+def stale_loss_scale(seed: int, cbs: Callbacks) -> Run:
+    """The old scale is 1, so there is nothing to divide by."""
+    return with_factor(seed, cbs, lambda model: SGD(model.parameters(), 0.1, momentum=0.9), 1.0, 16.0)
+
+
+@control(CHANGE_CONTROLS, "LM: a loss scale grows 16 times, which Adam does not feel", target=2.7)
+def grown_loss_scale(seed: int, cbs: Callbacks) -> Run:
+    return with_factor(seed, cbs, lambda model: adamw(model, lr=3e-3), 1 / 16, 1.0)
 
 
 @control(CHANGE_CONTROLS, "LM: eight steps on each batch", target=2.9)

@@ -43,7 +43,10 @@ HIDING = {
 }
 # code of the functions that run a backward, with the name of the argument that holds the losses
 BACKWARDS = {torch.autograd.backward.__code__: "tensors", torch.autograd.grad.__code__: "outputs"}
-FREED = object()  # stands for a saved tensor that the backward has freed
+FREED = object()  # stands for a saved tensor that the backward has freed, or that is hidden by a hook
+KEPT = "hookcb_kept"  # in the metadata of a node: what `read_saved` gives while its backward runs
+MAX_OF_LOSS = 16  # nodes in which that is looked for
+OF_TERM = ("target", "weight", "pos_weight")
 
 
 def name(node: Any) -> str:
@@ -156,7 +159,31 @@ def read_saved(node: Any, field: str) -> Any:
     try:
         return saved(node, field)
     except RuntimeError:
-        return FREED
+        return node.metadata.get(KEPT, {}).get(field, FREED)
+
+
+def keep_saved(roots: Iterable[Any]) -> list[Any]:
+    """Keeps labels and factors that losses have saved, which the backward that begins is about to free.
+
+    Returns the nodes that have some, for `drop_saved`.
+    """
+    nodes = []
+    for node in walk(
+        roots, at_most=MAX_OF_LOSS, through=lambda at: name(at) not in LAYERS, nearest_first=True
+    ):
+        fields = ("other", "self") if (is_scaling := name(node) in SCALING) else OF_TERM
+        kept = {field: read_saved(node, field) for field in fields}
+        are_large = is_scaling and any(isinstance(x, Tensor) and x.numel() > 1 for x in kept.values())
+        if not are_large and any(isinstance(x, Tensor) for x in kept.values()):
+            node.metadata[KEPT] = kept
+            nodes.append(node)
+    return nodes
+
+
+def drop_saved(nodes: Iterable[Any]) -> None:
+    """Undoes `keep_saved`."""
+    for node in nodes:
+        node.metadata.pop(KEPT, None)
 
 
 def uses(node: Any, at_most: int) -> Counter[Any] | None:

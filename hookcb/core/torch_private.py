@@ -374,13 +374,30 @@ def input_shape(node: Any) -> tuple[int, ...]:
     return tuple(known[0].shape) if known else ()
 
 
-def saved(node: Any, name: str, default: Any = None) -> Any:
-    """An argument that a node has saved for its backward, such as "reduction"; RuntimeError if it is freed.
+def input_dtype(node: Any) -> torch.dtype | None:
+    """Dtype of the first gradient that a node receives, as of its first output; None if unknown."""
+    known = () if node is None else node._input_metadata
+    return getattr(known[0], "dtype", None) if known else None
 
-    The default if the node saves nothing of that name, or torch has renamed it.
+
+def saved(node: Any, name: str, default: Any = None) -> Any:
+    """An argument that a node has saved for its backward, such as "reduction"; the default if it has none.
+
+    Raises:
+        RuntimeError: If it is freed, or a hook of the program would run, as one of activation checkpointing,
+            which would compute its region again. Torch before 2.8 does not tell of hooks.
     """
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    raws = raw if isinstance(raw, tuple) else (raw,)
+    hooks = [x.unpack_hook for x in raws if getattr(x, "unpack_hook", None) is not None]
+    if not all(getattr(hook, READS_ONLY, False) for hook in hooks):
+        raise RuntimeError(f"a hook would run to read {name}")
     value = getattr(node, f"_saved_{name}", default)
     return tuple(map(signed, value)) if isinstance(value, tuple) else signed(value)
+
+
+READS_ONLY = "hookcb_reads_only"
+"""Attribute of hooks of ours that only give back the tensor that was saved; it may be read at any time."""
 
 
 def signed(x: Any) -> Any:

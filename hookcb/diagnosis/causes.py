@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 from hookcb.core.text import as_layer
 from hookcb.diagnosis.measurements.group_rates import JUMP, RISE, Jump
 from hookcb.diagnosis.measurements.moments import Moments
+from hookcb.diagnosis.measurements.relabels import SHARE
 from hookcb.diagnosis.measurements.settings import Settings
 from hookcb.diagnosis.measurements.shifts import Shifts
 from hookcb.diagnosis.measurements.spikes import N_AFTER, Spike
@@ -17,6 +18,7 @@ from hookcb.diagnosis.run import Layer, Param, Run, Series
 N_NEAR = 8  # steps before a spike in which a change counts
 MAX_SPAN = 48  # steps between two looks at a setting, as one layer is looked at in each batch
 FALLS = 1 / 3  # part of the excess that the next batches keep at most, if it was the batch's
+SOON = 16  # batches within which it heals then
 N_BAND, N_RECENT, N_BEFORE = 8, 5, 2  # looks before a jump, those it is compared with, and those after it
 YOUNG = 16  # steps of a training in which all numbers move, so that they show no band
 RATIO = 2.0  # of a jump to the number before, and to the largest change between the looks it is compared with
@@ -83,9 +85,12 @@ def _of_batch(spike: Spike) -> Cause | None:
         n, least = spike.n_values
         many = f"{n} different value{'s' * (n > 1)}"
         why = f"this batch came first, as its inputs have {many}, and all inspected ones {least} or more"
+    elif spike.relabeled[1] > max(1, SHARE * spike.relabeled[0]):
+        n, n_other = spike.relabeled
+        why = f"this batch came first, as {n_other} of its {n} samples that come again have another target"
     elif spike.lasted == 1:
         why = "it is this batch alone, as the next ones are usual"
-    elif samples and spike.typical <= spike.limit and _rest(spike) < FALLS:
+    elif samples and spike.typical <= spike.limit and _rest(spike) < FALLS and _has_healed_soon(spike):
         why = "this batch came first, as most of its samples are usual"
     else:
         return None
@@ -154,7 +159,7 @@ def _of_data(spike: Spike, run: Run) -> Cause | None:
         return None
     if growth is not None and shift.of == "targets" and growth.step <= spike.step:
         return Cause("data", growth.text, since=growth.step)
-    return Cause("data", shift.text, since=shift.step)
+    return Cause("data", shift.text, since=min(shift.step, spike.step))
 
 
 def undo_from(step: int) -> str:
@@ -227,7 +232,7 @@ def _of_weights(spike: Spike) -> Cause | None:
 
     With neither sign, it may be both.
     """
-    near = spike.after[:16]
+    near = spike.after[:SOON]
     highest = max(near, default=-math.inf)
     if not near or (highest <= spike.value and _rest(spike) < 1 / 2):
         return None
@@ -256,6 +261,11 @@ def _of_weights(spike: Spike) -> Cause | None:
     if is_sudden and not is_large:
         return Cause("unsure", f"{climb}, so the weights have moved, or these batches are unusual, too")
     return Cause("weights", f"{climb}, so the weights have moved, by this step or one before it")
+
+
+def _has_healed_soon(spike: Spike) -> bool:
+    """Whether it was over within 16 batches, or the training was."""
+    return (spike.lasted or len(spike.after)) <= SOON
 
 
 def _rest(spike: Spike) -> float:

@@ -21,7 +21,7 @@ class FoundLoss(NamedTuple):
 
     Attributes:
         value: the loss, a tensor of one element without its graph.
-        node: its autograd node, whose saved tensors are freed.
+        node: its autograd node, whose saved tensors are freed but for what `graph.keep_saved` keeps.
     """
 
     value: Tensor
@@ -141,11 +141,13 @@ class LossFinder:
         found = [self._unscaled(x) for x in roots]
         scaler = next((by for _, by in found if by is not None), None)
         self.running = Backward(roots, tuple(x for x, _ in found), weights, inputs, scaler)
+        kept = graph.keep_saved(x.grad_fn for x in self.running.losses if is_real_scalar(x))
         try:
             if self._begins is not None:
                 self._begins(self.running)
             yield
         finally:
+            graph.drop_saved(kept)
             self.running = None
 
 

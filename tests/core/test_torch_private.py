@@ -752,6 +752,33 @@ def test_saved():
         torch_private.saved(product.grad_fn, "other")
 
 
+def test_input_dtype():
+    x = torch.ones(2, requires_grad=True)
+    assert torch_private.input_dtype(x.bfloat16().grad_fn) is torch.bfloat16
+    assert torch_private.input_dtype(x.exp().grad_fn) is torch.float32
+    assert torch_private.input_dtype(None) is None
+
+
+def test_reads_only():
+    x = torch.ones(2, requires_grad=True)
+    reads = []
+
+    def unpack(packed):
+        reads.append(packed)
+        return packed
+
+    with saved_tensors_hooks(lambda y: y, unpack):
+        node = x.exp().grad_fn
+    if not hasattr(torch_private.raw_saved(node)[0], "unpack_hook"):
+        return  # torch before 2.8 does not tell
+    with pytest.raises(RuntimeError, match="a hook would run to read result"):
+        torch_private.saved(node, "result")
+    assert not reads
+    setattr(unpack, torch_private.READS_ONLY, True)
+    assert torch_private.saved(node, "result").equal(x.exp())
+    assert len(reads) == 1
+
+
 def test_raw_saved():
     class Keeping(Function):
         @staticmethod

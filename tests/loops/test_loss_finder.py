@@ -13,7 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hookcb import Callback, Diagnose, GradientHealth, Recorder, watch
+from hookcb.core.torch_private import raw_saved
 from hookcb.diagnosis.measurements.loss_graph import read_loss
+from hookcb.diagnosis.measurements.loss_terms import main_term, read_terms
 from hookcb.loops.loss_finder import LossFinder
 from tests.support import in_turn, make_batches, make_model, same, weights
 
@@ -488,6 +490,39 @@ def test_of_a_freed_graph_a_factor_is_not_known():
     assert found[0].is_pure
     assert found[0].kind == "cross-entropy"
     assert found[0].scale != found[0].scale
+
+
+def test_labels_and_factors_of_a_freed_graph_are_known_until_the_backward_ends():
+    out, y = nn.Linear(2, 3)(torch.randn(6, 2)), torch.arange(6) % 3
+    loss, found = F.cross_entropy(out, y, weight=torch.ones(3)) * 1024 / 4, []
+    terms = lambda: found.append(main_term(read_terms(loss.grad_fn)))  # noqa: E731
+    out.register_hook(lambda grad: terms())
+    finder = LossFinder(found.append)
+    loss.backward()
+    finder.remove()
+    terms()
+    during, after = found
+    assert (during.target is y, during.scale, during.class_weights is not None) == (True, 256, True)
+    assert (after.target, after.scale == after.scale) == (None, False)
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_checkpointed_loss_is_computed_as_often_as_without_us(is_told):
+    if not hasattr(raw_saved(torch.ones(1, requires_grad=True).exp().grad_fn)[0], "unpack_hook"):
+        pytest.skip("torch before 2.8 does not tell of hooks on saved tensors")
+    model, n = make_model(), []
+
+    def loss_of(x, y):
+        n.append(1)
+        return F.mse_loss(model(x), y)
+
+    with watch(model, Diagnose(show=False)) as w:
+        for x, y in BATCHES:
+            loss = checkpoint(loss_of, x, y, use_reentrant=False) / 2
+            if is_told:
+                w.report_loss(loss)
+            loss.backward()
+    assert len(n) == 2 * len(BATCHES)
 
 
 def classify(head, told, watched=True):

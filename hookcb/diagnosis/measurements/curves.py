@@ -15,6 +15,7 @@ from torch import Tensor
 from hookcb.core.optim import detached_scalar, largest_lr
 from hookcb.diagnosis.fault import EVERY, NOTES, Measurement
 from hookcb.diagnosis.measurements.clock import Clock
+from hookcb.diagnosis.measurements.loss_terms import factor_of_mean
 from hookcb.diagnosis.measurements.steps import Steps
 from hookcb.diagnosis.run import Run, Series, Skipped
 from hookcb.records.store import read_numbers
@@ -22,6 +23,7 @@ from hookcb.records.thinned import Thinned
 
 STATM = Path("/proc/self/statm")  # in pages
 MAX_POINTS, MAX_MEMORY = 8_192, 128  # points of a curve, and of memory in use, which is read in fewer batches
+N_FACTORS = 32  # losses in a row with one factor, which is the unit of the curve from then on
 
 
 class Curve(Thinned[tuple[int, float | Tensor]]):
@@ -50,7 +52,11 @@ def bytes_in_use(statm: FileIO | None) -> float | None:
 
 
 class Curves(Measurement):
-    """Numbers of each batch: loss, learning rate, time and memory."""
+    """Numbers of each batch: loss, learning rate, time and memory.
+
+    Once the number that a mean loss is multiplied by has stayed for 32 batches, losses with another one are
+    divided by that change, so that the curve shows what the model does.
+    """
 
     cadence = EVERY
     cadences: ClassVar = {"on_batch_end": NOTES}
@@ -62,6 +68,8 @@ class Curves(Measurement):
         self._memory = Curve(MAX_MEMORY)
         self.last_loss: float | Tensor | None = None  # of the newest batch that has one
         self.last_rate = math.nan  # of the newest step
+        self.factor: float | None = None  # of the newest loss, see `factor_of_mean`; None if unknown
+        self._unit, self._n_units = math.nan, 0  # factor of the losses before, and their number in a row
         # time at which the first backward of the last batch had ended, NaN where an epoch begins
         self._ended, self._has_ended = math.nan, False
         self._statm: FileIO | None = None  # on Linux only
@@ -79,8 +87,21 @@ class Curves(Measurement):
             self._wait.add((run.step, run.measured(Clock).waited))
 
     def on_loss(self, run: Run) -> None:
-        self.last_loss = detached_scalar(run.loop.loss)
-        self._loss.add((run.step, self.last_loss))
+        loss = detached_scalar(run.loop.loss)
+        self.last_loss = self._in_unit(loss, factor_of_mean(run.loop.loss_node))
+        if self.factor != 0:  # else it tells nothing, as in a warm-up of the loss
+            self._loss.add((run.step, self.last_loss))
+
+    def _in_unit(self, loss: float | Tensor, factor: float) -> float | Tensor:
+        """A loss whose factor has changed, as of a scale that a program sets, divided by that change."""
+        self.factor = None if math.isnan(factor) else factor
+        if factor == self._unit:
+            self._n_units += 1
+        elif self._n_units < N_FACTORS:
+            self._unit, self._n_units = factor, 1
+        elif factor * self._unit > 0:
+            return loss / (factor / self._unit)
+        return loss
 
     def on_gradients(self, run: Run) -> None:
         if self._has_ended:

@@ -195,6 +195,18 @@ def _is_of_params(node: Any) -> bool:
     return len(nodes) <= MAX_NODES and not is_other
 
 
+def factor_of_mean(node: Any) -> float:
+    """Number by which a loss multiplies a mean; NaN if it is unknown, or the loss is no mean."""
+    product = 1.0
+    while (name := graph.name(node)) in graph.SCALING:
+        factor = _number_of(node, name)
+        if factor is None:
+            return math.nan
+        product, node = product * factor, graph.only_input(node)
+    is_mean = saved(node, "reduction", None) == MEAN if name in KINDS else name == "Mean"
+    return product if is_mean else math.nan
+
+
 def factor_of(node: Any) -> float | None:
     """Factor by which a node scales its only input, inf or NaN if unknown; None if it does more than that."""
     name = graph.name(node)

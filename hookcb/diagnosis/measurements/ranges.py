@@ -36,12 +36,14 @@ class Shift(NamedTuple):
         of: "inputs" or "targets".
         left: its numbers.
         slack: steps by which it may have begun earlier or later.
+        said: a clause on it, if it is not of numbers.
     """
 
     step: int
     of: str
     left: tuple[Left, ...]
     slack: int = 0
+    said: str = ""
 
     @property
     def last(self) -> int:
@@ -51,6 +53,8 @@ class Shift(NamedTuple):
     @property
     def text(self) -> str:
         """A clause on it."""
+        if self.said:
+            return self.said
         numbers = "; ".join(x.text for x in self.left)
         since = f"{'about ' * bool(self.slack)}step {self.step:,}"
         return f"the {self.of} of the batches from {since} on are unlike those before: {numbers}"

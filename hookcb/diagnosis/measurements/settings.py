@@ -4,7 +4,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -13,9 +13,11 @@ from torch.optim import Optimizer
 from hookcb.core import graph
 from hookcb.core.batch import parts
 from hookcb.core.text import as_layer, join_names
-from hookcb.core.torch_private import buffers_of, parameters_of
+from hookcb.core.torch_private import buffers_of, input_dtype, parameters_of, version_of
 from hookcb.diagnosis.fault import EVERY, NOTES, Measurement
 from hookcb.diagnosis.measurements.attributes import plain_objects
+from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.loss_terms import factor_of
 from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.modules import named_modules
@@ -26,12 +28,16 @@ MIN_SPAN, MIN_STAY = 32, 8  # steps with one value before a change, and with the
 MAX_NODES, MAX_GRAPH = 24, 2_000  # nodes of the graph of the loss, and of that of the model
 MIN_GRAPH_SPAN = 96  # steps with one graph, which is read in inspected batches only
 NUMBERS = {bool, int, float}
-PLAIN = {*NUMBERS, tuple, str, torch.dtype, type(None)}
+SINGLE = {*NUMBERS, str, torch.dtype}
+PLAIN = {*SINGLE, tuple, type(None)}
 LEFT_OUT = {"lr", "initial_lr", "training"}  # which have records of their own
 SAVED = {"exponent": None, "reduction": None, "alpha": 1}  # of operations of the loss, and what is usual
 BACKWARDS, CLIPPED, OPERATIONS = "backwards per step", "parameters that are clipped", "operations"
 LIMIT, GRAPH = "limit of clip_grad_norm_", "autograd graph"  # inf without any; of the model
-SHAPE, PARAMS = "shape", "names of parameters"
+SHAPE, PARTS, PARAMS = "shape", "tensors", "names of parameters"
+FACTOR, FACTORS = "the factor", "numbers that scale parts"  # of a mean, and of the rest of the loss
+GRADIENT, TURN = "gradient", 128  # steps in which changes of other gradients are the same one
+BUFFER, DTYPE, OPTIMIZER = "buffer ", "dtype of ", "optimizer"  # the first two before the name of a buffer
 MAX_OBJECTS = 64  # of the user's, in attributes of layers
 PARAM = "="  # before the name of a parameter in a graph
 
@@ -59,13 +65,21 @@ class Change(NamedTuple):
     @property
     def text(self) -> str:
         """Words on what has changed, how and when, without a verb."""
+        when = when_of(self.last, self.step)
+        if self.name == OPTIMIZER:
+            return f"the optimizer, from {self.before[0]} to another {self.after[0]} {when}"
+        if self.name == GRADIENT:
+            way = "is written to" if self.after else "is no longer written to"
+            return f"the gradient of {self.of} {way} between backward and step, first seen {when}"
+        if self.name.startswith(BUFFER):
+            return f"{self.name} of {self.of}, which was written to {when}"
         how = f"from {_shown(self.before)} to {_shown(self.after)}"
         if self.name == OPERATIONS:
             how = _difference(self.before, self.after)
         if self.name == GRAPH:
             place = f", near {as_layer(self.layer)}" if self.layer else ""
             how = f"{_difference(self.before, self.after)}{place},"
-        return f"{self.name} of {self.of}, {how} {when_of(self.last, self.step)}"
+        return f"{self.name} of {self.of}, {how} {when}"
 
 
 def _difference(before: Sequence[str], after: Sequence[str]) -> str:
@@ -81,7 +95,9 @@ def _difference(before: Sequence[str], after: Sequence[str]) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if math.isfinite(value) else "none"
-    return str(value)
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))})"
+    return str(value).removeprefix("torch.")
 
 
 def when_of(last: int, step: int) -> str:
@@ -138,6 +154,7 @@ class _Followed(NamedTuple):
     buffers: dict[str, Tensor | None]
     params: Mapping[str, Tensor | None]
     known: _Known
+    written: _Known
     numbers: tuple[str, ...]
     dtypes: tuple[str, ...]
 
@@ -145,12 +162,15 @@ class _Followed(NamedTuple):
 class Settings(Measurement):
     """Follows settings: of up to eight groups of each optimizer, in each step, of layers, and of the loss.
 
-    Those of a layer are its attributes that are numbers, such as `p`, `eps` and `momentum`, without private
-    ones, and the dtypes of its buffers: of all layers in inspected batches, and of one in each other batch,
-    in turn. Of the loss, its operations next to it, in batches of `Run.noting`, and of the graph behind them,
-    in inspected batches, up to 2,000 operations and the parameters that it reaches. Of each step, the number
-    of backwards before it, of parameters that torch's clipping was given, and its limit. What changes often,
-    as by a schedule, or changes back at once, was not changed by a program once.
+    Those of a layer are its attributes that are numbers, such as `p`, `eps` and `momentum`, strings or
+    dtypes, without private ones, the dtypes of its buffers, and writes to these: of all layers in inspected
+    batches, and of one in each other batch, in turn. Of the inputs, their names, their dtypes, and the shape
+    of the first. Of the loss, its operations next to it and numbers that scale its parts, in batches of
+    `Run.noting`, and the graph behind them, in inspected batches, up to 2,000 operations and the parameters
+    that it reaches; and the number that a mean is multiplied by, in each batch. Of each step, its optimizer,
+    the number of backwards before it, of parameters that torch's clipping was given, and its limit; and of
+    one parameter in each, in turn, whether something writes to its gradient between backward and step. What
+    changes often, as by a schedule, or changes back at once, was not changed by a program once.
 
     Attributes:
         changes: the last 16, where nothing of the group, layer or loss had changed for 32 steps before, and
@@ -159,21 +179,26 @@ class Settings(Measurement):
 
     cadence = EVERY
     cadences: ClassVar = {"on_loss": NOTES}
-    uses = (StepScales,)
+    uses = (Curves, StepScales)
 
     def __init__(self) -> None:
         self.changes = deque[Change](maxlen=N_CHANGES)
         self._of_layers: list[_Followed] = []
         self._of_groups: MutableMapping[Optimizer, list[_Known]] = WeakKeyDictionary()
         self._of_steps: MutableMapping[Optimizer, list[_Known]] = WeakKeyDictionary()
-        self._of_loss: _Known | None = None
-        self._of_inputs: _Known | None = None
+        self._of_loss: list[_Known] = []
+        self._of_inputs: list[_Known] = []
+        self._of_opt: _Known | None = None
         self._of_graph: _Known | None = None
         self._names: dict[int, str] = {}  # of parameters, by id
         self._n_backward = 0
+        self._of_grads: list[tuple[str, ref[Tensor], _Known]] = []
+        self._grad: tuple[int, int] | None = None  # identity of a gradient after a backward, and its version
 
     def on_model(self, run: Run) -> None:
-        self._names = {id(p): PARAM + name for name, p in named_params(run.loop.model).items()}
+        named = named_params(run.loop.model)
+        self._names = {id(p): PARAM + name for name, p in named.items()}
+        self._of_grads = [(name, ref(p), _Known({GRADIENT: None}, run.step)) for name, p in named.items()]
         objects: dict[int, tuple[str, str, dict[str, Any], str]] = {}
         for name, m in named_modules(run.loop.model).items():
             buffers, params = buffers_of(m), parameters_of(m)
@@ -199,28 +224,40 @@ class Settings(Measurement):
         numbers, dtypes = tuple(_settings(own)), tuple(buffers)
         if numbers or dtypes or params:
             known = _Known(_values_of(own, buffers, params, numbers, dtypes), run.step)
+            written = _Known(_versions_of(buffers, dtypes), run.step)
             what = name, layer, attributes, key, buffers, params
-            self._of_layers.append(_Followed(*what, known, numbers, dtypes))
+            self._of_layers.append(_Followed(*what, known, written, numbers, dtypes))
 
     def on_batch(self, run: Run) -> None:
         layers = self._of_layers
         if layers and not run.looking:
             layers = [layers[run.step % len(layers)]]
-        for name, layer, attributes, key, buffers, params, known, numbers, dtypes in layers:
+        for name, layer, attributes, key, buffers, params, known, written, numbers, dtypes in layers:
             values = _values_of(_own(attributes, key), buffers, params, numbers, dtypes)
-            for change in known.changed(values, run.step):
-                self.changes.append(change._replace(of=name, layer=layer))
-        x = next((x for _, x in parts(run.loop.xb) if isinstance(x, Tensor)), None)
-        values = {SHAPE: None if x is None else tuple(x.shape)}
-        if self._of_inputs is None:
-            self._of_inputs = _Known(values, run.step)
-        self.changes += [x._replace(of="the inputs") for x in self._of_inputs.changed(values, run.step)]
+            new = known.changed(values, run.step)
+            if dtypes:
+                # told by their new dtype
+                others = {BUFFER + change.name.removeprefix(DTYPE) for change in new}
+                writes = written.changed(_versions_of(buffers, dtypes), run.step)
+                new += [change for change in writes if change.name not in others]
+            self.changes += [change._replace(of=name, layer=layer) for change in new]
+        tensors = [(path, x) for path, x in parts(run.loop.xb) if isinstance(x, Tensor)]
+        values = {
+            SHAPE: tuple(tensors[0][1].shape) if tensors else None,
+            PARTS: tuple(f"{path} {_shown(x.dtype)}".strip() for path, x in tensors),
+        }
+        if not self._of_inputs:
+            self._of_inputs = [_Known({name: x}, run.step) for name, x in values.items()]
+        for own, (name, x) in zip(self._of_inputs, values.items(), strict=True):
+            self.changes += [y._replace(of="the inputs") for y in own.changed({name: x}, run.step)]
 
     def on_loss(self, run: Run) -> None:
-        values = {OPERATIONS: operations_of(run.loop.loss_node)}
-        if self._of_loss is None:
-            self._of_loss = _Known(values, run.step)
-        self.changes += [x._replace(of="the loss") for x in self._of_loss.changed(values, run.step)]
+        node = run.loop.loss_node
+        values: dict[str, Any] = {OPERATIONS: operations_of(node), FACTORS: factors_of(node)}
+        if not self._of_loss:
+            self._of_loss = [_Known({name: x}, run.step) for name, x in values.items()]
+        for own, (name, x) in zip(self._of_loss, values.items(), strict=True):
+            self.changes += [y._replace(of="the loss") for y in own.changed({name: x}, run.step)]
         if run.looking:
             self._look_at_graph(run)
 
@@ -228,7 +265,7 @@ class Settings(Measurement):
         loss = run.loop.loss_node
         nodes = graph.walk([loss], at_most=MAX_GRAPH)
         close = set(graph.near(loss, MAX_NODES))
-        read = ((graph.leaf(at), graph.name(at)) for at in nodes if at not in close)
+        read = ((graph.leaf(at), _operation(at)) for at in nodes if at not in close)
         values = {GRAPH: tuple(op if x is None else self._names.get(id(x), op) for x, op in read)}
         if self._of_graph is None:
             self._of_graph = _Known(values, run.step, MIN_GRAPH_SPAN)
@@ -238,18 +275,43 @@ class Settings(Measurement):
 
     def on_gradients(self, run: Run) -> None:
         self._n_backward += 1
+        self._grad = self._gradient(run)
+
+    def _gradient(self, run: Run) -> tuple[int, int] | None:
+        """Identity of the gradient of one parameter, each in turn, and the number of writes to it."""
+        p = self._of_grads[run.step % len(self._of_grads)][1]() if self._of_grads else None
+        grad = None if p is None else p.grad
+        return None if grad is None or grad.is_inference() else (id(grad), version_of(grad))
+
+    def on_step(self, run: Run) -> None:
+        before, self._grad = self._grad, None
+        if before is None:
+            return
+        name, _, known = self._of_grads[run.step % len(self._of_grads)]
+        values = {GRADIENT: self._gradient(run) != before}
+        if known.values[GRADIENT] is None:
+            known.values = values
+        told = [x.step for x in self.changes if x.name == GRADIENT]
+        for change in known.changed(values, run.step):
+            if not told or change.step > told[-1] + TURN:
+                self.changes.append(change._replace(of=name, layer=name.rpartition(".")[0]))
 
     def on_between(self, run: Run) -> None:
         opt, n, self._n_backward = run.loop.opt, self._n_backward, 0
         if not isinstance(opt, Optimizer):
             return
         step, scales = run.step, run.measured(StepScales)
+        current = {OPTIMIZER: (type(opt).__name__, id(opt))}
+        if self._of_opt is None:
+            self._of_opt = _Known(current, step)
+        self.changes += self._of_opt.changed(current, step)
         of_steps: list[dict[str, Any]] = [{BACKWARDS: n, CLIPPED: scales.n_clipped}]
-        of_steps.append({LIMIT: scales.limit})  # which may change often
+        of_steps += [{LIMIT: scales.limit}, {FACTOR: run.measured(Curves).factor}]  # which may change often
         if opt not in self._of_steps:
             self._of_steps[opt] = [_Known(values, step) for values in of_steps]
         for own, values in zip(self._of_steps[opt], of_steps, strict=True):
-            self.changes += own.changed(values, step)
+            of = "the loss" if FACTOR in values else "the optimizer"
+            self.changes += [x._replace(of=of) for x in own.changed(values, step)]
         groups = opt.param_groups[:MAX_GROUPS]
         known = self._of_groups.setdefault(opt, [])
         for i, group in enumerate(groups):
@@ -260,8 +322,8 @@ class Settings(Measurement):
                 self.changes.append(change._replace(of=of))
 
     def freeze(self) -> None:
-        self._of_layers, self._of_loss, self._of_groups, self._of_steps = [], None, {}, {}
-        self._of_graph, self._of_inputs, self._names = None, None, {}
+        self._of_layers, self._of_loss, self._of_groups, self._of_steps = [], [], {}, {}
+        self._of_graph, self._of_inputs, self._names, self._of_grads = None, [], {}, []
 
 
 def operations_of(node: Any) -> tuple[str, ...]:
@@ -270,8 +332,23 @@ def operations_of(node: Any) -> tuple[str, ...]:
     for at in graph.near(node, MAX_NODES):
         saved = ((graph.read_saved(at, key), usual) for key, usual in SAVED.items())
         numbers = ", ".join(str(x) for x, usual in saved if type(x) in NUMBERS and x != usual)
-        found.append(f"{graph.name(at)}({numbers})" if numbers else graph.name(at))
+        found.append(f"{_operation(at)}({numbers})" if numbers else _operation(at))
     return tuple(found)
+
+
+def factors_of(node: Any) -> tuple[float, ...]:
+    """Known numbers that multiply parts of a loss, or what the last layers give to it, nearest first."""
+    near = graph.near(graph.peel(node, graph.SCALING), MAX_NODES)
+    found = (factor_of(at) for at in near if graph.name(at) in graph.SCALING)
+    return tuple(x for x in found if x is not None and math.isfinite(x))
+
+
+def _operation(node: Any) -> str:
+    """Name of an operation; of a cast, with its dtypes."""
+    if (name := graph.name(node)) != "ToCopy":
+        return name
+    before, after = (input_dtype(at) for at in (graph.only_input(node), node))
+    return f"a cast from {_shown(before)} to {_shown(after)}"
 
 
 def _first_new(before: Sequence[str], after: Sequence[str]) -> str:
@@ -287,12 +364,21 @@ def _own(attributes: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _settings(owner: dict[str, Any]) -> dict[str, Any]:
-    """Public numbers, and tuples of numbers, by their names."""
+    """Public numbers, tuples of numbers, strings and dtypes, by their names."""
     named = {name: x for name, x in owner.items() if name[0] != "_" and name not in LEFT_OUT}
     return {
         name: x
         for name, x in named.items()
-        if type(x) in NUMBERS or (type(x) is tuple and NUMBERS.issuperset(map(type, x)))
+        if type(x) in SINGLE or (type(x) is tuple and NUMBERS.issuperset(map(type, x)))
+    }
+
+
+def _versions_of(buffers: dict[str, Tensor | None], names: tuple[str, ...]) -> dict[str, Any]:
+    """Identities of buffers, and numbers of writes to them."""
+    tensors = ((name, buffers.get(name)) for name in names)
+    return {
+        BUFFER + name: None if x is None or x.is_inference() else (id(x), version_of(x))
+        for name, x in tensors
     }
 
 
@@ -306,6 +392,6 @@ def _values_of(
     values = {name: attributes.get(name) for name in numbers}
     for name in dtypes:
         x = buffers.get(name)
-        values[f"dtype of {name}"] = None if x is None else x.dtype
+        values[DTYPE + name] = None if x is None else x.dtype
     values[PARAMS] = tuple(params)
     return values

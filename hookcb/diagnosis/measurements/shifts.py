@@ -13,6 +13,7 @@ from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.loss_terms import main_term, read_terms
 from hookcb.diagnosis.measurements.patterns import INDICES, Kind, Pattern, moments_of
 from hookcb.diagnosis.measurements.ranges import N_BEFORE, N_BLOCK, N_KEPT, PatternFinder, Shift, ShiftFinder
+from hookcb.diagnosis.measurements.relabels import Relabels
 from hookcb.diagnosis.measurements.tally import at_path, path_to, saved_labels
 from hookcb.diagnosis.rules import median
 from hookcb.diagnosis.run import Run
@@ -173,6 +174,8 @@ def sample_of(x: Tensor) -> Tensor:
 class Shifts(Measurement):
     """Follows the mean and the size of the inputs and of the targets of each batch, and patterns of inputs.
 
+    Targets of samples that come again are compared with those that they had before, see `Relabels`.
+
     Of inputs, the largest tensor of the first batch, unless a graph has made it; of targets, the first that
     the loop tells, or what a loss of torch has saved. Targets of other losses in a loop that does not tell
     them are unknown. Of each, a sample of up to 1,024 elements, at the same places in batches of one shape:
@@ -198,6 +201,7 @@ class Shifts(Measurement):
         self._of_targets = ShiftFinder("targets", ("mean", "standard deviation"))
         self._are_float = False  # whether the targets are
         self._first: list[float] = []  # sizes of targets
+        self._relabels = Relabels()
         self._curve = Thinned[tuple[int, float]](MAX_POINTS)
 
     def on_batch(self, run: Run) -> None:
@@ -226,18 +230,29 @@ class Shifts(Measurement):
             self._to_labels = path_to(run.loop.loss_node, main.node)
 
     def on_loss(self, run: Run) -> None:
-        y: Any = None
-        if len(run.loop.yb):
-            y = next((x for _, x in parts(run.loop.yb) if isinstance(x, Tensor)), None)
-        elif self._to_labels is not None:
-            y = saved_labels(at_path(run.loop.loss_node, self._to_labels))
-        if not _has_numbers(y):
+        if (y := self._targets_of(run)) is None:
             return
         if y.is_floating_point() and not self._are_float:
             self._are_float = True
             self._of_targets = ShiftFinder("targets", ("mean", "root mean square"))
         if self._targets.add(run.step, y):
             self._see_targets(self._targets.there())
+        if run.noting and (x := self._main_of(run.loop.xb)) is not None and x.grad_fn is None:
+            self._relabels.add(run.step, x, y)
+
+    def _targets_of(self, run: Run) -> Tensor | None:
+        """The targets of the batch that are followed."""
+        y: Any = None
+        if len(run.loop.yb):
+            y = next((x for _, x in parts(run.loop.yb) if isinstance(x, Tensor)), None)
+        elif self._to_labels is not None:
+            y = saved_labels(at_path(run.loop.loss_node, self._to_labels))
+        return y if _has_numbers(y) else None
+
+    def relabeled(self, run: Run) -> tuple[int, int]:
+        """Counts samples of the batch that come again, see `Relabels.count`, once its loss is there."""
+        x, y = self._main_of(run.loop.xb), self._targets_of(run)
+        return (0, 0) if x is None or y is None else self._relabels.count(x, y)
 
     def _see_inputs(self, numbers: Iterator[_Numbers]) -> None:
         for step, mean, std, of_block, of_batch in numbers:
@@ -266,10 +281,14 @@ class Shifts(Measurement):
     def tell(self, run: Run) -> None:
         self._see_inputs(self._inputs.rest())
         self._see_targets(self._targets.rest())
+        self._relabels.rest()
+        self._keep(self._relabels.found)
         # where a number leaves its range, whose step is known, the pattern changes, too
         known = [x.step for x in self.found if not x.slack and x.of == "inputs"]
         self.found = [
-            x for x in self.found if not (x.slack and any(abs(x.step - at) < N_BLOCK for at in known))
+            x
+            for x in self.found
+            if x.said or not (x.slack and any(abs(x.step - at) < N_BLOCK for at in known))
         ]
         self.growth = self._growth()
 

@@ -21,6 +21,7 @@ from hookcb.diagnosis.measurements.group_rates import GroupRates
 from hookcb.diagnosis.measurements.loss import first_float, n_classes_of
 from hookcb.diagnosis.measurements.loss_terms import Term, main_term, read_terms
 from hookcb.diagnosis.measurements.samples import flat, spread
+from hookcb.diagnosis.measurements.shifts import Shifts
 from hookcb.diagnosis.measurements.step_scales import OfSteps, StepScales
 from hookcb.diagnosis.measurements.targets import Targets
 from hookcb.diagnosis.rules import SIGMA, median
@@ -63,6 +64,7 @@ class Spike:
             inspected before it; NaN if unknown.
         n_values: number of different values in the integer inputs of its first batch, and the least in those
             of inspected batches before it that are no larger; () if unknown.
+        relabeled: numbers of its samples that come again, and of those with another target, see `Relabels`.
         limit_change: see `StepScales.limit_change`, of the 64 steps before it; () if there was none.
         rescaled: see `StepScales.rescaled`, likewise.
         norms: norms of the gradients before clipping, with their steps, of up to 32 before it.
@@ -86,6 +88,7 @@ class Spike:
     ratio: float = math.nan
     inputs: float = math.nan
     n_values: tuple[int, ...] = ()
+    relabeled: tuple[int, int] = (0, 0)
     limit_change: tuple[Any, ...] = ()
     rescaled: tuple[Any, ...] = ()
     norms: OfSteps = ()
@@ -206,7 +209,7 @@ class Spikes(Measurement):
     """
 
     cadence = EVERY
-    uses = (Curves, GroupRates, StepScales, Targets)
+    uses = (Curves, GroupRates, Shifts, StepScales, Targets)
 
     def __init__(self) -> None:
         self._finder = SpikeFinder()
@@ -273,6 +276,7 @@ class Spikes(Measurement):
             if (now := values_in(run.loop.xb)) is not None:
                 others = [x.n_different for x in self._values if x.n <= now.n]
                 spike.n_values = (now.n_different, min(others)) if len(others) >= MIN_INPUTS else ()
+            spike.relabeled = run.measured(Shifts).relabeled(run)
             _add_samples(spike, run)
 
     def tell(self, run: Run) -> None:

@@ -67,8 +67,8 @@ class Targets(Measurement):
 
     All of the first 64 batches, later a random choice of 64 from all batches, so that data in any order is
     seen with the shares that it has. Class indices of a cross-entropy of torch are counted in all batches, or
-    once they look as drawn at random, on a CPU, in one of each 8; if the loop does not tell them or its loss,
-    in the first 64, those of that choice, and inspected ones.
+    once they look as drawn at random, on a CPU, in one of each 8; if neither the loop nor a loss of torch
+    tells them, in the first 64, those of that choice, and inspected ones.
 
     Attributes:
         counts: number of labels of each class, [] if none were counted.

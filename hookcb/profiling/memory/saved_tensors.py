@@ -13,6 +13,7 @@ from hookcb.core.text import as_layer
 from hookcb.core.threads import this_thread
 from hookcb.core.torch_private import (
     KNOWS_TOP,
+    READS_ONLY,
     disable_saved_hooks,
     enable_saved_hooks,
     in_backward,
@@ -165,6 +166,9 @@ def unpack(saved: Saved) -> Tensor:
             "failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
         )
     return x
+
+
+setattr(unpack, READS_ONLY, True)
 
 
 def _top() -> Any:

@@ -14,16 +14,26 @@ from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.run import Run
 
 
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rows", torch.ones(3))
+
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.body, self.drop, self.norm = nn.Linear(4, 4), nn.Dropout(0.0), nn.BatchNorm1d(4)
         self.scripted = torch.jit.script(nn.BatchNorm1d(4))
+        self.table = Table()
         self.calls, self._private, self.config = 0, 1, SimpleNamespace(cap=30.0)
 
 
-def changes(change, n=150):
-    """Changes that are seen if `change(model, opt, step, run)` is called before each batch."""
+def changes(change, n=150, writes=False):
+    """Changes that are seen if `change(model, opt, step, run)` is called before each batch.
+
+    If `writes`, gradients with such an attribute that is true are written to before the step.
+    """
     model = Net()
     opt = torch.optim.AdamW([{"params": [p]} for p in model.parameters()], lr=1e-3)
     x = torch.ones(2, requires_grad=True)
@@ -38,6 +48,10 @@ def changes(change, n=150):
         settings.on_loss(run)
         for _ in range(loop.n):
             settings.on_gradients(run)
+        for p in model.parameters() if writes else ():
+            if p.grad.writes:
+                p.grad.mul_(2)
+        settings.on_step(run)
         settings.on_between(run)
     return list(settings.changes)
 
@@ -53,8 +67,8 @@ def test_settings_of_groups_and_numbers_and_dtypes_of_layers_are_followed():
 
     first, second, third = changes(change)
     assert first == Change(60, 59, "betas", (0.9, 0.999), (0.9, 0.5), "parameter group 1")
-    assert second == Change(102, 97, "p", 0.0, 0.3, "drop", "drop")
-    assert second.text == "p of drop, from 0 to 0.3 between steps 97 and 102"
+    assert second == Change(104, 98, "p", 0.0, 0.3, "drop", "drop")
+    assert second.text == "p of drop, from 0 to 0.3 between steps 98 and 104"
     assert (third.name, third.before, third.after) == (
         "dtype of running_mean",
         torch.float32,
@@ -116,7 +130,50 @@ def test_names_of_parameters_objects_in_attributes_and_shapes_of_inputs_are_foll
     texts = [x.text for x in changes(change, n=200)]
     assert texts[0] == "shape of the inputs, from (8, 4) to (32, 4) at step 60"
     assert texts[1].startswith("cap of config, from 30 to 20 between steps 8")
-    assert texts[2].startswith("names of parameters of body, from ('weight', 'bias') to ('bias',) between")
+    assert texts[2].startswith("names of parameters of body, from (weight, bias) to (bias) between")
+
+
+def test_writes_to_buffers_tensors_of_inputs_and_another_optimizer_are_followed():
+    def change(model, opt, step, run):
+        model.norm.num_batches_tracked += 1  # which the rest of its layer is not hidden by
+        run.loop.xb = (torch.zeros(2, 3), torch.zeros(2)) if step < 90 else (torch.zeros(2, 3).half(),)
+        if step == 60:
+            model.table.rows.mul_(2)
+        if step == 120:
+            run.loop.opt = torch.optim.SGD(model.parameters(), 0.1)
+
+    rows, tensors, optimizer = changes(change)
+    assert (rows.layer, rows.last < 60 <= rows.step < 60 + 10) == ("table", True)
+    assert rows.text.startswith("buffer rows of table, which was written to between steps ")
+    assert (
+        tensors.text == "tensors of the inputs, from ([0] float32, [1] float32) to ([0] float16) at step 90"
+    )
+    assert optimizer.text == "the optimizer, from AdamW to another SGD at step 120"
+
+
+def test_gradients_that_something_begins_to_write_to_are_followed_one_in_turn():
+    def change(model, opt, step, run):
+        for name, p in model.named_parameters():
+            p.grad = torch.zeros(p.shape)
+            p.grad.writes = step >= 70 and name != "body.weight"
+
+    (found,) = changes(change, writes=True)
+    assert (found.name, found.before, found.after) == ("gradient", False, True)
+    assert 70 <= found.step < 70 + 8
+    assert "is written to between backward and step, first seen between steps" in found.text
+
+
+def test_numbers_that_scale_a_loss_or_its_parts_and_casts_are_followed():
+    x = torch.ones(3, requires_grad=True)
+
+    def change(model, opt, step, run):
+        low = x.bfloat16().float() if step >= 90 else x
+        loss = (low * 2).logsumexp(0) + (0.5 if step < 60 else 4.0) * x.square().mean()
+        run.loop.loss_node = loss.grad_fn
+
+    parts, casts = changes(change)
+    assert parts.text == "numbers that scale parts of the loss, from (0.5, 2) to (4, 2) at step 60"
+    assert "now with a cast from bfloat16 to float32, a cast from float32 to bfloat16" in casts.text
 
 
 def test_counters_schedules_rates_and_early_or_short_changes_are_no_settings():

@@ -49,10 +49,11 @@ class LossSpikes(Fault):
     eight times and by a quarter, or one that lasts for more than three batches, or follows from a state or a
     scale that is wrong. The usual loss is the median of the last 32 or of the last 4, whichever is higher;
     the noise, 1.4826 times the median difference of two losses in a row over up to 128 batches, divided by
-    √2. A note; a warning if the state of the optimizer or the scale of a GradScaler was wrong, or if the rate
-    had risen or clipping had ended, or the model is no better than a constant in the end, as `loss.trivial`
-    warns and without `loss.diverging`, and the loss had not come back after 128 batches and is still above
-    that limit at the end. Other losses may stay higher as intended, as of tasks in a row.
+    √2. A note; a warning if the state of the optimizer or the scale of a GradScaler was wrong, or if what
+    came first is known with its step and the loss is soon NaN or infinite, or if the rate had risen or
+    clipping had ended, or the model is no better than a constant in the end, as `loss.trivial` warns and
+    without `loss.diverging`, and the loss had not come back after 128 batches and is still above that limit
+    at the end. Other losses may stay higher as intended, as of tasks in a row.
 
     What came first, in this order. The state of torch's Adam, if |m| > C √v before the step of that batch, in
     any of up to 1,024 sampled elements of each parameter, C = (1 - β₁) / √((1 - β₂)(1 - β₁²/β₂)): no
@@ -60,42 +61,43 @@ class LossSpikes(Fault):
     that was replaced within the eight steps before, as `adam.state` tells it; one that is a note there comes
     first only if the loss is high for more than one batch. The batch, if the next three losses are usual, as
     its step has then left the weights as good as they were, or if most of its samples have usual losses and
-    the next losses keep less than a third of the excess, or if its inputs are four times as large as those of
-    all inspected batches, or have a quarter of the different integers of any that is no larger. A GradScaler,
-    if its scale had fallen by a third or more between the backward and the step of one of the 64 batches
-    before. The learning rate, if it has risen by half or more from one step to the next within the 64 steps
-    before, or to twice as much over these, in one parameter group or all. Clipping by torch, if within these
-    it has ended, or its limit has risen by half or more, after 32 steps or more with one limit, which had cut
-    half of the last 8 to 32 gradients. Something else that a program has changed within eight steps, see
-    `loss.worse`, if the loss is high for more than one batch. A layer or parameter whose standard deviation,
-    largest magnitude or norm has jumped in the last two looks before the spike, at most 128 batches before:
-    above the five looks before by a factor of two, and by twice their largest change in logarithms, after
-    eight looks or more from step 16 on. Several batches in a row, or a model that was changed by something
-    else, if the loss jumps at once and stays, while most samples of its first batch have usual losses, or the
-    norms of the gradients of the eight steps before are at most the largest of the 24 before these.
-    Otherwise, if later losses are higher or keep half of the excess, the weights, if the loss climbs to twice
-    the first excess, or a norm in the eight steps before was four times the median norm before; else the
-    weights or several batches. What is not known is said. For these, and for a layer that had jumped, it is
-    told where the loss shows first in the forward, which need not be the cause: the first layer whose output,
-    in each of the two batches after the first one of the spike, has means and standard deviations of channels
-    whose distance to those of the last two looks before is twice the largest one between four looks before,
-    and a fifth of its standard deviation; of the last layer, half as much again. These batches are no
-    inspected ones; beside compiled code only layers in it are seen, and on a GPU none, as the loss is known
-    too late. For what
-    came first besides a batch, it is told if in the eight steps before the scale of a GradScaler has changed,
-    or a norm was four times the median norm before. Other data come before a layer, and before a batch that
-    is unusual, if the loss is high for more than one batch: inputs or targets that are others for good, from
-    one of the eight steps before on or from the batch itself. Their mean, their standard deviation or, of
-    float targets, their root mean square has left the range of all batches before, 32 or more, and does so on
-    that side in seven of the eight batches after the first. The range is without the smallest and the largest
-    number, and is widened on both sides by its width, and at least by a tenth of the largest standard
-    deviation or root mean square. Or the pattern of 16 batches, and of the next 16, is farther from the mean
-    pattern of all before than any of six or more such blocks, by three times the range of their distances and
-    by 0.1. The pattern of numbers is their mean at each place, and the distance the mean squared difference,
-    divided by the variance; that of indices, such as tokens, is how often two neighbors come, in 256 bins,
-    and the distance that of Hellinger, squared; it begins where the distances of single batches rise most. Of
-    each batch these are numbers of up to 1,024 elements of the largest input, and of the targets that the
-    loop tells or a loss of torch has saved.
+    the next losses keep less than a third of the excess and are usual within 16 batches, or if its inputs are
+    four times as large as those of all inspected batches, or have a quarter of the different integers of any
+    that is no larger, or if a twentieth, and two or more, of its samples that come again have another target.
+    A GradScaler, if its scale had fallen by a third or more between the backward and the step of one of the
+    64 batches before. The learning rate, if it has risen by half or more from one step to the next within the
+    64 steps before, or to twice as much over these, in one parameter group or all. Clipping by torch, if
+    within these it has ended, or its limit has risen by half or more, after 32 steps or more with one limit,
+    which had cut half of the last 8 to 32 gradients. Something else that a program has changed within eight
+    steps, see `loss.worse`, if the loss is high for more than one batch. A layer or parameter whose standard
+    deviation, largest magnitude or norm has jumped in the last two looks before the spike, at most 128
+    batches before: above the five looks before by a factor of two, and by twice their largest change in
+    logarithms, after eight looks or more from step 16 on. Several batches in a row, or a model that was
+    changed by something else, if the loss jumps at once and stays, while most samples of its first batch have
+    usual losses, or the norms of the gradients of the eight steps before are at most the largest of the 24
+    before these. Otherwise, if later losses are higher or keep half of the excess, the weights, if the loss
+    climbs to twice the first excess, or a norm in the eight steps before was four times the median norm
+    before; else the weights or several batches. What is not known is said. For these, and for a layer that
+    had jumped, it is told where the loss shows first in the forward, which need not be the cause: the first
+    layer whose output, in each of the two batches after the first one of the spike, has means and standard
+    deviations of channels whose distance to those of the last two looks before is twice the largest one
+    between four looks before, and a fifth of its standard deviation; of the last layer, half as much again.
+    These batches are no inspected ones; beside compiled code only layers in it are seen, on a GPU none. For
+    what came first besides a batch, it is told if in the eight steps before the scale of a GradScaler
+    has changed, or a norm was four times the median norm before. Other data come before a layer,
+    and before a batch that is unusual, if the loss is high for more than one batch: inputs or targets that
+    are others for good, from one of the eight steps before on or from the batch itself. Their mean, their
+    standard deviation or, of float targets, their root mean square has left the range of all batches before,
+    32 or more, and does so on that side in seven of the eight batches after the first. Or samples that come
+    again have another target, see `Relabels`. The range is without the smallest and the largest number, and
+    is widened on both sides by its width, and at least by a tenth of the largest standard deviation or root
+    mean square. Or the pattern of 16 batches, and of the next 16, is farther from the mean pattern of all
+    before than any of six or more such blocks, by three times the range of their distances and by 0.1. The
+    pattern of numbers is their mean at each place, and the distance the mean squared difference, divided by
+    the variance; that of indices, such as tokens, is how often two neighbors come, in 256 bins, and the
+    distance that of Hellinger, squared; it begins where the distances of single batches rise most. Of each
+    batch these are numbers of up to 1,024 elements of the largest input, and of the targets that the loop
+    tells or a loss of torch has saved.
 
     Source: J. von Neumann et al., "The mean square successive difference", 1941, and P. J. Huber, "Robust
     Statistics", 1981, for the noise. The batch or the state of the weights: A. Chowdhery et al., "PaLM",
@@ -137,6 +139,7 @@ class LossSpikes(Fault):
         has_stayed = any(_has_stayed(x, run) for x in spikes)
         is_alarm = cause.kind in WRONG or (has_stayed and cause.kind in HARSHER)
         is_alarm |= _has_stayed(spike, run) and _is_ruined(run)
+        is_alarm |= cause.since is not None and not all(map(math.isfinite, spike.after))
         if cause.kind == "batch" and _has_stayed(spike, run):
             cause = cause._replace(kind="batches")
         shown = _where(_origin(spike, spikes), cause, run)

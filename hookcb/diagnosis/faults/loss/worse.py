@@ -14,10 +14,14 @@ from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.schedules import Schedules
 from hookcb.diagnosis.measurements.settings import (
     CLIPPED,
+    FACTOR,
+    FACTORS,
+    GRADIENT,
     LIMIT,
     MIN_SPAN,
     OPERATIONS,
     SHAPE,
+    TURN,
     Settings,
     when_of,
 )
@@ -35,7 +39,13 @@ FALL = 2 / 3  # of a limit of clipping
 SCHEDULE, N_SHOWN = 3, 4  # changes of one setting, and those that are listed
 WEIGHTS = "weights"  # which param.overwritten notes
 NEAR = 32  # steps after the first change within which others are told beside it
-MAY_BE_MEANT = {OPERATIONS, SHAPE, "weight_decay"}  # another loss, or a step against overfitting
+MAY_BE_MEANT = {
+    OPERATIONS,
+    SHAPE,
+    FACTOR,
+    FACTORS,
+    "weight_decay",
+}  # another loss, or a step against overfitting
 
 
 class Fact(NamedTuple):
@@ -66,19 +76,21 @@ class WorseLoss(Fault):
     that of the others; a limit of clipping by torch that has ended or risen by half or more, after 32 steps;
     another setting of a group of the optimizer, such as `betas`, `eps`, `momentum` or `weight_decay`; a
     number in an attribute of a layer or of an object in one, such as `p` of dropout or of a config, or the
-    dtype of a buffer; names of its parameters; the shape of the inputs; weights that `param.overwritten`
-    notes; the number of backwards before a step, of parameters that are clipped, the operations of the loss
-    next to it, or the autograd graph of the model. All of these had stayed for 32 steps before and stayed for
-    eight. Or the learning rate has doubled or more, step by step, since the 32 batches with the lowest
-    median, the first ones excepted, and the median of the last 32 is above it by six standard errors and by a
-    twentieth. A note if half of the rise is gone, if the kind of the loss is not known, or if the change may
-    be meant: of the loss, of `weight_decay`, or in a layer, as of dropout. A rate that rises again by
-    `CosineAnnealingWarmRestarts` or `CyclicLR` is meant, and not told. A warning, too, where `update.spike`
-    warns of steps that are too large soon after the change, or `loss.trivial` of a model that is no better
-    than a constant. The noise is that of differences between losses in a row. Not told where `loss.spike`
-    warns. A change is a fact, too, if inputs or targets are others for good, see `loss.spike`; settings come
-    first. It may be meant, as in a curriculum, unless that was 128 batches ago and the last 32 losses are as
-    high as the first 32, and float targets have not grown, which a model may make.
+    dtype of a buffer, or a write to one that had none; names of its parameters; the shape, names or dtypes of
+    the inputs; another optimizer; gradients that something writes to, or no longer, between backward and
+    step; weights that `param.overwritten` notes; the number of backwards before a step, of parameters that
+    are clipped, the operations of the loss next to it and numbers that scale it or its parts, or the autograd
+    graph of the model. All of these had stayed for 32 steps before and stayed for eight. Or the learning rate
+    has doubled or more, step by step, since the 32 batches with the lowest median, the first ones excepted,
+    and the median of the last 32 is above it by six standard errors and by a twentieth. A note if half of the
+    rise is gone, if the kind of the loss is not known, or if the change may be meant: of the loss, of
+    `weight_decay`, or in a layer, as of dropout. A rate that rises again by `CosineAnnealingWarmRestarts` or
+    `CyclicLR` is meant, and not told. A warning, too, where `update.spike` warns of steps that are too large
+    soon after the change, or `loss.trivial` of a model that is no better than a constant. The noise is that
+    of differences between losses in a row. Not told where `loss.spike` warns. A change is a fact, too, if
+    inputs or targets are others for good, see `loss.spike`; settings come first. It may be meant, as in a
+    curriculum, unless that was 128 batches ago and the last 32 losses are as high as the first 32, and float
+    targets have not grown, which a model may make.
 
     Source: J. von Neumann et al., "The mean square successive difference", 1941, for noise around a trend.
     That a change led to the rise is not shown by these facts; the limits are ours.
@@ -188,7 +200,11 @@ def _facts(run: Run) -> Iterator[Fact]:
             step, name = found.step, found.param
             text = f"something other than the optimizer writes to {name}, first after step {step:,}"
             yield Fact(step + 1, step, text, found.layer, True, WEIGHTS)
-    for change in run.measured(Settings).changes:
+    changes = run.measured(Settings).changes
+    clipped = [x.step for x in changes if x.name in (CLIPPED, LIMIT)]
+    for change in changes:
+        if change.name == GRADIENT and any(abs(step - change.step) <= TURN for step in clipped):
+            continue  # by the clipping that has changed
         if change.name == CLIPPED and 0 in (change.before, change.after):
             continue  # its limit has ended
         if change.name == LIMIT and not FALL * change.before >= change.after:
