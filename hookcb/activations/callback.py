@@ -8,9 +8,9 @@ from torch import Tensor, distributed, nn
 from torch.compiler import is_compiling
 
 from hookcb.activations.merge import Merger
-from hookcb.activations.operator import OWNERS
+from hookcb.activations.operator import NUMBERS, OWNERS, Traced, leave_out, marks_on
 from hookcb.activations.records import OPTIONS, ActivationRecords
-from hookcb.activations.stats import Sample, has_stats, kind_of
+from hookcb.activations.stats import Sample
 from hookcb.core.alone import ALONE
 from hookcb.core.batch import parts
 from hookcb.core.sampling import SamplingCallback
@@ -19,13 +19,15 @@ from hookcb.core.torch_private import plain_class, raw_stream, version_of
 from hookcb.hooks.callback import HookCallback
 from hookcb.hooks.coverage import Coverage
 from hookcb.hooks.hook import Hook
-from hookcb.hooks.modules import device_of
-from hookcb.processes.groups import group_of, is_sharded
+from hookcb.hooks.modules import device_of, outermost_compiled
+from hookcb.processes.groups import group_of, has_whole_layers, is_sharded
 from hookcb.processes.shards import Part, is_awaited, mesh_of, output_part, part_of
 from hookcb.records.forward import forwarded, forwarded_attribute, forwarded_property
-from hookcb.records.records import module_of
 
 NOT_TAKEN = ("hook", "cpu", "gather", "modify")  # options of `HookCallback` that have no use here
+
+MAX_COMPILED = 8  # times that torch compiles a function, as for each block in which parts of outputs are read
+DIVIDED = "layers in tensor parallelism are not seen in more than 8 blocks that are compiled one by one"
 
 
 class Awaited(NamedTuple):
@@ -150,9 +152,9 @@ class ActivationStats(HookCallback):
         self._is_slice = False  # whether the last output of a layer in tensor parallelism was one
         self._awaited: list[Awaited] = []  # in the running forward
         self._thread: int | None = None  # of the loop, during a fit
-        self._owner = 0  # by which compiled code finds it
+        self._owner = -1  # by which compiled code finds it
         self._written: Tensor | None = None  # what compiled code writes to
-        self._hook_of: dict[str, Hook] = {}  # by name
+        self._hook_of: dict[int, Hook] = {}  # by the address of its mark
         self._streams: dict[torch.device, int] = {}  # those of the running batch, by card
 
     def before_fit(self) -> None:
@@ -165,12 +167,19 @@ class ActivationStats(HookCallback):
         self._find_ranks()
         self._thread = this_thread() if self.learn.in_loop_thread else None
         device, n_hooks = device_of(self.learn.model), len(self.hooks or ())
-        self._owner, self._written = id(self), self.records.buffer.written_on(device, n_hooks)
+        self._written = self.records.buffer.written_on(device, n_hooks)
+        if OWNERS.get(self._owner) is not self:
+            self._owner = next(NUMBERS)
         if self.is_forward and not self._options.get("pre") and self._may_shorten:
-            for hook in self.hooks or ():
+            self._hook_of = {}
+            is_whole = not self._is_sharded or has_whole_layers(self.learn.model)
+            for hook, mark in zip(self.hooks or (), marks_on(device, n_hooks), strict=True):
                 hook.quick = self._take_usual
-                hook.traced = None if self._is_sharded else self._trace
-            self._hook_of = {hook.name: hook for hook in self.hooks or ()}
+                if is_whole:
+                    hook.traced = Traced(self, mark)
+                elif len(outermost_compiled(self.learn.model)) > MAX_COMPILED:
+                    hook.traced, hook.why_silent = leave_out, DIVIDED
+                self._hook_of[mark.data_ptr()] = hook
             OWNERS[self._owner] = self
 
     @property
@@ -237,31 +246,29 @@ class ActivationStats(HookCallback):
         self.records.take(name, output, type(m).__name__)
         return True
 
-    def _trace(self, m: nn.Module, output: Any) -> None:
-        """Has compiled code call `take_compiled` for each tensor of an output; Dynamo follows it."""
-        name, kind = self._names[id(m)], plain_class(m).__name__
-        found = [(name, output)] if type(output) is Tensor else list(parts(output, name)) or [(name, output)]
-        for path, x in found:
-            taken, what = (x.detach(), kind) if has_stats(x) else (None, kind_of(x))
-            torch.ops.hookcb.take(taken, self._written, self._owner, path, what)
-
     def _is_in_graph(self, x: Tensor) -> bool:
         """Whether a tensor in compiled code is on another stream than the batch, as in a CUDA graph."""
         return x.is_cuda and self._streams.get(x.device) != raw_stream(x.device)
 
-    def take_compiled(self, x: Tensor | None, written: Tensor, path: str, kind: str) -> bool:
+    def layer_of(self, mark: Tensor) -> str:
+        """Name of the layer with a mark; "" if there is none."""
+        hook = self._hook_of.get(mark.data_ptr())
+        return "" if hook is None else hook.name
+
+    def take_compiled(self, x: Tensor | None, mark: Tensor, written: Tensor, part: str, kind: str) -> bool:
         """Does what `hook` does, when compiled code is run; a kernel writes to `written`.
 
-        Returns whether this is a batch that is recorded, and `x` may be copied: not what a CUDA graph has,
-        which `mode="reduce-overhead"` tries and captures on a stream of its own: nothing may stay there.
+        `part` is the path of the tensor in the layer's output. Returns whether this is a batch that is
+        recorded, and `x` may be copied: not what a CUDA graph has, which `mode="reduce-overhead"` tries and
+        captures on a stream of its own: nothing may stay there.
         """
         is_in_graph = x is not None and self._is_in_graph(x)
         acts = self._acts_in is self.learn.training or (
             is_in_graph and torch.cuda.is_current_stream_capturing()
         )
-        if not acts or this_thread() != self._thread:
+        if not acts or this_thread() != self._thread or (hook := self._hook_of.get(mark.data_ptr())) is None:
             return False
-        self._hook_of[module_of(path)].fired = True
+        hook.fired, path = True, hook.name + part
         if x is None:
             self.records.leave_out(path, kind)
         elif is_in_graph and not self.records.buffer.launches(x):

@@ -100,6 +100,9 @@ class Replay(Callback):
 
     see_compiled_output = see_output
 
+    def see_compiled_operation(self, layer: str, what: str, xs: Any, numbers: Any) -> None:
+        """Does nothing, likewise."""
+
     def after_loss(self) -> None:
         if not self.is_wanted:
             return

@@ -28,6 +28,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 Hooks = dict[int, Callable[..., Any]]
 SavedHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # pack and unpack
+Edit = Callable[[Any], Callable[[], None] | None]  # of a graph; what undoes it, if it was changed
 
 # looked up once, as hooks call these for each call of a layer
 _task_id: Callable[[], int] = torch._C._current_graph_task_id
@@ -179,8 +180,57 @@ def is_dynamo_imported() -> bool:
 
 
 def mark_static_address(x: Tensor) -> None:
-    """Tells torch.compile, which must be imported, that a tensor stays where it is."""
-    torch._dynamo.mark_static_address(x)
+    """Tells torch.compile, which must be imported, that a tensor stays where it is.
+
+    Another one may come in its place without compiling again; CUDA graphs are captured again then.
+    """
+    torch._dynamo.mark_static_address(x, guard=False)  # torch 2.6 guards by default
+
+
+COMPILES_GRAPH = "call_user_compiler"
+"""Method of Dynamo's OutputGraph that has a backend compile a graph."""
+
+
+def edit_graphs(edit: Edit) -> Callable[[], None]:
+    """Has torch.compile, which must be imported, show each graph before a backend compiles it.
+
+    Args:
+        edit: called with the GraphModule, which it may change; then it returns a function that undoes that,
+            which is called before the graph is compiled again if it could not be compiled.
+
+    Returns:
+        A function that ends this.
+    """
+    from torch._dynamo.output_graph import OutputGraph
+
+    real = getattr(OutputGraph, COMPILES_GRAPH)
+    edits: list[Edit] = getattr(real, "edits", [])  # of all, by one wrapper
+
+    @wraps(real)
+    def call(graph: Any, gm: Any, *args: Any) -> Any:
+        undos = [undo for edit in edits if (undo := edit(gm)) is not None]
+        try:
+            return real(graph, gm, *args)
+        except Exception:
+            if not undos:
+                raise
+            for undo in reversed(undos):
+                undo()
+            return real(graph, gm, *args)
+
+    def end() -> None:
+        if edit in edits:
+            edits.remove(edit)
+        there = getattr(OutputGraph, COMPILES_GRAPH)
+        # if other code has replaced it since, ours is called by theirs and stays
+        if not edits and getattr(there, "edits", None) is edits:
+            setattr(OutputGraph, COMPILES_GRAPH, there.__wrapped__)
+
+    if not hasattr(real, "edits"):
+        vars(call)["edits"] = edits
+        setattr(OutputGraph, COMPILES_GRAPH, call)
+    edits.append(edit)
+    return end
 
 
 def compile_counts(kind: str) -> Counter[str]:

@@ -186,6 +186,10 @@ class Diagnose(Callback):
         if self._dispatcher is not None:
             self._dispatcher.emit("on_compiled_output", self._names.get(id(m), ""), m, output)
 
+    def see_compiled_operation(self, layer: str, what: str, xs: Any, numbers: Any) -> None:
+        """Shows an operation in compiled code, with its tensors, or None if it is met, and hides these."""
+        self._emit("on_compiled_operation", layer, what, xs, numbers)
+
     def before_batch(self) -> None:
         if (dispatcher := self._dispatcher) is None:
             return

@@ -30,6 +30,7 @@ HANDLERS = (
     "on_batch",  # a batch begins
     "on_output",  # a layer has an output: (run, name, module, output)
     "on_compiled_output",  # one in compiled code has one, which is None in a CUDA graph: likewise
+    "on_compiled_operation",  # compiled code has attention, …: (run, layer, kind, tensors or None, numbers)
     "on_prediction",  # the model has an output
     "on_first_graph",  # the first loss is there, and not yet shown to `on_loss`
     "on_loss",  # a loss is there

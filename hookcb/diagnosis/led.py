@@ -1,5 +1,6 @@
 """Callbacks that a diagnosis leads: they record for it when it looks, and a failure ends their part only."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -7,10 +8,19 @@ from torch import Tensor, nn
 from hookcb.activations.callback import ActivationStats
 from hookcb.core.callback import Callback
 from hookcb.core.events import Event
+from hookcb.core.threads import this_thread
+from hookcb.core.torch_private import edit_graphs
+from hookcb.diagnosis.compiled_graphs import IN_CUDA_GRAPHS, GraphEditor, follow
 from hookcb.gradients.callback import GradientHealth
-from hookcb.hooks.modules import contains_compiled, has_compiled, is_compiled, modules_in
+from hookcb.hooks.modules import (
+    contains_compiled,
+    has_compiled,
+    is_compiled,
+    modules_in,
+    named_modules,
+    unwrapped,
+)
 from hookcb.profiling.steps.timer import StepTimer
-from hookcb.records.records import module_of
 
 
 class Leader(Protocol):
@@ -21,6 +31,7 @@ class Leader(Protocol):
     def take_error_of(self, cb: "Led", error: Exception) -> bool: ...
     def see_output(self, m: nn.Module, output: Any) -> None: ...
     def see_compiled_output(self, m: nn.Module, output: Tensor | None) -> None: ...
+    def see_compiled_operation(self, layer: str, what: str, xs: Any, numbers: Any) -> None: ...
 
 
 class Led(Callback):
@@ -62,6 +73,9 @@ class LedStats(Led, ActivationStats):
     part, usual_name = "activations", "activation_stats"
     _may_shorten = True  # each way shows what it takes
     _may_rest = True  # whether the hooks are on layers only in batches that are inspected
+    # called with name and output of each layer in compiled code, in a batch that need not be inspected
+    peek: Callable[[str, Tensor], object] | None = None
+    _end_edits: Callable[[], None] | None = None  # of graphs that are compiled in this fit
 
     def _let_act(self, training: bool | None) -> None:
         """Takes the hooks off between batches that are inspected, unless compiled code may contain them."""
@@ -86,10 +100,23 @@ class LedStats(Led, ActivationStats):
         super().before_fit()
         for hook in self.hooks or ():
             hook.take_error = self.take_error
+        if any(map(is_compiled, modules_in(self.learn.model))):
+            modules = named_modules(self.learn.model)
+            editor = GraphEditor(self._owner, modules, self._meets, self.take_error)
+            self._end_edits = edit_graphs(editor.edit)
 
     def stop(self) -> None:
         super().stop()
         self._acts_in = None
+
+    def remove(self) -> None:
+        super().remove()
+        if self._end_edits is not None:
+            self._end_edits()
+        self._end_edits, self.peek = None, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_end_edits": None, "peek": None}
 
     def hook(self, m: nn.Module, *seen: Any) -> None:
         super().hook(m, *seen)
@@ -102,18 +129,42 @@ class LedStats(Led, ActivationStats):
             self.leader.see_output(m, output)
         return is_taken
 
-    def take_compiled(self, x: Tensor | None, written: Tensor, path: str, kind: str) -> bool:
+    def take_compiled(self, x: Tensor | None, mark: Tensor, written: Tensor, part: str, kind: str) -> bool:
         try:
-            acts = super().take_compiled(x, written, path, kind)
+            if self.peek is not None and x is not None and part in ("", "[0]"):
+                self._show_to_peek(x, mark)
+            acts = super().take_compiled(x, mark, written, part, kind)
             if x is None or self.leader is None or self._acts_in is not self.learn.training:
                 return acts
-            name = module_of(path)
-            if path in (name, f"{name}[0]") and (acts or self._is_in_graph(x)):
-                self.leader.see_compiled_output(self.layers[name], x if acts else None)
+            if part in ("", "[0]") and (acts or self._is_in_graph(x)):
+                m = self.layers.get(self.layer_of(mark), unwrapped(self.learn.model))
+                self.leader.see_compiled_output(m, x if acts else None)
         except Exception as error:  # must not be raised in the user's forward
             self.take_error(error)
             return False
         return acts
+
+    def _show_to_peek(self, x: Tensor, mark: Tensor) -> None:
+        is_here = self.learn.training and this_thread() == self._thread and not self._is_in_graph(x)
+        if self.peek is not None and is_here and (name := self.layer_of(mark)):
+            self.peek(name, x)
+
+    def _meets(self, what: str, layer: str, numbers: tuple[float, ...]) -> None:
+        if self.leader is not None:
+            self.leader.see_compiled_operation(layer, what, None, numbers)
+
+    def show_compiled(
+        self, xs: Sequence[Tensor], mark: Tensor, way: tuple[int, str], what: str, numbers: Sequence[float]
+    ) -> None:
+        """Shows an operation in compiled code, by the layer to which a way leads from that of a mark."""
+        try:
+            acts = self._acts_in is self.learn.training and this_thread() == self._thread
+            if acts and self.leader is not None and (anchor := self.layer_of(mark)):
+                if any(map(self._is_in_graph, xs)):
+                    what, xs = IN_CUDA_GRAPHS, ()
+                self.leader.see_compiled_operation(follow(anchor, *way), what, xs or None, numbers)
+        except Exception as error:  # likewise
+            self.take_error(error)
 
 
 class LedHealth(Led, GradientHealth):

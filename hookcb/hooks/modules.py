@@ -188,7 +188,8 @@ def contains_compiled(model: nn.Module) -> bool:
 
 def has_compiled() -> bool:
     """Whether anything was compiled in this process."""
-    return bool(compile_counts("frames"))
+    # with fullgraph=True torch counts no frames
+    return bool(compile_counts("frames") or compile_counts("stats"))
 
 
 def is_compiled(m: nn.Module) -> bool:

@@ -54,6 +54,18 @@ def is_sharded(model: nn.Module) -> bool:
     return bool(kinds & {"DTensor", "FullyShardedDataParallel"})
 
 
+def has_whole_layers(model: nn.Module) -> bool:
+    """Whether layers of a sharded model run whole, as in FSDP, and not in tensor parallelism."""
+    if not any(
+        is_fully_sharded(m) or type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()
+    ):
+        return False
+    parts: list[Any] = [p for p in model.parameters() if type(p).__name__ == "DTensor"]
+    # else some are divided in another dimension than that of the samples, or than that and one of copies
+    is_over_samples = all(p.device_mesh.ndim == 1 or p.placements[0].is_replicate() for p in parts)
+    return is_over_samples and len({p.device_mesh for p in parts}) < 2
+
+
 def send_from_main(model: nn.Module) -> None:
     """Gives all ranks the parameters and buffers that rank 0 has, unless they have no values yet."""
     for x in chain(model.parameters(), model.buffers()):

@@ -167,7 +167,11 @@ def test_each_name_has_a_docstring_and_a_test():
             documented |= {node.name} if ast.get_docstring(node) else set()
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             name = (node.targets[0] if isinstance(node, ast.Assign) else node.target).id
-            if name[0] != "_" and name not in ("Hooks", "SavedHooks"):  # not what functions call, nor types
+            if name[0] != "_" and name not in (
+                "Hooks",
+                "SavedHooks",
+                "Edit",
+            ):  # called by functions, or a type
                 names.add(name)
             documented |= {name} if isinstance(after, ast.Expr) else set()
     assert names - documented == set()
@@ -392,6 +396,48 @@ def test_is_dynamo_imported(fresh_dynamo, monkeypatch):
     assert torch_private.is_dynamo_imported()  # by the fixture
     monkeypatch.delitem(sys.modules, "torch._dynamo")
     assert not torch_private.is_dynamo_imported()
+
+
+@pytest.fixture
+def edited(fresh_dynamo):
+    """Graphs that a backend refuses with `cos` in them, which an edit puts there and may undo."""
+    seen = []
+
+    def backend(gm, example_inputs):
+        seen.append([x.target for x in gm.graph.nodes if x.op == "call_method"])
+        if "cos" in seen[-1]:
+            raise RuntimeError("refused")
+        return gm.forward
+
+    def edit(gm):
+        node = next(x for x in gm.graph.nodes if x.op == "call_method")
+        with gm.graph.inserting_before(node):
+            added = gm.graph.call_method("cos", node.args)
+        return lambda: gm.graph.erase_node(added)
+
+    return torch.compile(lambda x: x.sin(), backend=backend), edit, seen
+
+
+def test_edit_graphs(edited):
+    f, edit, seen = edited
+    end = torch_private.edit_graphs(edit)
+    assert torch.equal(f(torch.ones(2)), torch.ones(2).sin())
+    assert seen == [["cos", "sin"], ["sin"]]  # compiled as it was, as the edited one could not be
+    end()
+    torch._dynamo.reset()
+    f(torch.ones(2))
+    assert seen[2:] == [["sin"]]
+
+
+def test_compiles_graph():
+    from torch._dynamo.output_graph import OutputGraph
+
+    before = getattr(OutputGraph, torch_private.COMPILES_GRAPH)
+    first, second = (torch_private.edit_graphs(lambda gm: None) for _ in range(2))
+    first()  # in another order than they begin
+    assert getattr(OutputGraph, torch_private.COMPILES_GRAPH) is not before
+    second()
+    assert getattr(OutputGraph, torch_private.COMPILES_GRAPH) is before
 
 
 def test_mark_static_address(fresh_dynamo):

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookcb.core.text import join_names
 from hookcb.core.torch_private import DispatchMode
+from hookcb.diagnosis.compiled_graphs import ATTENTION, CHOICE, IN_CUDA_GRAPHS, SCORES, uncompiled_parts
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.replicas import hash_of
-from hookcb.diagnosis.run import Absent, Run, Skipped
+from hookcb.diagnosis.run import Absent, Partial, Run, Skipped
 from hookcb.hooks.hook import Hook
 from hookcb.hooks.modules import is_compiled, named_modules
 
@@ -25,9 +27,10 @@ MAX_QUERIES = 32  # inspected for each head
 PRODUCTS = {"mm": False, "addmm": False, "bmm": True, "baddbmm": True}  # of matrices, whether of batches
 CHOICES = ("topk", "max", "argmax")
 OF_TOKENS = (  # what compiled code hides, see `Run.lack`
-    *("attention", "indices of embeddings", "tokens that are targets", "masks of the tokens"),
-    "padding of the tokens",
+    *("indices of embeddings", "tokens that are targets", "masks of the tokens", "padding of the tokens"),
 )
+OF_ATTENTION = ("attn.logits", "attn.collapse", "mask.blind")
+AGAIN = "train 100 steps without torch.compile to see all"
 Told = Callable[..., object]
 
 
@@ -36,8 +39,9 @@ class Operations(Measurement):
 
     Of the inspected batches it measures the first three, others when their number has doubled, and each while
     a listener asks for more, as operations that are seen in Python take three times as long. A model that is
-    compiled, in whole or in part, is not measured, because it would run uncompiled. If the first call of a
-    model has no attention, it is not measured again.
+    compiled, in whole or in part, would run uncompiled, so only what `GraphEditor` shows of it is seen:
+    scaled_dot_product_attention and choices. If the first call of a model has no attention, it is not
+    measured again.
     """
 
     cadence = EVERY
@@ -46,7 +50,7 @@ class Operations(Measurement):
         # parts that have any of these methods: `see_attention(layer, module, weights)`, where the module is
         # that of torch, if it is one; `see_logits(layer, largest)`, the largest logit of attention that the
         # mask leaves; `add_attention(layer, weights, places)`, see `_record`;
-        # `see_choice(layer, among, chosen)`, indices of the largest of the numbers in the last dimension;
+        # `see_choice(layer, n, chosen, k)`, indices of the k largest of n numbers of the last dimension;
         # `add_indices(layer, n_rows, indices, padding)` of an embedding; `add_work(layer, operation, args,
         # result)` of each operation of the first forward. While one of them has a true `is_under_way`, a
         # model without attention is measured too.
@@ -55,6 +59,9 @@ class Operations(Measurement):
         self.dropping: dict[str, int] = {}  # step of the first validation in which a layer dropped, by layer
         self.n_alike = 0  # calls of the first validation that had the same inputs
         self.has_attention = self.has_evaluated = self.has_looked = self.is_left_out = False
+        self._uncompiled: list[str] = []  # names of parts
+        self._hidden: dict[str, str] = {}  # what compiled code hides, with a layer of that
+        self.unseen = ""  # why part of the operations is not seen, as the model is compiled
         self._n_inspected = self._last_measured = 0  # batches, and which of these was measured last
         self._loop: Any = None
         self._is_forward = False  # a later forward is a recomputation by activation checkpointing
@@ -75,6 +82,7 @@ class Operations(Measurement):
         self._names = {id(m): name for name, m in modules.items()}
         self._attentions = {name: m for name, m in modules.items() if isinstance(m, nn.MultiheadAttention)}
         self.is_left_out = any(map(is_compiled, model.modules()))
+        self._uncompiled = uncompiled_parts(model) if self.is_left_out else []
         if not self.is_left_out:
             enter = Hook(model, self._enter, pre=True, detach=False, gate=self._may_enter)
             # prepended, so that of two diagnoses the last to enter exits first; else torch 2.6 crashes
@@ -99,6 +107,22 @@ class Operations(Measurement):
     def _is_open(self) -> bool:
         """Whether a listener asks for more."""
         return any(getattr(listener, "is_under_way", False) for listener in self.listeners)
+
+    def on_compiled_operation(
+        self, run: Run, layer: str, what: str, xs: Sequence[Tensor] | None, numbers: Sequence[float]
+    ) -> None:
+        """Shows attention or a choice in compiled code; without tensors, notes what that hides."""
+        if xs is None and what != SCORES:
+            self._hidden.setdefault(what, layer)
+        if xs is None or not self._is_forward:
+            return
+        with torch.no_grad(), torch.autocast(xs[0].device.type, enabled=False):
+            if what == ATTENTION:
+                (q, k, *masks), (is_causal, scale) = xs, numbers
+                mask = masks[0] if masks else None
+                self._see_fused(layer, q, k, mask, is_causal == 1, None if math.isnan(scale) else scale)
+            elif what == CHOICE:
+                self._show("see_choice", layer, int(numbers[0]), xs[0], int(numbers[1]))
 
     def on_backward(self, run: Run) -> None:
         self._is_forward = False
@@ -167,9 +191,8 @@ class Operations(Measurement):
         probe.__enter__()  # type: ignore[no-untyped-call]
         self._probe, self._kept, self._is_eval = probe, None, see == self._see_eval
 
-    def _record(self, weights: Tensor, places: Tensor | None) -> None:
+    def _record(self, layer: str, weights: Tensor, places: Tensor | None) -> None:
         """Shows attention weights `(…, queries, keys)`; with `places` of queries if it is self-attention."""
-        layer = self._layer()
         self.n_seen[layer] += 1
         self._show("see_attention", layer, self._attentions.get(layer), weights)
         if places is not None:
@@ -194,24 +217,27 @@ class Operations(Measurement):
             n_queries, n_keys = out.shape[-2:]
             if n_keys >= MIN_KEYS and n_queries > 1:
                 places = torch.arange(n_keys, device=out.device) if n_keys == n_queries else None
-                self._record(out, places)
+                self._record(layer := self._layer(), out, places)
                 if self._is_batched:  # else of a router, or of a head
-                    self._show_logits(args[0][..., :: max(1, n_queries // MAX_QUERIES), :])
+                    self._show_logits(layer, args[0][..., :: max(1, n_queries // MAX_QUERIES), :])
         elif name.startswith("_scaled_dot_product") and "backward" not in name:
             place = 6 if name == "_scaled_dot_product_efficient_attention" else 4
             is_causal = kwargs.get("is_causal", args[place] if len(args) > place else False) is True
-            self._see_fused(args[0], args[1], kwargs, is_causal)
+            mask, scale = kwargs.get("attn_mask"), kwargs.get("scale")
+            self._see_fused(self._layer(), args[0], args[1], mask, is_causal, scale)
         elif name in CHOICES:
-            if (found := chosen(name, args, kwargs, out)) is not None:
-                self._show("see_choice", self._layer(), args[0], found)
+            if args[0].ndim > 1 and (found := chosen(name, args, kwargs, out)) is not None:
+                k = found.shape[-1] if found.ndim == args[0].ndim else 1
+                self._show("see_choice", self._layer(), args[0].shape[-1], found, k)
         elif name in PRODUCTS:
             self._is_batched = PRODUCTS[name]
         elif name == "embedding":
             padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else -1)
             self._show("add_indices", self._layer(), len(args[0]), args[1], padding)
 
-    def _see_fused(self, q: Tensor, k: Tensor, kwargs: dict[str, Any], is_causal: bool) -> None:
-        scale, mask = kwargs.get("scale"), kwargs.get("attn_mask")
+    def _see_fused(
+        self, layer: str, q: Tensor, k: Tensor, mask: Any, is_causal: bool, scale: float | None
+    ) -> None:
         if q.ndim < 3 or k.shape[-2] < MIN_KEYS or q.shape[-2] < 2 or q.shape[-3] % k.shape[-3]:
             return
         is_square = q.shape[-2] == k.shape[-2]
@@ -225,12 +251,12 @@ class Operations(Measurement):
         if is_causal:
             later = torch.arange(k.shape[-2], device=q.device) > places[:, None]
             scores = scores.masked_fill(later, -math.inf)
-        self._record(scores.softmax(-1), places if is_square else None)
-        self._show_logits(scores)
+        self._record(layer, scores.softmax(-1), places if is_square else None)
+        self._show_logits(layer, scores)
 
-    def _show_logits(self, logits: Tensor) -> None:
+    def _show_logits(self, layer: str, logits: Tensor) -> None:
         if any(hasattr(listener, "see_logits") for listener in self.listeners):
-            self._show("see_logits", self._layer(), logits.amax().float())
+            self._show("see_logits", layer, logits.amax().float())
 
     def _see_eval(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Sees dropout in a forward without gradients: Bernoulli numbers, divided by their p."""
@@ -259,11 +285,24 @@ class Operations(Measurement):
         self.n_alike = max(counts.values(), default=0)
         self.has_attention = any(n >= MIN_BATCHES for n in self.n_seen.values())
         if self.is_left_out:
-            compiled = "the model is compiled, which hides its attention and embeddings"
-            run.lack(Skipped(compiled), *OF_TOKENS)
+            self._tell_of_compiled(run)
         elif self.has_looked and not self.n_seen and self.failure is None:
             run.lack(Absent("the model has no attention operations"), "attention")
             run.lack(Skipped("no attention was seen, so masks were not checked"), "masks of the tokens")
+
+    def _tell_of_compiled(self, run: Run) -> None:
+        run.lack(Skipped("the model is compiled, which hides its embeddings"), *OF_TOKENS)
+        if self._uncompiled:
+            self.unseen = f"parts that are not compiled were not looked at: {join_names(self._uncompiled, 3)}"
+        elif IN_CUDA_GRAPHS in self._hidden:
+            self.unseen = f"compiled code hides {IN_CUDA_GRAPHS}; {AGAIN}"
+        hidden = [f"{what} (layer {layer})" if layer else what for what, layer in self._hidden.items()]
+        none = f"the model is compiled, and no scaled_dot_product_attention was seen; {AGAIN}"
+        unseen = f"compiled code hides {join_names(hidden, 3)}; {AGAIN}" if hidden else self.unseen
+        if not self.has_attention:
+            run.lack(Skipped(unseen or none), "attention")
+        elif unseen:
+            run.lack(Partial(unseen), *OF_ATTENTION)
 
     def close(self, run: Run) -> None:
         """Removes the hooks; exits a probe left open by Ctrl-C, after which torch calls no forward hook."""

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from hookcb.core.torch_private import Convolution
 from hookcb.diagnosis.fault import Measurement
-from hookcb.diagnosis.measurements.operations import Operations
+from hookcb.diagnosis.measurements.operations import AGAIN, Operations
 from hookcb.diagnosis.measurements.processes import Processes
-from hookcb.diagnosis.run import Absent, Run, Skipped
+from hookcb.diagnosis.run import Absent, Partial, Run, Skipped
 from hookcb.hooks.modules import named_modules
 
 MIN_EXPERTS = 2
@@ -71,14 +71,12 @@ class Routers(Measurement):
     def on_batch(self, run: Run) -> None:
         self._step = run.step
 
-    def see_choice(self, layer: str, among: Tensor, chosen: Tensor) -> None:
-        """Counts what a layer has chosen among numbers `(…, n)`: indices `(…, k)`, or `(…)` if k is 1."""
-        n = among.shape[-1]
-        if among.ndim < 2 or not any(n in self._experts.get(x, ()) for x in (layer, _parent(layer))):
+    def see_choice(self, layer: str, n: int, chosen: Tensor, k: int) -> None:
+        """Counts what a layer has chosen among n numbers of each token: k indices, `(…, k)`, or `(…)`."""
+        if not any(n in self._experts.get(x, ()) for x in (layer, _parent(layer))):
             return
         ones = torch.ones_like(chosen, dtype=torch.int64).flatten()
         counts = ones.new_zeros(n).scatter_add_(0, chosen.flatten(), ones)  # bincount would wait for a GPU
-        k = chosen.shape[-1] if chosen.ndim == among.ndim else 1
         of_steps = self._seen.setdefault((layer, n), {})
         before = of_steps.get(self._step)
         of_steps[self._step] = (counts if before is None else counts + before[0], k)
@@ -92,8 +90,12 @@ class Routers(Measurement):
         }
         if not self._experts and run.measured(Operations).failure is None:
             run.lack(Absent("the model has no experts"), "experts")
-        elif run.measured(Operations).is_left_out:
-            run.lack(Skipped("the model is compiled, which hides what its routers choose"), "experts")
+        elif (operations := run.measured(Operations)).is_left_out:
+            none, unseen = "the model is compiled, and no choice of a router was seen", operations.unseen
+            if not self.loads:
+                run.lack(Skipped(unseen or f"{none}; {AGAIN}"), "experts")
+            elif unseen:
+                run.lack(Partial(unseen), "moe.imbalance", "moe.dead")
 
     def state(self, run: Run) -> dict[str, list[Load]] | None:
         """The latest looks of each router; None if these are too large, so that each rank judges its own."""

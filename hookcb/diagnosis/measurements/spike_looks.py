@@ -33,8 +33,8 @@ class SpikeLooks(Measurement):
     Inspected batches are chosen by their number alone, and the next one may come when all layers have
     changed with the loss. What is seen here is kept for the spike only. Nothing is looked at more than four
     batches after the first one, as on a GPU, whose losses arrive later: all layers have learned from it then.
-    Nor is it once any code was compiled, as that would compile it again, nor in a model that is divided
-    between ranks.
+    Once any code was compiled, only layers in compiled code are looked at, as hooks would compile it again;
+    in a model that is divided between ranks none is.
 
     Attributes:
         after: profiles of the first output of each layer, see `profile`, by the first step of a spike, the
@@ -53,6 +53,7 @@ class SpikeLooks(Measurement):
         self._recent = deque[tuple[int, dict[str, Tensor]]](maxlen=N_BEFORE + 1)  # the last may be in a spike
         self._last_step = -1  # of the optimizer, in which it was inspected
         self._hooks: list[Hook] = []
+        self._led: LedStats | None = None  # during a look
 
     def on_batch(self, run: Run) -> None:
         self._take_off()
@@ -67,7 +68,7 @@ class SpikeLooks(Measurement):
         n = len(self._after.get(spike.step, ()))
         is_high = all(x > spike.limit for x in spike.after[-1:])
         is_due = n < N_LOOKS and run.step <= spike.step + MAX_LATE and is_high
-        if is_due and not (has_compiled() or is_sharded(run.loop.model)):
+        if is_due and not is_sharded(run.loop.model):
             before = [x for x in self._recent if x[0] < spike.step][-N_BEFORE:]
             self._before.setdefault(spike.step, dict(before))
             self._put_on(run, self._after.setdefault(spike.step, {}).setdefault(run.step, {}))
@@ -76,15 +77,26 @@ class SpikeLooks(Measurement):
         if name and run.step >= FROM_STEP and self._recent and not torch.compiler.is_compiling():
             _take(self._recent[-1][1], name, m, (), output)
 
+    def on_compiled_output(self, run: Run, name: str, m: nn.Module, output: Tensor | None) -> None:
+        if output is not None:
+            self.on_output(run, name, m, output)
+
     def _put_on(self, run: Run, seen: dict[str, Tensor]) -> None:
-        loop = run.loop
-        layers = next((cb.layers for cb in loop.cbs if isinstance(cb, LedStats)), {})
-        for name, m in layers.items():
+        loop, self._led = run.loop, next((cb for cb in run.loop.cbs if isinstance(cb, LedStats)), None)
+        if self._led is None:
+            return
+        if has_compiled():  # where no hook may be added
+            self._led.peek = lambda name, x: _take(seen, name, None, (), x)
+            return
+        for name, m in self._led.layers.items():
             hook = Hook(m, partial(_take, seen, name), gate=lambda: loop.training and loop.in_loop_thread)
             hook.take_error = self.failed
             self._hooks.append(hook)
 
     def _take_off(self) -> None:
+        if self._led is not None:
+            self._led.peek = None
+            self._led = None
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -125,7 +137,7 @@ def profile(x: Tensor) -> Tensor:
     return torch.cat([mean, std])
 
 
-def _take(seen: dict[str, Tensor], name: str, m: nn.Module, inputs: Any, output: Any) -> None:
+def _take(seen: dict[str, Tensor], name: str, m: nn.Module | None, inputs: Any, output: Any) -> None:
     """Takes the profile of the first output of the first call of a layer."""
     if name in seen or in_transform():
         return

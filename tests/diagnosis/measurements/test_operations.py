@@ -55,7 +55,7 @@ def plain(q, k, mask=None, scale=None):
 def probe(record, embedded=lambda *_: None):
     """A probe that shows attention and embeddings, both of no module."""
     operations = Operations()
-    operations._record = record
+    operations._record = lambda layer, *seen: record(*seen)
     operations.listeners = [SimpleNamespace(failure=None, add_indices=embedded)]
     return OpProbe(operations._see)
 

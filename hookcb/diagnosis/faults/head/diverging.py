@@ -1,7 +1,7 @@
 """head.logits: scores of a cross-entropy that drift away from zero, all together."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from hookcb.core import graph
 from hookcb.core.batch import parts
 from hookcb.core.text import as_layer
+from hookcb.diagnosis.compiled_graphs import MAX_ROWS, SCORES
 from hookcb.diagnosis.fault import Fault, Result, Site, fault, findings_of
 from hookcb.diagnosis.faults.model.attention_logits import apart, is_rising
 from hookcb.diagnosis.figure import over_steps
@@ -23,7 +24,6 @@ from hookcb.records.store import read_numbers
 
 MAX_Z, FAR_TOO_LARGE = 100.0, 1e3
 MAX_SPACING = 2**-8  # relative spacing of numbers of the dtype, above which scores of 100 are half apart
-MAX_ROWS = 256  # of scores that are inspected in a batch
 MIN_LOOKS = 6
 TITLE = "size of the mean log-sum-exp of the scores"
 
@@ -48,20 +48,41 @@ class DivergingLogits(Fault):
     def __init__(self) -> None:
         super().__init__()
         self._kept: list[tuple[int, Tensor]] = []
+        self._compiled: dict[int, list[Tensor]] = {}  # likewise, of all cross-entropies in compiled code
+        self._sizes: set[tuple[float, ...]] = set()  # of scores of losses that are compiled alone
         self._dtype = torch.float32
         self._layer = ""
         self.z: list[tuple[int, float]] = []  # with its step
 
+    def on_compiled_operation(
+        self, run: Run, layer: str, what: str, xs: Sequence[Tensor] | None, numbers: Sequence[float]
+    ) -> None:
+        """Takes the scores of a loss in a compiled model, and notes the sizes of those of a compiled loss."""
+        if what == SCORES and xs is None:
+            self._sizes.add(tuple(numbers))
+        elif what == SCORES and xs is not None:
+            self._compiled.setdefault(run.step, []).append(self._mean(run, xs[0]))
+
     def on_loss(self, run: Run) -> None:
-        if (scores := scores_of(run.loop.loss_node, run.loop.pred)) is not None:
-            self._dtype, self._layer = scores.dtype, run.measured(LayerRows).last
+        scores = scores_of(run.loop.loss_node, run.loop.pred)
+        if scores is None and run.step not in self._compiled:
+            scores = scores_of_compiled(self._sizes, run.loop.pred)
+        if scores is not None:
+            self._compiled.pop(run.step, None)
             rows = scores.detach().flatten(0, -2)
             rows = rows[:: -(-len(rows) // MAX_ROWS)] if len(rows) > MAX_ROWS else rows
-            self._kept.append((run.step, rows.float().logsumexp(-1).mean()))
+            self._kept.append((run.step, self._mean(run, rows)))
+
+    def _mean(self, run: Run, rows: Tensor) -> Tensor:
+        self._dtype, self._layer = rows.dtype, run.measured(LayerRows).last
+        return rows.float().logsumexp(-1).mean()
 
     def tell(self, run: Run) -> None:
-        values = read_numbers([z for _, z in self._kept])
-        self.z = [(step, z) for (step, _), z in zip(self._kept, values, strict=True)]
+        # of several cross-entropies it is not known which one is of the scores
+        of_one = [(step, zs[0]) for step, zs in self._compiled.items() if len(zs) == 1]
+        kept = sorted([*self._kept, *of_one], key=lambda x: x[0])
+        values = read_numbers([z for _, z in kept])
+        self.z = [(step, z) for (step, _), z in zip(kept, values, strict=True)]
 
     def state(self, run: Run) -> tuple[Any, ...]:
         """The log-sum-exp of scores, if any is large, their dtype and layer."""
@@ -78,7 +99,7 @@ class DivergingLogits(Fault):
             self.z = [(step, fmean(by_step[step])) for step in sorted(by_step)]
 
     def freeze(self) -> None:
-        self._kept = []
+        self._kept, self._compiled = [], {}
 
     def findings(self, run: Run) -> Iterator[Result]:
         is_coarse = torch.finfo(self._dtype).eps >= MAX_SPACING
@@ -113,6 +134,18 @@ class DivergingLogits(Fault):
             ),
             figure=over_steps(TITLE, {TITLE: series_of((step, abs(x)) for step, x in z)}, limit),
         )
+
+
+def scores_of_compiled(sizes: Iterable[tuple[float, ...]], pred: object) -> Tensor | None:
+    """Output of a model, `(…, classes)`, with as many scores as a compiled loss takes; None without one."""
+    outputs = [x for _, x in parts(pred) if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1]
+    fits = [
+        x
+        for x in outputs
+        for n, n_classes in sizes
+        if x.shape[-1] == n_classes and n in (0, x.numel() / n_classes)
+    ]
+    return fits[0] if fits else None
 
 
 def scores_of(node: object, pred: object) -> Tensor | None:

@@ -87,22 +87,22 @@ class LossSpikes(Fault):
     the cause: the first layer whose output, in each of the two batches after the first one of the spike, has
     means and standard deviations of channels whose distance to those of the last two looks before is twice
     the largest one between four looks before, and a fifth of its standard deviation; of the last layer, half
-    as much again. These batches are no inspected ones; nothing is seen in compiled code, nor on a GPU, where
-    the loss is known too late. For what came first besides a batch, it is told if in the eight steps before
-    the scale of a GradScaler has changed, or a norm was four times the median norm before. Other data come
-    before a layer, and before a batch that is unusual, if the loss is high for more than one batch: inputs or
-    targets that are others for good, from one of the eight steps before on or from the batch itself. Their
-    mean, their standard deviation or, of float targets, their root mean square has left the range of all
-    batches before, 32 or more, and does so on that side in seven of the eight batches after the first. Or
-    samples that come again have another target, see `Relabels`. The range is without the smallest and the
-    largest number, and is widened on both sides by its width, and at least by a tenth of the largest standard
-    deviation or root mean square. Or the pattern of 16 batches, and of the next 16, is farther from the mean
-    pattern of all before than any of six or more such blocks, by three times the range of their distances and
-    by 0.1. The pattern of numbers is their mean at each place, and the distance the mean squared difference,
-    divided by the variance; that of indices, such as tokens, is how often two neighbors come, in 256 bins,
-    and the distance that of Hellinger, squared; it begins where the distances of single batches rise most. Of
-    each batch these are numbers of up to 1,024 elements of the largest input, and of the targets that the
-    loop tells or a loss of torch has saved.
+    as much again. These batches are no inspected ones; beside compiled code only layers in it are seen, on a
+    GPU none. For what came first besides a batch, it is told if in the eight steps before the scale of a
+    GradScaler has changed, or a norm was four times the median norm before. Other data come before a layer,
+    and before a batch that is unusual, if the loss is high for more than one batch: inputs or targets that
+    are others for good, from one of the eight steps before on or from the batch itself. Their mean, their
+    standard deviation or, of float targets, their root mean square has left the range of all batches before,
+    32 or more, and does so on that side in seven of the eight batches after the first. Or samples that come
+    again have another target, see `Relabels`. The range is without the smallest and the largest number, and
+    is widened on both sides by its width, and at least by a tenth of the largest standard deviation or root
+    mean square. Or the pattern of 16 batches, and of the next 16, is farther from the mean pattern of all
+    before than any of six or more such blocks, by three times the range of their distances and by 0.1. The
+    pattern of numbers is their mean at each place, and the distance the mean squared difference, divided by
+    the variance; that of indices, such as tokens, is how often two neighbors come, in 256 bins, and the
+    distance that of Hellinger, squared; it begins where the distances of single batches rise most. Of each
+    batch these are numbers of up to 1,024 elements of the largest input, and of the targets that the loop
+    tells or a loss of torch has saved.
 
     Source: J. von Neumann et al., "The mean square successive difference", 1941, and P. J. Huber, "Robust
     Statistics", 1981, for the noise. The batch or the state of the weights: A. Chowdhery et al., "PaLM",
