@@ -26,7 +26,7 @@ from hookcb.hooks.params import named_params
 N_CHANGES, MAX_GROUPS = 16, 8  # changes that are kept; groups of an optimizer that are followed
 MIN_SPAN, MIN_STAY = 32, 8  # steps with one value before a change, and with the new one
 MAX_NODES, MAX_GRAPH = 24, 2_000  # nodes of the graph of the loss, and of that of the model
-EASY_GRAPH = 100  # operations, for each hundred of which one noted batch is left out
+MIN_NOTED, EASY_GRAPH = 3, 100  # noted batches between looks at the graph; one more for so many operations
 NUMBERS = {bool, int, float}
 SINGLE = {*NUMBERS, str, torch.dtype}
 PLAIN = {*SINGLE, tuple, type(None)}
@@ -285,7 +285,7 @@ class Settings(Measurement):
         close = set(graph.near(loss, MAX_NODES))
         read = ((graph.leaf(at), _operation(at)) for at in nodes if at not in close)
         values = {GRAPH: tuple(op if x is None else self._names.get(id(x), op) for x, op in read)}
-        self._n_until_graph = len(values[GRAPH]) // EASY_GRAPH
+        self._n_until_graph = MIN_NOTED + len(values[GRAPH]) // EASY_GRAPH
         if self._of_graph is None:
             self._of_graph = _Known(values, run.step)
         for change in self._of_graph.changed(values, run.step):
