@@ -216,6 +216,24 @@ def labels_in_another_order(seed: int, cbs: Callbacks) -> Run:
     return follow(model, F.cross_entropy, AdamW(model.parameters(), 2e-3), batches, cbs, seed)
 
 
+@fault(
+    CHANGES,
+    "LM: more and more targets are drawn at random in mid-run",
+    ["loss.rising"],
+    planted_at=AT,
+    note_suffices=True,
+)
+def growing_label_noise(seed: int, cbs: Callbacks) -> Run:
+    """New text in each batch, so that no sample comes again, and too slowly for a spike."""
+    rng, batches = generator(seed), []
+    for step, (x, y) in enumerate(character_batches(seed, 2 * N_STEP)):
+        drawn = y.flatten()[torch.randint(y.numel(), y.shape, generator=rng)]
+        are_drawn = torch.rand(y.shape, generator=rng) < (step - AT) / 800
+        batches.append((x, torch.where(are_drawn, drawn, y)))
+    model = LanguageModel()
+    return follow(model, token_loss, adamw(model, lr=3e-3), batches, cbs, seed, clip=1.0)
+
+
 def with_factor(seed: int, cbs: Callbacks, make_opt, before: float, after: float) -> Run:
     """Train with a loss that is multiplied by a number, as by a scale that a program sets."""
     model, n = LanguageModel(), [0]

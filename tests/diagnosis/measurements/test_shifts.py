@@ -75,6 +75,20 @@ def test_one_batch_that_is_as_before_does_not_end_a_shift_and_nan_counts_for_not
     assert [x.step for x in found_in(means)] == [100]
 
 
+def test_odd_batches_are_known_with_what_is_odd():
+    finder = ShiftFinder("inputs", ("mean", "standard deviation"))
+    means = noise(100)
+    means[60], means[10] = 1.0, 1.0  # too early for a range
+    for step, mean in enumerate(means):
+        finder.add(step, mean, 1.0)
+    ((step, (left,)),) = finder.odd
+    assert (step, left.name, left.since) == (60, "mean", (1.0, 1.0))
+    patterns = PatternFinder()
+    for step, distance in enumerate(noise(100, 0.3, 0.02)):
+        patterns.add(step, math.nan, 1.2 if step == 80 else distance)
+    assert [step for step, _ in patterns.odd] == [80]
+
+
 def test_fewer_than_32_batches_before_or_eight_after_are_not_judged():
     assert not found_in(noise(30) + noise(200, 1.0))
     assert not found_in(noise(100) + noise(8, 1.0))

@@ -28,6 +28,7 @@ from hookcb.diagnosis.measurements.shifts import OTHER_DATA, Shifts, compare_fro
 from hookcb.diagnosis.measurements.spike_looks import SpikeLooks
 from hookcb.diagnosis.measurements.spikes import CALM, MIN_BEFORE, N_AFTER, Spike, Spikes
 from hookcb.diagnosis.measurements.step_scales import LimitChange, OfSteps
+from hookcb.diagnosis.moves import moves_since, text_of
 from hookcb.diagnosis.rules import median
 from hookcb.diagnosis.run import Layer, Param, Passed, Run, Skipped
 from hookcb.diagnosis.verdict import Finding
@@ -149,11 +150,13 @@ class LossSpikes(Fault):
             cause = cause._replace(kind="batches")
         shown = _where(_origin(spike, spikes), cause, run)
         name = as_layer(shown.layer.name) if shown.layer else ""
+        is_open = cause.kind in ("batches", "unsure", "weights", "unknown") and _has_stayed(spike, run)
+        moved = text_of(moves_since(run, spike.step, spike.step + N_AFTER // 4)) if is_open else ""
         look = (f"Look at what {name} gets and computes from step {spike.step} on",) if name else ()
         return self.finding(
             f"The loss jumps to {spike.value:.3g} at step {spike.step:,}{_place(spike)}, while up to "
             f"{spike.limit:.3g} is noise: {cause.text}.{shown.text}{_before(spike, cause)} "
-            f"{_healing(spike, run)}{_repeated(spike, others)}{_smaller(smaller)}",
+            f"{_healing(spike, run)}{_repeated(spike, others)}{_smaller(smaller)}{moved}",
             "warning" if is_alarm else "info",
             at=shown.layer or cause.at,
             when=(first, spikes[-1].step),

@@ -150,16 +150,13 @@ class WorseLoss(Fault):
 
     def _with_rate(self, run: Run) -> Finding | None:
         """A rate that rises slowly, since the loss was lowest."""
-        losses = run.loss.values
-        starts = range(len(losses) % N, len(losses), N)
-        levels = [median(losses[i : i + N]) for i in starts]
-        best = min(range(len(levels)), key=levels.__getitem__)
-        low, last = levels[best], levels[-1]
-        least = _least_rise(losses[starts[best] :], low)
-        step, series = run.loss.steps[starts[best]], rates(run)
+        if (rise := risen_since_lowest(run)) is None:
+            return None
+        step, low, last = rise
+        series = rates(run)
         before = median(x for at, x in series if step <= at < step + N)
         end = series.values[-1] if len(series) else math.nan
-        if min(levels[0], last) < low + least or best == 0 or not 0 < RISE * before <= end:
+        if not 0 < RISE * before <= end:
             return None
         since, rate = _begin_of_rise(series)
         text = f"the learning rate, from {rate:.3g} to {end:.3g} in the steps from {since:,} on"
@@ -205,6 +202,27 @@ def _ranks_of(facts: Sequence[Fact]) -> tuple[int, ...]:
     """The ranks of all of these changes, empty if they differ."""
     ranks = {fact.ranks for fact in facts}
     return ranks.pop() if len(ranks) == 1 else ()
+
+
+class SinceLowest(NamedTuple):
+    """A rise since the lowest level: the step at which that begins, that level, and the last one."""
+
+    step: int
+    low: float
+    last: float
+
+
+def risen_since_lowest(run: Run) -> SinceLowest | None:
+    """The rise of the median of the last 32 losses above the lowest median of 32, which are not the first."""
+    losses = run.loss.values
+    starts = range(len(losses) % N, len(losses), N)
+    levels = [median(losses[i : i + N]) for i in starts]
+    best = min(range(len(levels)), key=levels.__getitem__)
+    low, last = levels[best], levels[-1]
+    least = _least_rise(losses[starts[best] :], low)
+    if min(levels[0], last) < low + least or best == 0:
+        return None
+    return SinceLowest(run.loss.steps[starts[best]], low, last)
 
 
 def _risen(loss: Series, fact: Fact) -> tuple[float, float, float] | None:
