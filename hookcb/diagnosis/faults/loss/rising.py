@@ -20,8 +20,8 @@ class RisingLoss(Fault):
     between before and after: the standard deviation and the largest magnitude of outputs, the RMS of
     gradients and the norms of weights. One has moved if the median of its last two looks differs from that of
     the five before the rise by a factor of two and by twice their largest change in a row, in logarithms. It
-    may be a cause or an effect. Not told if `loss.worse` or `loss.diverging` tell of the rise, or `loss.spike` of
-    one that has not healed.
+    may be a cause or an effect. Not told if `loss.worse` or `loss.diverging` tell of the rise, or
+    `loss.spike` of one that has not healed.
 
     Source: the limits are ours.
     """
