@@ -263,8 +263,6 @@ def _of_weights(spike: Spike) -> Cause | None:
     highest = max(near, default=-math.inf)
     if not near or (highest <= spike.value and _rest(spike) < 1 / 2):
         return None
-    norms = [x for step, x in spike.norms if step >= spike.step - N_NEAR]
-    before = [x for step, x in spike.norms if step < spike.step - N_NEAR]
     is_sudden = 2 * (spike.value - spike.middle) >= highest - spike.middle
     samples = samples_of(spike)
     if is_sudden and samples and spike.typical <= spike.limit:
@@ -273,21 +271,42 @@ def _of_weights(spike: Spike) -> Cause | None:
             "it came at once and stayed, while most samples of its first batch are usual, so that a part of "
             f"the samples of several batches is unusual, or the model fails on a part of them; {samples}",
         )
-    if is_sudden and min(len(norms), len(before)) >= N_NEAR and max(norms) <= max(before):
+    if is_sudden and (usual := _usual_steps(spike)):
         return Cause(
             "batches",
-            f"it came at once and stayed, while the gradients of the {len(norms)} steps before were usual "
-            f"(norms up to {max(norms):.3g}, before that up to {max(before):.3g}), so several batches in a "
-            "row are unusual, or something besides the optimizer has changed the model",
+            f"it came at once and stayed, while {usual}, so several batches in a row are unusual, or "
+            "something besides the optimizer has changed the model",
         )
     climb = "the next batches have such losses too"
     if highest > spike.value:
         n = near.index(highest) + 1
         climb = f"it is {highest:.3g} {n} batch{'es' * (n > 1)} later"
+    if spike.updates > MAX_NORM:
+        far = f"a step before had moved weights {spike.updates:.2g} times as far as the largest of 24 before"
+        return Cause("weights", f"{climb}, and {far}")
+    norms, before = _norms(spike)
     is_large = bool(norms and before) and max(norms) > MAX_NORM * median(before)
     if is_sudden and not is_large:
         return Cause("unsure", f"{climb}, so the weights have moved, or these batches are unusual, too")
     return Cause("weights", f"{climb}, so the weights have moved, by this step or one before it")
+
+
+def _usual_steps(spike: Spike) -> str:
+    """A clause on the eight steps before, if they moved the weights as usual; "" if not, or unknown."""
+    if not math.isnan(spike.updates):
+        usual = f"at most {spike.updates:.2g} times the largest of the 24 before"
+        return f"the updates of the 8 steps before were usual ({usual})" if spike.updates <= 1 else ""
+    norms, before = _norms(spike)
+    if min(len(norms), len(before)) < N_NEAR or max(norms) > max(before):
+        return ""
+    usual = f"norms up to {max(norms):.3g}, before that up to {max(before):.3g}"
+    return f"the gradients of the {len(norms)} steps before were usual ({usual})"
+
+
+def _norms(spike: Spike) -> tuple[list[float], list[float]]:
+    """Norms of the gradients of the eight steps before, and of those before these."""
+    first = spike.step - N_NEAR
+    return [x for step, x in spike.norms if step >= first], [x for step, x in spike.norms if step < first]
 
 
 def _has_healed_soon(spike: Spike) -> bool:

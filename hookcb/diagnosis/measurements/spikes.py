@@ -24,6 +24,7 @@ from hookcb.diagnosis.measurements.samples import flat, spread
 from hookcb.diagnosis.measurements.shifts import Shifts
 from hookcb.diagnosis.measurements.step_scales import OfSteps, StepScales
 from hookcb.diagnosis.measurements.targets import Targets
+from hookcb.diagnosis.measurements.update_sizes import UpdateSizes
 from hookcb.diagnosis.rules import SIGMA, median
 from hookcb.diagnosis.run import Run
 from hookcb.records.store import Arriving, read_numbers
@@ -66,6 +67,7 @@ class Spike:
             of inspected batches before it that are no larger; () if unknown.
         relabeled: numbers of its samples that come again, and of those with another target, see `Relabels`.
         odd: see `Shifts.odd`.
+        updates: see `UpdateSizes.before`.
         limit_change: see `StepScales.limit_change`, of the 64 steps before it; () if there was none.
         rescaled: see `StepScales.rescaled`, likewise.
         norms: norms of the gradients before clipping, with their steps, of up to 32 before it.
@@ -91,6 +93,7 @@ class Spike:
     n_values: tuple[int, ...] = ()
     relabeled: tuple[int, int] = (0, 0)
     odd: str = ""
+    updates: float = math.nan
     limit_change: tuple[Any, ...] = ()
     rescaled: tuple[Any, ...] = ()
     norms: OfSteps = ()
@@ -211,7 +214,7 @@ class Spikes(Measurement):
     """
 
     cadence = EVERY
-    uses = (Curves, GroupRates, Shifts, StepScales, Targets)
+    uses = (Curves, GroupRates, Shifts, StepScales, Targets, UpdateSizes)
 
     def __init__(self) -> None:
         self._finder = SpikeFinder()
@@ -278,6 +281,7 @@ class Spikes(Measurement):
             if (now := values_in(run.loop.xb)) is not None:
                 others = [x.n_different for x in self._values if x.n <= now.n]
                 spike.n_values = (now.n_different, min(others)) if len(others) >= MIN_INPUTS else ()
+            spike.updates = run.measured(UpdateSizes).before(spike.step)
             spike.relabeled = run.measured(Shifts).relabeled(run)
             _add_samples(spike, run)
 
