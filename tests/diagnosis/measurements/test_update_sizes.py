@@ -27,9 +27,8 @@ def after(n, far=(), model=None):
 
 
 def test_a_large_step_is_known_until_it_is_long_ago():
-    sizes = after(140, far=[100])
     for step, ratio in [(100, 1.0), (101, 7.0), (108, 7.0), (109, 1 / 7), (133, 1.0), (140, 1.0)]:
-        assert math.isclose(sizes.before(step), ratio, rel_tol=1e-3), step
+        assert math.isclose(after(step, far=[100]).before(step), ratio, rel_tol=1e-3), step
 
 
 def test_too_few_steps_and_what_cannot_be_read_are_unknown():
