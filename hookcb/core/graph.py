@@ -46,7 +46,13 @@ BACKWARDS = {torch.autograd.backward.__code__: "tensors", torch.autograd.grad.__
 FREED = object()  # stands for a saved tensor that the backward has freed, or that is hidden by a hook
 KEPT = "hookcb_kept"  # in the metadata of a node: what `read_saved` gives while its backward runs
 MAX_OF_LOSS = 16  # nodes in which that is looked for
-OF_TERM = ("target", "weight", "pos_weight")
+FACTORS, LABELS, WEIGHTED = ("other", "self"), ("target",), ("target", "weight")
+KEPT_OF = {  # what is kept of operations
+    **dict.fromkeys(SCALING, FACTORS),
+    **dict.fromkeys(("MseLoss", "SmoothL1Loss", "HuberLoss", "KlDiv"), LABELS),
+    **dict.fromkeys(("NllLoss", "NllLoss2D", "BinaryCrossEntropy"), WEIGHTED),
+    "BinaryCrossEntropyWithLogits": (*WEIGHTED, "pos_weight"),
+}
 
 
 def name(node: Any) -> str:
@@ -168,12 +174,12 @@ def keep_saved(roots: Iterable[Any]) -> list[Any]:
     Returns the nodes that have some, for `drop_saved`.
     """
     nodes = []
-    for node in walk(
-        roots, at_most=MAX_OF_LOSS, through=lambda at: name(at) not in LAYERS, nearest_first=True
-    ):
-        fields = ("other", "self") if (is_scaling := name(node) in SCALING) else OF_TERM
+    near = walk(roots, at_most=MAX_OF_LOSS, through=lambda at: name(at) not in LAYERS, nearest_first=True)
+    for node in near:
+        if (fields := KEPT_OF.get(name(node))) is None:
+            continue
         kept = {field: read_saved(node, field) for field in fields}
-        are_large = is_scaling and any(isinstance(x, Tensor) and x.numel() > 1 for x in kept.values())
+        are_large = fields is FACTORS and any(isinstance(x, Tensor) and x.numel() > 1 for x in kept.values())
         if not are_large and any(isinstance(x, Tensor) for x in kept.values()):
             node.metadata[KEPT] = kept
             nodes.append(node)

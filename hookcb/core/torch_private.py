@@ -388,10 +388,10 @@ def saved(node: Any, name: str, default: Any = None) -> Any:
             which would compute its region again. Torch before 2.8 does not tell of hooks.
     """
     raw = getattr(node, f"_raw_saved_{name}", None)
-    raws = raw if isinstance(raw, tuple) else (raw,)
-    hooks = [x.unpack_hook for x in raws if getattr(x, "unpack_hook", None) is not None]
-    if not all(getattr(hook, READS_ONLY, False) for hook in hooks):
-        raise RuntimeError(f"a hook would run to read {name}")
+    for x in raw if isinstance(raw, tuple) else () if raw is None else (raw,):
+        hook = getattr(x, "unpack_hook", None)
+        if hook is not None and not getattr(hook, READS_ONLY, False):
+            raise RuntimeError(f"a hook would run to read {name}")
     value = getattr(node, f"_saved_{name}", default)
     return tuple(map(signed, value)) if isinstance(value, tuple) else signed(value)
 

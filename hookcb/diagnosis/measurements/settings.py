@@ -4,7 +4,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from hookcb.core.torch_private import buffers_of, children_of, input_dtype, para
 from hookcb.diagnosis.fault import EVERY, Measurement
 from hookcb.diagnosis.measurements.attributes import plain_objects
 from hookcb.diagnosis.measurements.curves import Curves
+from hookcb.diagnosis.measurements.gradient_writes import GradientWrites
 from hookcb.diagnosis.measurements.loss_terms import factor_of, factor_of_mean
 from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.run import Run
@@ -42,6 +43,7 @@ GRADIENT, CLEARED, TURN = (
     128,
 )  # steps in which changes of other gradients are the same one
 BUFFER, DTYPE, OPTIMIZER = "buffer ", "dtype of ", "optimizer"  # the first two before the name of a buffer
+OF_STEP = BACKWARDS, CLIPPED, LIMIT, FACTOR, CLEARED
 MAX_OBJECTS = 64  # of the user's, in attributes of layers
 PARAM = "="  # before the name of a parameter in a graph
 
@@ -122,6 +124,11 @@ class _Known:
         self._new: list[Change] = []  # not told yet, as the old values may come back
         self._before = values, step
 
+    @property
+    def is_new(self) -> bool:
+        """Whether a change waits to be told."""
+        return bool(self._new)
+
     def changed(self, values: dict[str, Any], step: int) -> list[Change]:
         """Takes the values of a step; returns what has left a value that had stayed, and not come back."""
         if not PLAIN.issuperset(map(type, values.values())):
@@ -149,6 +156,14 @@ class _Known:
             return []
         new, self._new = self._new, []
         return [x._replace(after=values.get(x.name)) for x in new if values.get(x.name) != x.before]
+
+
+def _changed(known: list[_Known], values: dict[str, Any], step: int) -> list[Change]:
+    """Takes values of a step, each of which is followed by itself; returns what has changed."""
+    if not known:
+        known += [_Known({name: x}, step) for name, x in values.items()]
+    pairs = zip(known, values.items(), strict=True)
+    return [change for own, (name, x) in pairs for change in own.changed({name: x}, step)]
 
 
 class _Holds(NamedTuple):
@@ -196,25 +211,24 @@ class Settings(Measurement):
         self.changes = deque[Change](maxlen=N_CHANGES)
         self._of_layers: list[_Followed] = []
         self._of_groups: MutableMapping[Optimizer, list[_Known]] = WeakKeyDictionary()
-        self._of_steps: MutableMapping[Optimizer, list[_Known]] = WeakKeyDictionary()
+        self._of_opt: list[_Known] = []
+        # by id of the optimizer: what is followed of its steps, and the newest values if none is new
+        self._of_steps: dict[int, tuple[list[_Known], tuple[Any, ...] | None]] = {}
         self._of_loss: list[_Known] = []
         self._of_inputs: list[_Known] = []
-        self._of_opt: _Known | None = None
+        self._input: tuple[Any, ...] | None = None  # shape and dtype of the only one, if none is new
         self._of_graph: _Known | None = None
         self._n_until_graph = 0  # noted batches
         self._names: dict[int, str] = {}  # of parameters, by id
         self._n_backward = 0
         self._factor = 1.0  # of the newest mean
-        self._are_cleared = True  # gradients, before the newest backward
-        self._left: tuple[int, int] | None = None  # identity and version of a gradient after a step
-        self._turn = 0  # number of its parameter
-        self._of_grads: list[tuple[str, ref[Tensor], _Known]] = []
-        self._grad: tuple[int, int] | None = None  # identity of a gradient after a backward, and its version
+        self._writes = GradientWrites({})
+        self._of_grads: dict[str, _Known] = {}
 
     def on_model(self, run: Run) -> None:
         named = named_params(run.loop.model)
         self._names = {id(p): PARAM + name for name, p in named.items()}
-        self._of_grads = [(name, ref(p), _Known({GRADIENT: None}, run.step)) for name, p in named.items()]
+        self._writes = GradientWrites(named)
         objects: dict[int, tuple[str, str, dict[str, Any], str]] = {}
         for name, m in named_modules(run.loop.model).items():
             holds = _Holds(buffers_of(m), parameters_of(m), children_of(m))
@@ -252,29 +266,33 @@ class Settings(Measurement):
             ]
             replaced = {BUFFER + x.name.removeprefix(DTYPE) for x in new}  # told by their new dtype
             self.changes += [x._replace(of=name, layer=layer) for x in new if x.name not in replaced]
-        tensors = [(path, x) for path, x in parts(run.loop.xb) if isinstance(x, Tensor)]
+        self._see_inputs(run.loop.xb, run.step)
+
+    def _see_inputs(self, xb: Any, step: int) -> None:
+        is_usual = type(xb) is tuple and len(xb) == 1 and type(xb[0]) is Tensor
+        current = (xb[0].shape, xb[0].dtype) if is_usual else None
+        if is_usual and current == self._input:
+            for own in self._of_inputs:
+                own.last = step
+            return
+        tensors = [(path, x) for path, x in parts(xb) if isinstance(x, Tensor)]
         values = {
             SHAPE: tuple(tensors[0][1].shape) if tensors else None,
             PARTS: tuple(f"{path} {_shown(x.dtype)}".strip() for path, x in tensors),
         }
-        if not self._of_inputs:
-            self._of_inputs = [_Known({name: x}, run.step) for name, x in values.items()]
-        for own, (name, x) in zip(self._of_inputs, values.items(), strict=True):
-            self.changes += [y._replace(of="the inputs") for y in own.changed({name: x}, run.step)]
+        self.changes += [x._replace(of="the inputs") for x in _changed(self._of_inputs, values, step)]
+        self._input = None if any(own.is_new for own in self._of_inputs) else current
 
     def on_loss(self, run: Run) -> None:
-        if self._left is not None and not self._n_backward:
-            self._are_cleared = self._gradient(self._turn) != self._left
+        if not self._n_backward:
+            self._writes.begin_backward()
         if run.noting:
             self._note_loss(run)
 
     def _note_loss(self, run: Run) -> None:
         node = run.loop.loss_node
         values: dict[str, Any] = {OPERATIONS: operations_of(node), FACTORS: factors_of(node)}
-        if not self._of_loss:
-            self._of_loss = [_Known({name: x}, run.step) for name, x in values.items()]
-        for own, (name, x) in zip(self._of_loss, values.items(), strict=True):
-            self.changes += [y._replace(of="the loss") for y in own.changed({name: x}, run.step)]
+        self.changes += [x._replace(of="the loss") for x in _changed(self._of_loss, values, run.step)]
         self._n_until_graph -= 1
         if run.looking or self._n_until_graph <= 0:
             self._look_at_graph(run)
@@ -294,24 +312,15 @@ class Settings(Measurement):
 
     def on_gradients(self, run: Run) -> None:
         self._n_backward += 1
-        self._grad = self._gradient(run.step)
-
-    def _gradient(self, number: int) -> tuple[int, int] | None:
-        """Identity of the gradient of one parameter, each in turn, and the number of writes to it."""
-        p = self._of_grads[number % len(self._of_grads)][1]() if self._of_grads else None
-        grad = None if p is None else p.grad
-        return None if grad is None or grad.is_inference() else (id(grad), version_of(grad))
+        self._writes.end_backward(run.step)
 
     def on_step(self, run: Run) -> None:
-        before, self._grad = self._grad, None
-        if before is None:
+        if (seen := self._writes.begin_step()) is None:
             return
-        name, _, known = self._of_grads[run.step % len(self._of_grads)]
-        values = {GRADIENT: self._gradient(run.step) != before}
-        if known.values[GRADIENT] is None:
-            known.values = values
+        name, is_written = seen
+        known = self._of_grads.setdefault(name, _Known({GRADIENT: is_written}, run.step))
         told = [x.step for x in self.changes if x.name == GRADIENT]
-        for change in known.changed(values, run.step):
+        for change in known.changed({GRADIENT: is_written}, run.step):
             if not told or change.step > told[-1] + TURN:
                 self.changes.append(change._replace(of=name, layer=name.rpartition(".")[0]))
 
@@ -320,20 +329,20 @@ class Settings(Measurement):
         if not isinstance(opt, Optimizer):
             return
         step, scales = run.step, run.measured(StepScales)
+        self._writes.end_step(step)
         if (factor := run.measured(Curves).factor) is not None:
             self._factor = factor
-        self._turn, self._left = step, self._gradient(step)
-        current = {OPTIMIZER: (type(opt).__name__, id(opt))}
-        if self._of_opt is None:
-            self._of_opt = _Known(current, step)
-        self.changes += self._of_opt.changed(current, step)
-        of_steps: list[dict[str, Any]] = [{BACKWARDS: n, CLIPPED: scales.n_clipped}]
-        of_steps += [{LIMIT: scales.limit}, {FACTOR: self._factor}, {CLEARED: self._are_cleared}]
-        if opt not in self._of_steps:
-            self._of_steps[opt] = [_Known(values, step) for values in of_steps]
-        for own, values in zip(self._of_steps[opt], of_steps, strict=True):
-            of = "the loss" if FACTOR in values else "the optimizer"
-            self.changes += [x._replace(of=of) for x in own.changed(values, step)]
+        current = n, scales.n_clipped, scales.limit, self._factor, self._writes.are_cleared
+        self.changes += _changed(self._of_opt, {OPTIMIZER: (type(opt).__name__, id(opt))}, step)
+        known_step, before = self._of_steps.get(id(opt), ([], None))
+        if current == before:
+            for own in known_step:
+                own.last = step
+        else:
+            new = _changed(known_step, dict(zip(OF_STEP, current, strict=True)), step)
+            self.changes += [x._replace(of="the loss") if x.name == FACTOR else x for x in new]
+            is_new = any(own.is_new for own in known_step)
+            self._of_steps[id(opt)] = known_step, None if is_new else current
         groups = opt.param_groups[:MAX_GROUPS]
         known = self._of_groups.setdefault(opt, [])
         for i, group in enumerate(groups):
@@ -345,7 +354,7 @@ class Settings(Measurement):
 
     def freeze(self) -> None:
         self._of_layers, self._of_loss, self._of_groups, self._of_steps = [], [], {}, {}
-        self._of_graph, self._of_inputs, self._names, self._of_grads = None, [], {}, []
+        self._of_graph, self._of_inputs, self._names, self._writes = None, [], {}, GradientWrites({})
 
 
 def operations_of(node: Any) -> tuple[str, ...]:

@@ -21,8 +21,11 @@ class _Place(NamedTuple):
     """A parameter, how its sample is spread over its memory, and rows for one block of steps."""
 
     param: ReferenceType[Tensor]
-    stride: int
-    rows: Tensor
+    memory: int  # address of its first element
+    size: tuple[int]
+    stride: tuple[int]
+    row: list[Tensor]
+    rows: Tensor  # the same as one tensor
 
 
 class UpdateSizes(Measurement):
@@ -44,7 +47,7 @@ class UpdateSizes(Measurement):
         for p in sorted(fit, key=Tensor.numel, reverse=True)[:N_PARAMS]:
             n = min(N_ELEMENTS, p.numel())
             rows = torch.empty(N_STEPS + 1, n, dtype=torch.float32, device="cpu")
-            self._places.append(_Place(ref(p), p.numel() // n, rows))
+            self._places.append(_Place(ref(p), p.data_ptr(), (n,), (p.numel() // n,), [*rows], rows))
 
     def on_between(self, run: Run) -> None:
         if not self._places:
@@ -52,22 +55,19 @@ class UpdateSizes(Measurement):
         if len(self._steps) == N_STEPS + 1:
             self._measure()
         i = len(self._steps)
-        for param, stride, rows in self._places:
-            if (p := param()) is None or not _can_be_read(p):
-                self.freeze()
+        for param, memory, size, stride, row, _ in self._places:
+            if (p := param()) is None or p.data_ptr() != memory:
+                self.freeze()  # it is another one, or elsewhere
                 return
-            row = rows[i]
-            row.copy_(p.detach().as_strided((len(row),), (stride,)))
+            row[i].copy_(p.detach().as_strided(size, stride))
         self._steps.append(run.step)
 
     def _measure(self) -> None:
         """Takes the sizes of the updates between the rows that are filled; the last one stays."""
         n = len(self._steps)
-        of_each = [
-            (rows[1:n] - rows[: n - 1]).square().mean(1).sqrt().tolist() for _, _, rows in self._places
-        ]
+        of_each = [(rows[1:n] - rows[: n - 1]).square().mean(1).sqrt().tolist() for *_, rows in self._places]
         self._sizes += zip(self._steps[1:], map(list, zip(*of_each, strict=True)), strict=True)
-        for _, _, rows in self._places:
+        for *_, rows in self._places:
             rows[0] = rows[n - 1]
         self._steps = self._steps[-1:]
 

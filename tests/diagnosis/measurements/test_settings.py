@@ -172,7 +172,7 @@ def test_gradients_that_are_no_longer_cleared_are_told():
         for p in model.parameters():
             p.grad.writes = step < 80
 
-    assert "gradients are no longer cleared before each backward, from step 80 on" in [
+    assert "gradients are no longer cleared before each backward, from step 81 on" in [
         x.text for x in changes(change, writes=True)
     ]
 
