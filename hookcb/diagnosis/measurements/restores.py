@@ -75,6 +75,7 @@ class Restores(Ear):
     Attributes:
         restored: the last load of each optimizer, by its id, unless its rate had not moved, or a program has
             set `initial_lr` since, before it made a scheduler.
+        groups: numbers of the groups that each optimizer has loaded last, by its id, until it is asked for.
     """
 
     calls = (
@@ -87,6 +88,7 @@ class Restores(Ear):
 
     def __init__(self) -> None:
         self.restored: dict[int, Restored] = {}
+        self.groups: dict[int, tuple[ReferenceType[Optimizer], list[dict[str, Any]]]] = {}
         self._n_loads = 0
         self._made: list[Made] = []
         self._taken: dict[Rates, Place] = {}
@@ -119,6 +121,8 @@ class Restores(Ear):
     def observe_load(self, opt: Optimizer, /, *args: Any, **kwargs: Any) -> Observer:
         yield
         self._n_loads += 1
+        self.groups = {key: x for key, x in self.groups.items() if x[0]() is not None}
+        self.groups[id(opt)] = ref(opt), [numbers_of(group) for group in opt.param_groups]
         alive = [(key, x, x.opt()) for key, x in self.restored.items()]
         self.restored = {key: x for key, x, own in alive if own is not None and own is not opt}
         rate, base = rates_of(opt)
@@ -140,6 +144,16 @@ class Restores(Ear):
         yield
         for made in self._made:
             made.is_loaded |= made.scheduler() is scheduler
+
+
+def numbers_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Numbers of a group of an optimizer, and tuples of numbers."""
+    named = {**group, "lr": as_number(group.get("lr"))}
+    return {
+        name: x
+        for name, x in named.items()
+        if type(x) in (int, float) or (type(x) is tuple and all(type(y) in (int, float) for y in x))
+    }
 
 
 def settings_of(scheduler: Any) -> Hashable:

@@ -15,10 +15,13 @@ from hookcb.core.batch import parts
 from hookcb.core.text import as_layer, join_names
 from hookcb.core.torch_private import buffers_of, children_of, input_dtype, parameters_of, version_of
 from hookcb.diagnosis.fault import EVERY, Measurement
+from hookcb.diagnosis.heard import heard
 from hookcb.diagnosis.measurements.attributes import plain_objects
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.gradient_writes import GradientWrites
+from hookcb.diagnosis.measurements.group_rates import JUMP
 from hookcb.diagnosis.measurements.loss_terms import factor_of, factor_of_mean
+from hookcb.diagnosis.measurements.restores import Restores, numbers_of
 from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.modules import named_modules
@@ -43,6 +46,7 @@ GRADIENT, CLEARED, TURN = (
     128,
 )  # steps in which changes of other gradients are the same one
 BUFFER, DTYPE, OPTIMIZER = "buffer ", "dtype of ", "optimizer"  # the first two before the name of a buffer
+LOADED, RATES = -2, ("lr", "initial_lr")  # stands for the batch before a first step after a state was loaded
 OF_STEP = BACKWARDS, CLIPPED, LIMIT, FACTOR, CLEARED
 MAX_OBJECTS = 64  # of the user's, in attributes of layers
 PARAM = "="  # before the name of a parameter in a graph
@@ -53,7 +57,7 @@ class Change(NamedTuple):
 
     Attributes:
         step: number of the first batch with the new value, as far as was seen.
-        last: that of the last batch in which the old one was seen.
+        last: that of the last batch in which the old one was seen; -2 if it was in a state that was loaded.
         name: of the setting.
         before, after: its values.
         of: what has it, as text.
@@ -71,6 +75,9 @@ class Change(NamedTuple):
     @property
     def text(self) -> str:
         """Words on what has changed, how and when, without a verb."""
+        if self.last == LOADED:
+            values = f"{_shown(self.before)} in the state that was loaded and {_shown(self.after)}"
+            return f"{self.name} of {self.of}, {values} in its first step, {self.step:,}"
         when = when_of(self.last, self.step)
         if self.name == OPTIMIZER:
             return f"the optimizer, from {self.before[0]} to another {self.after[0]} {when}"
@@ -206,6 +213,7 @@ class Settings(Measurement):
 
     cadence = EVERY
     uses = (Curves, StepScales)
+    hears = (Restores,)
 
     def __init__(self) -> None:
         self.changes = deque[Change](maxlen=N_CHANGES)
@@ -334,6 +342,8 @@ class Settings(Measurement):
             self._factor = factor
         current = n, scales.n_clipped, scales.limit, self._factor, self._writes.are_cleared
         self.changes += _changed(self._of_opt, {OPTIMIZER: (type(opt).__name__, id(opt))}, step)
+        if id(opt) not in self._of_steps:
+            self._see_loaded(opt, step)
         known_step, before = self._of_steps.get(id(opt), ([], None))
         if current == before:
             for own in known_step:
@@ -351,6 +361,19 @@ class Settings(Measurement):
             for change in known[i].changed({name: group.get(name) for name in known[i].values}, step):
                 of = f"parameter group {i}" if len(groups) > 1 else "the optimizer"
                 self.changes.append(change._replace(of=of))
+
+    def _see_loaded(self, opt: Optimizer, step: int) -> None:
+        """Compares the first step of an optimizer with the groups that it had loaded before."""
+        known, groups = heard(Restores).groups.pop(id(opt), (lambda: None, []))
+        if known() is not opt or len(groups) != len(opt.param_groups):
+            return
+        for i, (before, group) in enumerate(zip(groups, opt.param_groups, strict=True)):
+            now = numbers_of(group)
+            others = [name for name in before if name in now and before[name] != now[name]]
+            of = f"parameter group {i}" if len(groups) > 1 else "the optimizer"
+            for name in others:
+                if name not in RATES or (name == "lr" and 0 < JUMP * before["lr"] <= now["lr"]):
+                    self.changes.append(Change(step, LOADED, name, before[name], now[name], of))
 
     def freeze(self) -> None:
         self._of_layers, self._of_loss, self._of_groups, self._of_steps = [], [], {}, {}

@@ -18,6 +18,7 @@ from hookcb.diagnosis.measurements.settings import (
     FACTORS,
     GRADIENT,
     LIMIT,
+    LOADED,
     MIN_SPAN,
     OPERATIONS,
     SHAPE,
@@ -39,6 +40,7 @@ SIGMAS_AT, SIGMAS = 4.0, 6.0
 FALL = 2 / 3  # of a limit of clipping
 SCHEDULE, N_SHOWN = 3, 4  # changes of one setting, and those that are listed
 CHANGED, MEANT = "What changed: ", ". This may be as intended."
+AS_LOADED = "If this is not meant, train on with the numbers of the state that was loaded"
 WEIGHTS = "weights"  # which param.overwritten notes
 NEAR = 32  # steps after the first change within which others are told beside it
 TOLD = "loss.worse", "loss.spike", "replica.settings"  # what says more than `train.changed`
@@ -313,7 +315,9 @@ class ChangedSettings(Fault):
             yield Skipped(f"fewer than {MIN_SPAN + 1} batches")
             return
         told = [x for code in TOLD for x in findings_of(code, run)]
-        facts = [x for x in run.measured(WorseLoss).facts(run) if x.last >= MIN_SPAN]  # not in a warmup
+        facts = [
+            x for x in run.measured(WorseLoss).facts(run) if x.last >= MIN_SPAN or x.last == LOADED
+        ]  # not in a warmup
         facts = [x for x in facts if x.what != WEIGHTS]
         n_changes = Counter((x.what, x.ranks) for x in facts)
         facts = [x for x in facts if not x.what or n_changes[x.what, x.ranks] < SCHEDULE]
@@ -321,11 +325,14 @@ class ChangedSettings(Fault):
         yield self._found(new) if new else Passed(self.passed)
 
     def _found(self, facts: Sequence[Fact]) -> Finding:
+        undo = undo_from(facts[0].step).lower()
         return self.finding(
             f"{CHANGED}{_listed(facts)}{MEANT}",
             at=facts[0].layer or None,
             when=(facts[0].step, facts[-1].step),
-            next_steps=(f"If results are worse since then, {undo_from(facts[0].step).lower()}",),
+            next_steps=(
+                AS_LOADED if facts[0].last == LOADED else f"If results are worse since then, {undo}",
+            ),
             ranks=_ranks_of(facts),
         )
 

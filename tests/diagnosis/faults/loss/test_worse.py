@@ -216,3 +216,28 @@ def test_a_rate_that_rises_in_a_warmup_or_leads_to_a_spike_is_no_change_to_note(
 def test_of_many_changes_four_are_listed():
     many = [CHANGED._replace(name=f"p{i}") for i in range(6)]
     assert "; and 2 more. This may be" in only(ChangedSettings, run_with([2, 1, 0.9, 0.8], *many)).message
+
+
+def test_a_first_step_with_other_numbers_than_the_state_that_was_loaded_is_a_note():
+    def resumed(change):
+        model = nn.Linear(4, 1)
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with watch(model, opt, Diagnose(show=False)) as w:
+            opt.load_state_dict(opt.state_dict())
+            for group in opt.param_groups:
+                change(group)
+            for _ in range(60):
+                opt.zero_grad()
+                model(torch.randn(8, 4)).square().mean().backward()
+                opt.step()
+        return [x for x in w.diagnose().findings if x.code == "train.changed"]
+
+    (found,) = resumed(lambda group: group.update(lr=group["lr"] * 16, eps=1e-6))
+    assert (found.severity, found.step) == ("info", 0)
+    assert (
+        "lr of the optimizer, 0.001 in the state that was loaded and 0.016 in its first step, 0"
+        in found.message
+    )
+    assert "eps of the optimizer, 1e-08 in the state" in found.message
+    assert "state that was loaded" in found.next_steps[0]
+    assert not resumed(lambda group: group.update(lr=group["lr"] / 10))  # as for a fine tuning
