@@ -29,6 +29,7 @@ from hookcb.hooks.params import named_params
 
 N_CHANGES, MAX_GROUPS = 16, 8  # changes that are kept; groups of an optimizer that are followed
 MIN_SPAN, MIN_STAY = 32, 8  # steps with one value before a change, and with the new one
+MIN_SEEN, MIN_SEEN_GRAPH = 12, 6  # looks with one value, of what is looked at in some batches only
 MAX_NODES, MAX_GRAPH = 24, 2_000  # nodes of the graph of the loss, and of that of the model
 MIN_NOTED, EASY_GRAPH = 3, 100  # noted batches between looks at the graph; one more for so many operations
 NUMBERS = {bool, int, float}
@@ -122,12 +123,20 @@ def when_of(last: int, step: int) -> str:
 
 
 class _Known:
-    """Values of settings, and the first and last step in which they were all so."""
+    """Values of settings, and the first and last step in which they were all so.
 
-    __slots__ = ("_before", "_min_span", "_new", "last", "since", "values")
+    Args:
+        values: those of the first step.
+        step: that step.
+        min_seen: number of looks with one value before a change, and of a third as many after it, if not all
+            steps are looked at: values that alternate may be the same in some looks by chance.
+    """
 
-    def __init__(self, values: dict[str, Any], step: int, min_span: int = MIN_SPAN) -> None:
-        self.values, self.since, self.last, self._min_span = values, step, step, min_span
+    __slots__ = ("_before", "_min_seen", "_n_seen", "_new", "last", "since", "values")
+
+    def __init__(self, values: dict[str, Any], step: int, min_seen: int = 1) -> None:
+        self.values, self.since, self.last = values, step, step
+        self._min_seen, self._n_seen = min_seen, 1
         self._new: list[Change] = []  # not told yet, as the old values may come back
         self._before = values, step
 
@@ -143,9 +152,10 @@ class _Known:
         if self._new:
             return self._left(values, step)
         if values == self.values:
-            self.last = step
+            self.last, self._n_seen = step, self._n_seen + 1
             return []
-        old, is_long = self.values, self.last - self.since >= self._min_span
+        is_long = self.last - self.since >= MIN_SPAN and self._n_seen >= self._min_seen
+        old, self._n_seen = self.values, 1
         names = [name for name in values if is_long and values[name] != old.get(name)]
         self._new = [Change(step, self.last, name, old.get(name), values[name]) for name in names]
         self._before, self.values, self.since, self.last = (old, self.since), values, step, step
@@ -155,20 +165,21 @@ class _Known:
         """Takes values after a change that is not told yet; they may be others by now, as of a schedule."""
         if values == self._before[0]:
             (self.values, self.since), self.last, self._new = self._before, step, []
+            self._n_seen = 1
             return []
         if values != self.values:
             self.values, self.since = values, step
-        self.last = step
-        if step - self._new[0].step < MIN_STAY:
+        self.last, self._n_seen = step, self._n_seen + 1
+        if step - self._new[0].step < MIN_STAY or self._n_seen <= self._min_seen // 3:
             return []
         new, self._new = self._new, []
         return [x._replace(after=values.get(x.name)) for x in new if values.get(x.name) != x.before]
 
 
-def _changed(known: list[_Known], values: dict[str, Any], step: int) -> list[Change]:
+def _changed(known: list[_Known], values: dict[str, Any], step: int, min_seen: int = 1) -> list[Change]:
     """Takes values of a step, each of which is followed by itself; returns what has changed."""
     if not known:
-        known += [_Known({name: x}, step) for name, x in values.items()]
+        known += [_Known({name: x}, step, min_seen) for name, x in values.items()]
     pairs = zip(known, values.items(), strict=True)
     return [change for own, (name, x) in pairs for change in own.changed({name: x}, step)]
 
@@ -300,7 +311,9 @@ class Settings(Measurement):
     def _note_loss(self, run: Run) -> None:
         node = run.loop.loss_node
         values: dict[str, Any] = {OPERATIONS: operations_of(node), FACTORS: factors_of(node)}
-        self.changes += [x._replace(of="the loss") for x in _changed(self._of_loss, values, run.step)]
+        self.changes += [
+            x._replace(of="the loss") for x in _changed(self._of_loss, values, run.step, MIN_SEEN)
+        ]
         self._n_until_graph -= 1
         if run.looking or self._n_until_graph <= 0:
             self._look_at_graph(run)
@@ -313,7 +326,7 @@ class Settings(Measurement):
         values = {GRAPH: tuple(op if x is None else self._names.get(id(x), op) for x, op in read)}
         self._n_until_graph = MIN_NOTED + len(values[GRAPH]) // EASY_GRAPH
         if self._of_graph is None:
-            self._of_graph = _Known(values, run.step)
+            self._of_graph = _Known(values, run.step, MIN_SEEN_GRAPH)
         for change in self._of_graph.changed(values, run.step):
             layer = _first_new(change.before, change.after).rpartition(".")[0]
             self.changes.append(change._replace(of="the model", layer=layer))
