@@ -387,8 +387,9 @@ def saved(node: Any, name: str, default: Any = None) -> Any:
         RuntimeError: If it is freed, or a hook of the program would run, as one of activation checkpointing,
             which would compute its region again. Torch before 2.8 does not tell of hooks.
     """
-    raw = getattr(node, f"_raw_saved_{name}", None)
-    for x in raw if isinstance(raw, tuple) else () if raw is None else (raw,):
+    if (raw := getattr(node, f"_raw_saved_{name}", ())) is None:  # () of what is no tensor
+        return None
+    for x in raw if isinstance(raw, tuple) else (raw,):
         hook = getattr(x, "unpack_hook", None)
         if hook is not None and not getattr(hook, READS_ONLY, False):
             raise RuntimeError(f"a hook would run to read {name}")
