@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hookcb import set_seed
+from tests.support import in_turn
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +21,7 @@ def as_before():
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
 
 
-@pytest.mark.parametrize("seed", [0, 7, 2**40])
+@in_turn("seed", [0, 7, 2**40])
 def test_the_same_seed_draws_the_same(seed):
     def draw():
         set_seed(seed)

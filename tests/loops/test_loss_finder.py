@@ -506,7 +506,7 @@ def test_labels_and_factors_of_a_freed_graph_are_known_until_the_backward_ends()
     assert (after.target, after.scale == after.scale) == (None, False)
 
 
-@pytest.mark.parametrize("is_told", [False, True])
+@in_turn("is_told", [False, True])
 def test_a_checkpointed_loss_is_computed_as_often_as_without_us(is_told):
     if not hasattr(raw_saved(torch.ones(1, requires_grad=True).exp().grad_fn)[0], "unpack_hook"):
         pytest.skip("torch before 2.8 does not tell of hooks on saved tensors")

@@ -16,6 +16,7 @@ from hookcb.diagnosis.measurements.ranges import Left, PatternFinder, Shift, Shi
 from hookcb.diagnosis.measurements.shifts import Growth, Shifts, sample_of
 from hookcb.diagnosis.run import Run
 from tests.diagnosis.faults.ranks.support import merged
+from tests.support import in_turn
 
 
 def found_in(means, sizes=None):
@@ -47,7 +48,7 @@ def test_a_size_that_changes_alone_is_found_and_so_is_a_second_change():
     assert [x.step for x in found_in(noise(50) + noise(50, 1.0) + noise(50) + noise(50, 0.5))] == [50, 150]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@in_turn("seed", range(4))
 def test_noise_drift_and_repeated_epochs_are_no_shift(seed):
     random_ = random.Random(seed)
     assert not found_in(noise(3_000, seed=seed))
@@ -166,7 +167,7 @@ def tokens(n, table, seed=0, shape=(8, 24)):
     return [*table[x]]
 
 
-@pytest.mark.parametrize("shape", [(8, 24), (40, 50)])
+@in_turn("shape", [(8, 24), (40, 50)])
 def test_another_table_of_tokens_is_found_by_the_pairs_of_neighbors(shape):
     same = torch.arange(50)
     other = torch.randperm(50, generator=torch.Generator().manual_seed(1))
@@ -221,7 +222,7 @@ def test_a_batch_that_is_repeated_is_another_pattern_from_a_step_that_is_not_kno
     assert shift.last < 150 < shift.step + shift.slack
 
 
-@pytest.mark.parametrize("damage", [lambda x: x * 300, lambda x: x * math.nan, lambda x: x + math.inf])
+@in_turn("damage", [lambda x: x * 300, lambda x: x * math.nan, lambda x: x + math.inf])
 def test_a_damaged_batch_does_not_change_the_pattern(damage):
     torch.manual_seed(0)
     tables = [torch.randn(16, 12) + torch.arange(12) / 4 for _ in range(260)]

@@ -55,7 +55,7 @@ def test_if_each_is_ignored_that_is_the_verdict(index):
     assert f"are {index}, the index that the loss ignores" in verdict.findings[0].message
 
 
-@pytest.mark.parametrize("trained", [learned, plain])
+@in_turn("trained", [learned, plain])
 def test_a_loss_that_is_0_without_a_label_is_seen(trained):
     with pytest.warns(UserWarning, match="All 80 targets of the 10 inspected batches are -100"):
         verdict = trained(masked(20), zero_if_none)

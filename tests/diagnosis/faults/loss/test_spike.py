@@ -1,6 +1,7 @@
 """loss.spike: losses that jump, what came first, and whether they heal."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from hookcb.diagnosis.run import Layer, Passed, Run, Skipped
 from hookcb.records.store import N_SENT
 from tests.diagnosis.faults.loss.support import losses, noisy
 from tests.diagnosis.support import only, series
+from tests.support import in_turn
 
 
 def spiky(values, at, rates=(), **kwargs):
@@ -59,7 +61,7 @@ def test_a_single_jump_counts_if_it_stands_out():
     assert isinstance(only(LossSpikes, spiky(level(), {80: 1.4})), Passed)
 
 
-@pytest.mark.parametrize("at", [{}, {5: 5.0, 10: 5.0}])
+@in_turn("at", [{}, {5: 5.0, 10: 5.0}])
 def test_noise_and_the_beginning_are_no_spikes(at):
     assert isinstance(only(LossSpikes, spiky(level(), at)), Passed)
 
@@ -440,8 +442,13 @@ def stepped(kind=torch.optim.Adam, n=30, **options):
     return opt, opt.state[p]
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam])
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.5)])
+@in_turn(
+    "kind, betas",
+    product(
+        [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam],
+        [(0.9, 0.999), (0.9, 0.95), (0.0, 0.5)],
+    ),
+)
 def test_moments_that_gradients_have_made_agree(kind, betas):
     opt, _ = stepped(kind, betas=betas)
     assert excess_of_moments(opt) <= 1
@@ -456,7 +463,7 @@ def test_the_bound_of_the_moments_is_reached_by_the_worst_gradients():
     assert 0.95 < excess_of_moments(opt) <= 1
 
 
-@pytest.mark.parametrize(("key", "factor"), [("exp_avg", 100.0), ("exp_avg_sq", 1e-6)])
+@in_turn("key, factor", [("exp_avg", 100.0), ("exp_avg_sq", 1e-6)])
 def test_moments_that_were_changed_contradict_each_other(key, factor):
     opt, state = stepped()
     state[key].mul_(factor)

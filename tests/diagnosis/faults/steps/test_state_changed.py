@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -58,7 +57,7 @@ def test_a_state_of_another_run_is_a_warning_at_its_step():
     assert "times as large" in found.message
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@in_turn("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_a_second_moment_that_was_set_to_zero_while_steps_are_counted_is_a_warning(kind):
     (found,), *_ = train(to_zero, kind)
     assert found.severity == "warning"
