@@ -140,8 +140,9 @@ class LossFinder:
     ) -> Observer:
         found = [self._unscaled(x) for x in roots]
         scaler = next((by for _, by in found if by is not None), None)
-        self.running = Backward(roots, tuple(x for x, _ in found), weights, inputs, scaler)
-        kept = graph.keep_saved(x.grad_fn for x in self.running.losses if is_real_scalar(x))
+        losses = tuple(x for x, _ in found)
+        kept = graph.keep_saved(x.grad_fn for x in losses if is_real_scalar(x))
+        self.running = Backward(roots, losses, weights, inputs, scaler)
         try:
             if self._begins is not None:
                 self._begins(self.running)

@@ -27,7 +27,10 @@ class Left(NamedTuple):
     @property
     def text(self) -> str:
         """Words on it, without the step."""
-        since, before = (f"{low:.3g} to {high:.3g}" for low, high in (self.since, self.before))
+        since, before = (
+            f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
+            for low, high in (self.since, self.before)
+        )
         return f"{self.name} {since}, before {before}"
 
 

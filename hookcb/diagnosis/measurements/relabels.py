@@ -87,15 +87,14 @@ class Relabels:
     def _hashes(self, x: Tensor, y: Tensor) -> Tensor | None:
         """Hashes of samples and of their targets, `(2, n)`, whole numbers; None without samples."""
         n = x.shape[0] if x.ndim else 0
-        if n < 2 or x.numel() < n or not y.numel() or y.numel() % n or x.device != y.device:
+        if n < 2 or x.numel() < n or not y.numel() or not y.ndim or len(y) % n or x.device != y.device:
             return None
-        rows = slice(None, None, -(-n // N_ROWS))
-        return torch.stack([self._hash(part.detach().reshape(n, -1)[rows]) for part in (x, y)]).double()
+        rows = [z.detach().reshape(n, len(z) // n, *z.shape[1:])[:: -(-n // N_ROWS)] for z in (x, y)]
+        return torch.stack([*map(self._hash, rows)]).double()
 
     def _hash(self, rows: Tensor) -> Tensor:
-        """Hashes of rows `(n, m)`, `(n,)`: weighted sums of their bits, exact, as integers are added."""
-        step = -(-rows.shape[1] // N_PLACES)
-        rows = rows[:, (step - 1) // 2 :: step]
+        """Hashes of rows `(n, …)`, `(n,)`: weighted sums of their bits, exact, as integers are added."""
+        rows = _few_of(rows).flatten(1)
         if rows.dtype in FLOATS:
             rows = (rows.float() + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
         key = rows.shape[1], rows.device
@@ -146,3 +145,11 @@ class Relabels:
             )
             self.found = Shift(since.step, "targets", (), slack, said)
             self._is_over = True
+
+
+def _few_of(rows: Tensor) -> Tensor:
+    """A view of rows `(n, …)` with up to 64 elements of each, spread over the longest dimensions."""
+    while rows[0].numel() > N_PLACES:
+        dim = max(range(1, rows.ndim), key=rows.shape.__getitem__)
+        rows = rows[(*[slice(None)] * dim, slice(1, None, 2))]
+    return rows

@@ -56,6 +56,14 @@ def test_samples_are_known_at_any_place_of_a_batch_and_by_each_dtype():
         assert relabels.count(x[::8], LABELS[::8] + 1) == (64, 64)
 
 
+def test_large_samples_are_known_by_elements_all_over_them_without_a_copy():
+    x = torch.zeros(8, 30, 200, 3)
+    x[:, 13:17] = torch.rand(8, 4, 200, 3, generator=torch.Generator().manual_seed(0))  # nothing at the edges
+    relabels, views = Relabels(), (x, x.permute(0, 3, 1, 2))
+    for view in views:
+        assert len({*relabels._hashes(view, torch.arange(8))[0].tolist()}) == 8
+
+
 def test_what_is_known_of_many_samples_is_bounded():
     relabels = Relabels()
     x = torch.arange(50_000).view(-1, 1)
@@ -70,7 +78,7 @@ def test_what_is_known_of_many_samples_is_bounded():
 
 def test_odd_shapes_are_left_out():
     relabels = Relabels()
-    for x, y in [((), ()), ((1, 3), (1,)), ((4, 0), (4,)), ((4, 3), (3,)), ((4, 3), (0,))]:
+    for x, y in [((), ()), ((1, 3), (1,)), ((4, 0), (4,)), ((4, 3), (3,)), ((4, 3), (0,)), ((4, 3), (2, 4))]:
         relabels.add(0, torch.zeros(x), torch.zeros(y))
     assert not relabels._known
 
