@@ -387,7 +387,8 @@ def saved(node: Any, name: str, default: Any = None) -> Any:
         RuntimeError: If it is freed, or a hook of the program would run, as one of activation checkpointing,
             which would compute its region again. Torch before 2.8 does not tell of hooks.
     """
-    if (raw := getattr(node, f"_raw_saved_{name}", ())) is None:  # () of what is no tensor
+    no_tensor = ()
+    if (raw := getattr(node, f"_raw_saved_{name}", no_tensor)) is None:
         return None
     for x in raw if isinstance(raw, tuple) else (raw,):
         hook = getattr(x, "unpack_hook", None)

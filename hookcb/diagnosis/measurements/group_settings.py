@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hookcb.diagnosis.fault import EVERY, Measurement
+from hookcb.diagnosis.measurements.changes import LIMIT, NUMBERS
 from hookcb.diagnosis.measurements.group_rates import as_number
 from hookcb.diagnosis.measurements.processes import Processes
 from hookcb.diagnosis.measurements.replica_hashes import next_look, replicated
-from hookcb.diagnosis.measurements.settings import LIMIT, NUMBERS
 from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.run import Run
 from hookcb.hooks.params import named_params

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from hookcb import Diagnose, watch
-from hookcb.diagnosis.measurements.settings import Change, Settings, operations_of
+from hookcb.diagnosis.measurements.changes import Change
+from hookcb.diagnosis.measurements.settings import Settings, operations_of
 from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.run import Run
 

@@ -9,10 +9,7 @@ from typing import NamedTuple
 
 from hookcb.diagnosis.causes import UNFITTING, text_of_limit, undo_from
 from hookcb.diagnosis.fault import Fault, Result, Site, fault, findings_of
-from hookcb.diagnosis.measurements.group_rates import JUMP, RISE, GroupRates
-from hookcb.diagnosis.measurements.loss import Loss
-from hookcb.diagnosis.measurements.schedules import Schedules
-from hookcb.diagnosis.measurements.settings import (
+from hookcb.diagnosis.measurements.changes import (
     CLIPPED,
     FACTOR,
     FACTORS,
@@ -22,10 +19,12 @@ from hookcb.diagnosis.measurements.settings import (
     MIN_SPAN,
     OPERATIONS,
     SHAPE,
-    TURN,
-    Settings,
     when_of,
 )
+from hookcb.diagnosis.measurements.group_rates import JUMP, RISE, GroupRates
+from hookcb.diagnosis.measurements.loss import Loss
+from hookcb.diagnosis.measurements.schedules import Schedules
+from hookcb.diagnosis.measurements.settings import TURN, Settings
 from hookcb.diagnosis.measurements.shifts import OTHER_DATA, Shifts, compare_from
 from hookcb.diagnosis.measurements.step_scales import StepScales
 from hookcb.diagnosis.rules import SIGMA, median, rates

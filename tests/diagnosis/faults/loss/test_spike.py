@@ -11,11 +11,12 @@ from torch import nn
 from hookcb import Diagnose, Finding, Learner, watch
 from hookcb.diagnosis.faults.loss.spike import LossSpikes
 from hookcb.diagnosis.judge import explained
+from hookcb.diagnosis.measurements.changes import Change
 from hookcb.diagnosis.measurements.curves import Curves
 from hookcb.diagnosis.measurements.group_settings import GroupSettings
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.ranges import Left, Shift
-from hookcb.diagnosis.measurements.settings import Change, Settings
+from hookcb.diagnosis.measurements.settings import Settings
 from hookcb.diagnosis.measurements.shifts import Growth, Shifts
 from hookcb.diagnosis.measurements.spikes import (
     N_KEPT,

@@ -6,11 +6,12 @@ from torch import nn
 
 from hookcb import Diagnose, watch
 from hookcb.diagnosis.faults.loss.worse import ChangedSettings, WorseLoss
+from hookcb.diagnosis.measurements.changes import LIMIT, Change
 from hookcb.diagnosis.measurements.group_rates import GroupRates, Jump
 from hookcb.diagnosis.measurements.loss import Loss
 from hookcb.diagnosis.measurements.ranges import Left, Shift
 from hookcb.diagnosis.measurements.schedules import Scheduler, Schedules, Use
-from hookcb.diagnosis.measurements.settings import LIMIT, Change, Settings
+from hookcb.diagnosis.measurements.settings import Settings
 from hookcb.diagnosis.measurements.shifts import Growth, Shifts
 from hookcb.diagnosis.run import Passed, Skipped
 from hookcb.diagnosis.verdict import Finding

@@ -4,8 +4,9 @@ import math
 
 from hookcb.diagnosis.faults.loss.worse import ChangedSettings, WorseLoss
 from hookcb.diagnosis.faults.ranks.settings import UnlikeSettings
+from hookcb.diagnosis.measurements.changes import LIMIT, Change
 from hookcb.diagnosis.measurements.group_settings import NAMES, GroupSettings
-from hookcb.diagnosis.measurements.settings import LIMIT, Change, Settings
+from hookcb.diagnosis.measurements.settings import Settings
 from hookcb.diagnosis.run import Passed, Run, Skipped
 from tests.diagnosis.faults.ranks.support import merged
 from tests.diagnosis.support import only
