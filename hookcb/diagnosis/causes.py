@@ -113,10 +113,10 @@ def _of_batch(spike: Spike) -> Cause | None:
     elif spike.relabeled[1] > max(1, SHARE * spike.relabeled[0]):
         n, n_other = spike.relabeled
         why = f"this batch came first, as {n_other} of its {n} samples that come again have another target"
+    elif spike.lasted == 1:
+        why = f"it is this batch alone, as the next ones are usual{', and ' * bool(spike.odd)}{spike.odd}"
     elif spike.odd:
         why = spike.odd
-    elif spike.lasted == 1:
-        why = "it is this batch alone, as the next ones are usual"
     elif samples and spike.typical <= spike.limit and _rest(spike) < FALLS and _has_healed_soon(spike):
         why = "this batch came first, as most of its samples are usual"
     else:
