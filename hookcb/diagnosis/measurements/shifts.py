@@ -295,11 +295,11 @@ class Shifts(Measurement):
         return next(found, None)
 
     def odd(self, step: int, n: int) -> str:
-        """A clause on that batch, and odd ones among the next `n`, if it is unlike all before; "" if not."""
+        """A clause on that batch and the next `n`, if it and half of them are unlike all before, or ""."""
         of_each = {"inputs": [*self._of_inputs.odd, *self._patterns.odd], "targets": self._of_targets.odd}
         for of, odd in of_each.items():
             near = {at: left for at, left in odd if step <= at <= step + n}
-            if step in near:
+            if step in near and 2 * (len(near) - 1) >= n:
                 said = "; ".join(x.text for x in near[step])
                 more = f" and of {len(near) - 1} of the next {n}" if len(near) > 1 else ""
                 return f"the {of} of this batch{more} are unlike those of all before: {said}"

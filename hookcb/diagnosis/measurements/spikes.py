@@ -291,7 +291,8 @@ class Spikes(Measurement):
         self.n = self._finder.n
         self.found = [_as_read(spike) for spike in self._finder.found]
         for spike in self.found:
-            spike.odd = run.measured(Shifts).odd(spike.step, min(len(spike.after), N_ODD))
+            n_after = len(spike.after) if spike.lasted is None else spike.lasted - 1
+            spike.odd = run.measured(Shifts).odd(spike.step, min(n_after, N_ODD))
 
     def freeze(self) -> None:
         self._finder, self._arriving = SpikeFinder(), Arriving(MAX_WAITING)
@@ -359,17 +360,27 @@ def sample_losses(loop: Any, targets: Any) -> Tensor | None:
     if term is None or term.has_weights:
         return None
     x, y = (graph.read_saved(term.node, name) for name in ("self", "target"))
-    if is_kept := isinstance(x, Tensor) and isinstance(y, Tensor):
-        x = x.detach()
-    elif (scores := first_float(loop.pred)) is not None:
-        x, y = scores.detach(), next((y for _, y in parts(targets) if isinstance(y, Tensor)), None)
-    of_each = None if x is None or y is None else element_losses(term, x, y, is_kept)
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        of_each = element_losses(term, x.detach(), y, True)
+    else:
+        of_each = _losses_of_output(term, loop, targets)
     if of_each is None or not of_each.ndim:
         return None
     n = batch_size(loop.xb)
     n = n if n and len(of_each) % n == 0 else len(of_each)
     scale = term.scale if math.isfinite(term.scale) else 1.0  # as of a sum over a number that is not known
     return of_each.reshape(n, -1).nanmean(1) * scale if n > 1 else None
+
+
+def _losses_of_output(term: Term, loop: Any, targets: Any) -> Tensor | None:
+    """Losses of the elements by the output of the model, which the loop may have reshaped."""
+    if (scores := first_float(loop.pred)) is None:
+        return None
+    x, shape = scores.detach(), term.given_shape
+    if x.shape[-1:] == shape[-1:] and x.numel() == math.prod(shape):
+        x = x.reshape(shape)
+    y = next((y for _, y in parts(targets) if isinstance(y, Tensor)), None)
+    return None if y is None else element_losses(term, x, y, False)
 
 
 @torch.no_grad()

@@ -68,44 +68,44 @@ class LossSpikes(Fault):
     four times as large as those of all inspected batches, or have a quarter of the different integers of any
     that is no larger, or if a twentieth, and two or more, of its samples that come again have another target,
     or if the mean, size or pattern of its inputs or targets has left the range of all batches before, as
-    below, if only for a while. A GradScaler, if its scale had fallen by a third or more between the backward
-    and the step of one of the 64 batches before. The learning rate, if it has risen by half or more from one
-    step to the next within the 64 steps before, or to twice as much over these, in one parameter group or
-    all. Clipping by torch, if within these it has ended, or its limit has risen by half or more, after 32
-    steps or more with one limit, which had cut half of the last 8 to 32 gradients. Something else that a
-    program has changed within eight steps, see `loss.worse`, if the loss is high for more than one batch. A
-    layer or parameter whose standard deviation, largest magnitude or norm has jumped in the last two looks
-    before the spike, at most 128 batches before: above the five looks before by a factor of two, and by twice
-    their largest change in logarithms, after eight looks or more from step 16 on. Several batches in a row,
-    or a model that was changed by something else, if the loss jumps at once and stays, while most samples of
-    its first batch have usual losses, or the updates of the eight steps before are at most the largest of the
-    24 before these: their root mean square, of up to 64 elements of the three largest parameters, on a CPU;
-    where it is not known, the norms of the gradients. It is the data of one of several ranks, or what else is
-    its own, if all train one model, and the mean loss of the others is above the usual one by no more than
-    half of the noise: what acts on weights is no cause then. Otherwise, if later losses are higher or keep
-    half of the excess, the weights, if the loss climbs to twice the first excess, or an update in the eight
-    steps before was four times the largest of the 24 before, or a norm four times the median norm before;
-    else the weights or several batches. What is not known is said. For these, and for a layer that had
-    jumped, it is told where the loss shows first in the forward, which need not be the cause: the first layer
-    whose output, in each of the two batches after the first one of the spike, has means and standard
-    deviations of channels whose distance to those of the last two looks before is twice the largest one
-    between four looks before, and a fifth of its standard deviation; of the last layer, half as much again.
-    These batches are no inspected ones; beside compiled code only layers in it are seen, on a GPU none. For
-    what came first besides a batch, it is told if in the eight steps before the scale of a GradScaler has
-    changed, or a norm was four times the median norm before. Other data come before a layer, and before a
-    batch that is unusual, if the loss is high for more than one batch: inputs or targets that are others for
-    good, from one of the eight steps before on or from the batch itself. Their mean, their standard deviation
-    or, of float targets, their root mean square has left the range of all batches before, 32 or more, and
-    does so on that side in seven of the eight batches after the first. Or samples that come again have
-    another target, see `Relabels`. The range is without the smallest and the largest number, and is widened
-    on both sides by its width, and at least by a tenth of the largest standard deviation or root mean square.
-    Or the pattern of 16 batches, and of the next 16, is farther from the mean pattern of all before than any
-    of six or more such blocks, by three times the range of their distances and by 0.1. The pattern of numbers
-    is their mean at each place, and the distance the mean squared difference, divided by the variance; that
-    of indices, such as tokens, is how often two neighbors come, in 256 bins, and the distance that of
-    Hellinger, squared; it begins where the distances of single batches rise most. Of each batch these are
-    numbers of up to 1,024 elements of the largest input, and of the targets that the loop tells or a loss of
-    torch has saved.
+    below, and that of half of the others until the loss has healed, 16 at most. A GradScaler, if its scale
+    had fallen by a third or more between the backward and the step of one of the 64 batches before. The
+    learning rate, if it has risen by half or more from one step to the next within the 64 steps before, or to
+    twice as much over these, in one parameter group or all. Clipping by torch, if within these it has ended,
+    or its limit has risen by half or more, after 32 steps or more with one limit, which had cut half of the
+    last 8 to 32 gradients. Something else that a program has changed within eight steps, see `loss.worse`, if
+    the loss is high for more than one batch. A layer or parameter whose standard deviation, largest magnitude
+    or norm has jumped in the last two looks before the spike, at most 128 batches before: above the five
+    looks before by a factor of two, and by twice their largest change in logarithms, after eight looks or
+    more from step 16 on. Several batches in a row, or a model that was changed by something else, if the loss
+    jumps at once and stays, while most samples of its first batch have usual losses, or the updates of the
+    eight steps before are at most the largest of the 24 before these: their root mean square, of up to 64
+    elements of the three largest parameters, on a CPU; where it is not known, the norms of the gradients. It
+    is the data of one of several ranks, or what else is its own, if all train one model, and the mean loss of
+    the others is above the usual one by no more than half of the noise: what acts on weights is no cause
+    then. Otherwise, if later losses are higher or keep half of the excess, the weights, if the loss climbs to
+    twice the first excess, or an update in the eight steps before was four times the largest of the 24
+    before, or a norm four times the median norm before; else the weights or several batches. What is not
+    known is said. For these, and for a layer that had jumped, it is told where the loss shows first in the
+    forward, which need not be the cause: the first layer whose output, in each of the two batches after the
+    first one of the spike, has means and standard deviations of channels whose distance to those of the last
+    two looks before is twice the largest one between four looks before, and a fifth of its standard
+    deviation; of the last layer, half as much again. These batches are no inspected ones; beside compiled
+    code only layers in it are seen, on a GPU none. For what came first besides a batch, it is told if in the
+    eight steps before the scale of a GradScaler has changed, or a norm was four times the median norm before.
+    Other data come before a layer, and before a batch that is unusual, if the loss is high for more than one
+    batch: inputs or targets that are others for good, from one of the eight steps before on or from the batch
+    itself. Their mean, their standard deviation or, of float targets, their root mean square has left the
+    range of all batches before, 32 or more, and does so on that side in seven of the eight batches after the
+    first. Or samples that come again have another target, see `Relabels`. The range is without the smallest
+    and the largest number, and is widened on both sides by its width, and at least by a tenth of the largest
+    standard deviation or root mean square. Or the pattern of 16 batches, and of the next 16, is farther from
+    the mean pattern of all before than any of six or more such blocks, by three times the range of their
+    distances and by 0.1. The pattern of numbers is their mean at each place, and the distance the mean
+    squared difference, divided by the variance; that of indices, such as tokens, is how often two neighbors
+    come, in 256 bins, and the distance that of Hellinger, squared; it begins where the distances of single
+    batches rise most. Of each batch these are numbers of up to 1,024 elements of the largest input, and of
+    the targets that the loop tells or a loss of torch has saved.
 
     Source: J. von Neumann et al., "The mean square successive difference", 1941, and P. J. Huber, "Robust
     Statistics", 1981, for the noise. The batch or the state of the weights: A. Chowdhery et al., "PaLM",

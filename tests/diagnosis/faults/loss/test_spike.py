@@ -562,3 +562,27 @@ def test_a_divergence_follows_from_a_cause_that_is_known():
     diverging = Finding("loss.diverging", "error", step=119, message="m")
     cause, effect = explained([diverging, found], Run())
     assert (cause.code, effect.consequence_of) == ("loss.spike", "loss.spike")
+
+
+@in_turn(
+    "loss_of",
+    [
+        lambda scores, y: F.cross_entropy(scores.flatten(0, 1), y.flatten()),
+        lambda scores, y: F.cross_entropy(scores.transpose(1, 2), y),
+    ],
+)
+def test_samples_are_named_in_a_plain_loop_that_reshapes_its_scores(loss_of):
+    model = nn.Sequential(nn.Embedding(5, 16), nn.Linear(16, 5))
+    opt = torch.optim.Adam(model.parameters(), 1e-2)
+    with watch(model, opt, Diagnose(show=False)) as loop:
+        for step in range(160):
+            x = torch.randint(5, (8, 12))
+            y = (x + (torch.rand(8, 12) < 0.1)) % 5
+            if step == 120:
+                y[[2, 6]] = (x[[2, 6]] + 3) % 5
+            opt.zero_grad()
+            loss_of(model(x), y).backward()
+            opt.step()
+    found = next(f for f in loop.diagnose().findings if f.code == "loss.spike" and "step 120" in f.message)
+    assert " 2 (" in found.message
+    assert " 6 (" in found.message
