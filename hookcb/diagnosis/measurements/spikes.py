@@ -374,13 +374,13 @@ def sample_losses(loop: Any, targets: Any) -> Tensor | None:
 
 def _losses_of_output(term: Term, loop: Any, targets: Any) -> Tensor | None:
     """Losses of the elements by the output of the model, which the loop may have reshaped."""
-    if (scores := first_float(loop.pred)) is None:
+    x, y = first_float(loop.pred), next((y for _, y in parts(targets) if isinstance(y, Tensor)), None)
+    if x is None or y is None:
         return None
-    x, shape = scores.detach(), term.given_shape
-    if x.shape[-1:] == shape[-1:] and x.numel() == math.prod(shape):
-        x = x.reshape(shape)
-    y = next((y for _, y in parts(targets) if isinstance(y, Tensor)), None)
-    return None if y is None else element_losses(term, x, y, False)
+    n_classes = term.given_shape[1] if len(term.given_shape) > 1 else 0
+    if x.shape[-1:] == (n_classes,) and x.numel() == n_classes * y.numel():
+        x, y = x.reshape(-1, n_classes), y.reshape(-1)
+    return element_losses(term, x.detach(), y, False)
 
 
 @torch.no_grad()
