@@ -115,7 +115,7 @@ def _of_batch(spike: Spike) -> Cause | None:
         why = f"this batch came first, as {n_other} of its {n} samples that come again have another target"
     elif spike.lasted == 1:
         why = f"it is this batch alone, as the next ones are usual{', and ' * bool(spike.odd)}{spike.odd}"
-    elif spike.odd:
+    elif spike.odd and spike.lasted is not None:  # else the data are others for good
         why = spike.odd
     elif samples and spike.typical <= spike.limit and _rest(spike) < FALLS and _has_healed_soon(spike):
         why = "this batch came first, as most of its samples are usual"
