@@ -90,6 +90,11 @@ def shown(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
+def is_number(x: Any) -> bool:
+    """Whether a value is a plain number, or a tuple of such."""
+    return type(x) in NUMBERS or (type(x) is tuple and NUMBERS.issuperset(map(type, x)))
+
+
 def when_of(last: int, step: int) -> str:
     """Words on a change between two steps that were looked at, of which `last` is the one before it."""
     return f"between steps {last:,} and {step:,}" if step > last + 1 else f"at step {step:,}"

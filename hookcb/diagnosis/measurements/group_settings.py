@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hookcb.diagnosis.fault import EVERY, Measurement
-from hookcb.diagnosis.measurements.changes import LIMIT, NUMBERS
+from hookcb.diagnosis.measurements.changes import LIMIT, is_number
 from hookcb.diagnosis.measurements.group_rates import as_number
 from hookcb.diagnosis.measurements.processes import Processes
 from hookcb.diagnosis.measurements.replica_hashes import next_look, replicated
@@ -110,5 +110,4 @@ def _ranks_of(p: Tensor) -> tuple[int, ...]:
 def _values(group: dict[str, Any]) -> Iterator[Any]:
     for name in NAMES:
         x = as_number(group.get(name)) if name == "lr" else group.get(name)
-        is_plain = type(x) in NUMBERS or (type(x) is tuple and NUMBERS.issuperset(map(type, x)))
-        yield x if is_plain and x == x else None  # a NaN is a number on a device
+        yield x if is_number(x) and x == x else None  # a NaN is a number on a device

@@ -12,11 +12,11 @@ from hookcb.diagnosis.measurements.changes import (
     BUFFER,
     DTYPE,
     MODULES,
-    NUMBERS,
     PARAMS,
     SINGLE,
     Change,
     Known,
+    is_number,
 )
 from hookcb.hooks.modules import named_modules
 
@@ -104,11 +104,7 @@ def _own(attributes: dict[str, Any], key: str) -> dict[str, Any]:
 def plain_settings(owner: dict[str, Any]) -> dict[str, Any]:
     """Public numbers, tuples of numbers, strings and dtypes, by their names."""
     named = {name: x for name, x in owner.items() if name[0] != "_" and name not in LEFT_OUT}
-    return {
-        name: x
-        for name, x in named.items()
-        if type(x) in SINGLE or (type(x) is tuple and NUMBERS.issuperset(map(type, x)))
-    }
+    return {name: x for name, x in named.items() if type(x) in SINGLE or is_number(x)}
 
 
 def _values_of(

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, SequentialLR
 
 from hookcb.diagnosis.heard import Ear, heard
+from hookcb.diagnosis.measurements.changes import is_number
 from hookcb.diagnosis.measurements.group_rates import RISE, as_number
 from hookcb.diagnosis.measurements.loads import RATES
 from hookcb.diagnosis.measurements.schedules import RISING, Schedulers, inner_of, length_of, position
@@ -149,11 +150,7 @@ class Restores(Ear):
 def numbers_of(group: dict[str, Any]) -> dict[str, Any]:
     """Numbers of a group of an optimizer, and tuples of numbers."""
     named = {**group, "lr": as_number(group.get("lr"))}
-    return {
-        name: x
-        for name, x in named.items()
-        if type(x) in (int, float) or (type(x) is tuple and all(type(y) in (int, float) for y in x))
-    }
+    return {name: x for name, x in named.items() if is_number(x) and type(x) is not bool}
 
 
 def settings_of(scheduler: Any) -> Hashable:

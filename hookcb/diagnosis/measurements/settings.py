@@ -62,11 +62,12 @@ class Settings(Measurement):
     dtypes, without private ones, the dtypes of its buffers, and writes to these: of all layers in inspected
     batches, and of one in each other batch, in turn. Of the inputs, their names, their dtypes, and the shape
     of the first. Of the loss, its operations next to it and numbers that scale its parts, in batches of
-    `Run.noting`, and the graph behind them, in inspected batches, up to 2,000 operations and the parameters
-    that it reaches; and the number that a mean is multiplied by, in each batch. Of each step, its optimizer,
-    the number of backwards before it, of parameters that torch's clipping was given, and its limit; and of
-    one parameter in each, in turn, whether something writes to its gradient between backward and step. What
-    changes often, as by a schedule, or changes back at once, was not changed by a program once.
+    `Run.noting`, and in some of these and inspected ones the graph behind them, up to 2,000 operations and
+    the parameters that it reaches; and the number that a mean is multiplied by, in each batch. Of each step,
+    its optimizer, the number of backwards before it, of parameters that torch's clipping was given, and its
+    limit; and, see `GradientWrites`, whether gradients are cleared before it or written to after the
+    backward. What changes often, as by a schedule, or changes back at once, was not changed by a program
+    once.
 
     Attributes:
         changes: the last 16, where nothing of the group, layer or loss had changed for 32 steps before, and
@@ -158,10 +159,11 @@ class Settings(Measurement):
         if (seen := self._writes.begin_step()) is None:
             return
         name, is_written = seen
-        known = self._of_grads.setdefault(name, Known({GRADIENT: is_written}, run.step))
-        told = [x.step for x in self.changes if x.name == GRADIENT]
-        for change in known.changed({GRADIENT: is_written}, run.step):
-            if not told or change.step > told[-1] + TURN:
+        values = {GRADIENT: is_written}
+        if (known := self._of_grads.get(name)) is None:
+            known = self._of_grads[name] = Known(values, run.step)
+        for change in known.changed(values, run.step):
+            if all(change.step > x.step + TURN for x in self.changes if x.name == GRADIENT):
                 self.changes.append(change._replace(of=name, layer=name.rpartition(".")[0]))
 
     def on_between(self, run: Run) -> None:
@@ -191,8 +193,7 @@ class Settings(Measurement):
             if i == len(known):
                 known.append(Known(plain_settings(group), step))
             for change in known[i].changed({name: group.get(name) for name in known[i].values}, step):
-                of = f"parameter group {i}" if len(groups) > 1 else "the optimizer"
-                self.changes.append(change._replace(of=of))
+                self.changes.append(change._replace(of=_group(i, groups)))
 
     def _see_loaded(self, opt: Optimizer, step: int) -> None:
         """Compares the first step of an optimizer with the groups that it had loaded before."""
@@ -202,14 +203,19 @@ class Settings(Measurement):
         for i, (before, group) in enumerate(zip(groups, opt.param_groups, strict=True)):
             now = numbers_of(group)
             others = [name for name in before if name in now and before[name] != now[name]]
-            of = f"parameter group {i}" if len(groups) > 1 else "the optimizer"
             for name in others:
                 if name not in RATES or (name == "lr" and 0 < JUMP * before["lr"] <= now["lr"]):
-                    self.changes.append(Change(step, LOADED, name, before[name], now[name], of))
+                    change = Change(step, LOADED, name, before[name], now[name], _group(i, groups))
+                    self.changes.append(change)
 
     def freeze(self) -> None:
         self._of_layers, self._of_loss, self._of_groups, self._of_steps = None, [], {}, {}
         self._of_graph, self._of_inputs, self._names, self._writes = None, [], {}, GradientWrites({})
+
+
+def _group(i: int, groups: Sequence[Any]) -> str:
+    """A group of an optimizer in words; the optimizer itself if it has no other."""
+    return f"parameter group {i}" if len(groups) > 1 else "the optimizer"
 
 
 def operations_of(node: Any) -> tuple[str, ...]:

@@ -314,10 +314,8 @@ class ChangedSettings(Fault):
             yield Skipped(f"fewer than {MIN_SPAN + 1} batches")
             return
         told = [x for code in TOLD for x in findings_of(code, run)]
-        facts = [
-            x for x in run.measured(WorseLoss).facts(run) if x.last >= MIN_SPAN or x.last == LOADED
-        ]  # not in a warmup
-        facts = [x for x in facts if x.what != WEIGHTS]
+        facts = [x for x in run.measured(WorseLoss).facts(run) if x.what != WEIGHTS]
+        facts = [x for x in facts if x.last >= MIN_SPAN or x.last == LOADED]  # not in a warmup
         n_changes = Counter((x.what, x.ranks) for x in facts)
         facts = [x for x in facts if not x.what or n_changes[x.what, x.ranks] < SCHEDULE]
         new = [x for x in facts if not any(_tells(f, x) for f in told)]
