@@ -160,8 +160,7 @@ class Settings(Measurement):
             return
         name, is_written = seen
         values = {GRADIENT: is_written}
-        if (known := self._of_grads.get(name)) is None:
-            known = self._of_grads[name] = Known(values, run.step)
+        known = self._of_grads.setdefault(name, Known(values, run.step))
         for change in known.changed(values, run.step):
             if all(change.step > x.step + TURN for x in self.changes if x.name == GRADIENT):
                 self.changes.append(change._replace(of=name, layer=name.rpartition(".")[0]))
